@@ -31,7 +31,7 @@ from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.failure_cases.chaos_strike import MOMENTS, Strike, Striker
 from coatcheck.bench.setup.checkpoint import VOCABULARY, train_tokenizer
 from coatcheck.bench.setup.machine import describe_machine
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 
 _COUNTS = ("started", "ended", "failed", "changed", "refused", "moved")
 
@@ -96,7 +96,7 @@ async def run(
         )
         write(figures, json_path)
     load.stop()
-    await asyncio.wait_for(keeping, PATIENCE_SECONDS)
+    await asyncio.wait_for(keeping, MAX_WAIT_SECONDS)
     await load.close()
     figures = figures_of(load, striker, made, time.monotonic() - began)
     write(figures, json_path)

@@ -13,14 +13,14 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
-MOST_BYTES: Final = 4096
+MAX_MESSAGE_BYTES: Final = 4096
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 def add_small_services(server: grpc.aio.Server, health: HealthServicer, names: Sequence[str]) -> None:
-    """Adds the health service and reflection of the services `names`. A message of more than MOST_BYTES is answered
-    with RESOURCE_EXHAUSTED and is not parsed."""
+    """Adds the health service and reflection of the services `names`. A message of more than MAX_MESSAGE_BYTES is not
+    parsed but answered with RESOURCE_EXHAUSTED."""
     bounded = _BoundedServer(server)
     add_HealthServicer_to_server(health, bounded)
     add_ServerReflectionServicer_to_server(ReflectionServicer(names), bounded)
@@ -58,7 +58,7 @@ class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gen
 
 def _bounded(handler: Any) -> _Handler:
     def read(data: bytes) -> Any:
-        return handler.request_deserializer(data) if len(data) <= MOST_BYTES else _TooLong(len(data))
+        return handler.request_deserializer(data) if len(data) <= MAX_MESSAGE_BYTES else _TooLong(len(data))
 
     async def unary_unary(request: Any, context: _Context) -> Any:
         await _require_short(request, context)
@@ -89,5 +89,5 @@ async def _require_short(request: object, context: _Context) -> None:
     if isinstance(request, _TooLong):
         await context.abort(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the message has {request.size} bytes; this service takes at most {MOST_BYTES}",
+            f"the message has {request.size} bytes; this service takes at most {MAX_MESSAGE_BYTES}",
         )

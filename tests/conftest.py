@@ -32,7 +32,7 @@ with pytest.MonkeyPatch.context() as patch:
 settings.register_profile("coatcheck", deadline=None)
 settings.load_profile("coatcheck")
 
-# A test that starts Ray waits for several events, each for up to PATIENCE_SECONDS. pyproject.toml limits other tests.
+# A test that starts Ray waits for several events, each for up to MAX_WAIT_SECONDS. pyproject.toml limits other tests.
 RAY_TEST_SECONDS = 1800
 
 # If several processes run tests side by side, only the controller reports.

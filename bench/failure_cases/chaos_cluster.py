@@ -15,7 +15,7 @@ from typing import Self
 
 import grpc
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from coatcheck.bench.setup.servers import free_port
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -59,8 +59,8 @@ class ChaosCluster:
         try:
             for _ in range(self.groups):
                 self._ray.add(self._tp)
-            self.start_serve(wait_seconds=PATIENCE_SECONDS)
-            self.wait_whole(PATIENCE_SECONDS)
+            self.start_serve(wait_seconds=MAX_WAIT_SECONDS)
+            self.wait_whole(MAX_WAIT_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -122,7 +122,7 @@ class ChaosCluster:
         with (self._scratch / "scale.log").open("ab") as output:
             environment = {**os.environ, **self._ray.environment}
             return not subprocess.run(
-                command, stdout=output, stderr=output, env=environment, timeout=PATIENCE_SECONDS
+                command, stdout=output, stderr=output, env=environment, timeout=MAX_WAIT_SECONDS
             ).returncode
 
     def drain(self, group: str, *, undo: bool = False) -> None:

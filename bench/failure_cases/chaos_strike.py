@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 from coatcheck.bench.failure_cases.chaos_load import LONG_PROMPT, ChaosLoad, Running
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
@@ -47,7 +47,7 @@ class Striker:
 
     async def strike(self, kind: str, moment: str) -> list[Strike]:
         """Make one kill, or two for a failover; return once every stream that ran has got further events."""
-        await asyncio.to_thread(self._cluster.wait_whole, PATIENCE_SECONDS)
+        await asyncio.to_thread(self._cluster.wait_whole, MAX_WAIT_SECONDS)
         groups = await asyncio.to_thread(self._cluster.serving)
         victim = self._rng.choice(groups)
         made = [(kind, moment)]
@@ -73,7 +73,7 @@ class Striker:
         await self._kill_or_stop(kind, victim)
         await self._wait_for_events()
         if mine is not None:
-            await asyncio.wait_for(mine, PATIENCE_SECONDS)
+            await asyncio.wait_for(mine, MAX_WAIT_SECONDS)
         if moment == "drain":
             await asyncio.to_thread(self._cluster.drain, drained, undo=True)
         stall = self._longest_stall(began)
@@ -175,10 +175,10 @@ class Striker:
 
 
 async def _wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
     while not await asyncio.to_thread(holds):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {PATIENCE_SECONDS:g} s")
+            raise TimeoutError(f"{what}: not within {MAX_WAIT_SECONDS:g} s")
         await asyncio.sleep(0.05)
 
 

@@ -27,7 +27,7 @@ from coatcheck.bench.chaos import make_small_checkpoint
 from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.setup.checkpoint import VOCABULARY
 from coatcheck.bench.setup.machine import describe_machine
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from coatcheck.bench.setup.redis_server import redis_server
 from coatcheck.bench.setup.servers import free_port
@@ -79,7 +79,7 @@ class HeadLossCase:
             environment = {**os.environ, **self.nodes.environment}
             self.serve = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         while b"ready: " not in self._log.read_bytes():
-            if self.serve.poll() is not None or time.monotonic() - began > PATIENCE_SECONDS:
+            if self.serve.poll() is not None or time.monotonic() - began > MAX_WAIT_SECONDS:
                 raise RuntimeError(f"coatcheck serve does not come up: {self.last_log_line()}")
             time.sleep(0.1)
         return time.monotonic() - began

@@ -15,7 +15,7 @@ from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_tiers import block_name
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
-from coatcheck.router.access.tenant import ANYONE
+from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NOTHING
@@ -116,7 +116,7 @@ class _View:
             yield self._place(job, job.at)
         else:
             seconds = min(terms.prefill + terms.restore for terms in self._decide(job, self._loads).terms)
-            self.queue.add(job, ANYONE, due=due_at(job.at, seconds))
+            self.queue.add(job, ANONYMOUS, due=due_at(job.at, seconds))
 
     def send_queued(self, now: float) -> Placed:
         self._read_reports(now)

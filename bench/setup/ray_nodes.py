@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.servers import free_port
 from coatcheck.cluster.ray_cluster.process_tree import descendants
 
@@ -72,7 +72,7 @@ class RayNode:
 
     def wait_started(self) -> None:
         """Wait until the node has started; raise RuntimeError if it ends instead, TimeoutError if it takes too long."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
         while "Ray runtime started" not in self._log.read_text():
             self.check()
             if time.monotonic() > deadline:

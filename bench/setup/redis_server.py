@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.ray_nodes import listens
 from coatcheck.bench.setup.servers import free_port
 
@@ -23,7 +23,7 @@ def redis_server(directory: Path) -> Iterator[str]:
     flags = ["--port", address.rpartition(":")[2], "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     with subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + PATIENCE_SECONDS
+            deadline = time.monotonic() + MAX_WAIT_SECONDS
             while not listens(address):
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError(f"redis-server does not listen at {address}")

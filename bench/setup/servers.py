@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.scenario import Figures, Scenario
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
@@ -41,7 +41,7 @@ class Server(ABC):
                 command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}, start_new_session=True
             )
         try:
-            self._wait_until_ready(started + PATIENCE_SECONDS)
+            self._wait_until_ready(started + MAX_WAIT_SECONDS)
         except BaseException:
             self.stop()
             raise

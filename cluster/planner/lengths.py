@@ -12,7 +12,7 @@ from typing import Final, Self
 from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.proto.errors import InvalidConfig
 
-_MOST_LENGTHS: Final = 100_000  # of an even spread
+_MAX_LENGTHS: Final = 100_000  # of an even spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LengthDistribution:
     @classmethod
     def evenly_spread(cls, longest: int) -> Self:
         """Lengths from 1 to `longest`, each once. Beyond 100,000 lengths: evenly spaced ones."""
-        step = -(-longest // _MOST_LENGTHS) | 1  # odd, so that no block size divides it
+        step = -(-longest // _MAX_LENGTHS) | 1  # odd, so that no block size divides it
         return cls(tuple((length, 1) for length in range(1, longest + 1, step)), f"even from 1 to {longest:,}")
 
     @classmethod

@@ -33,13 +33,13 @@ from coatcheck.kernels.attention.paged_prefill import launch_prefill
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import (
     FLOATS,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_heads,
+    check_rows,
+    check_shape,
     refuse,
-    want_contiguous,
-    want_device,
-    want_dtype,
-    want_heads,
-    want_rows,
-    want_shape,
 )
 
 
@@ -101,16 +101,16 @@ def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, d
     last = _last_tables
     if last and last[0] is block_tables and last[1] is seq_lens and last[2] is cu_seqlens_q and last[3] == device:
         return
-    want_shape("block_tables", block_tables, (None, None))
+    check_shape("block_tables", block_tables, (None, None))
     num_seqs = block_tables.shape[0]
-    want_rows("block_tables", block_tables)
-    want_shape("seq_lens", seq_lens, (num_seqs,))
-    want_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    check_rows("block_tables", block_tables)
+    check_shape("seq_lens", seq_lens, (num_seqs,))
+    check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     for name, index in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
-        want_dtype(name, index, torch.int32)
-        want_device(name, index, device)
-    want_contiguous("seq_lens", seq_lens)
-    want_contiguous("cu_seqlens_q", cu_seqlens_q)
+        check_dtype(name, index, torch.int32)
+        check_device(name, index, device)
+    check_contiguous("seq_lens", seq_lens)
+    check_contiguous("cu_seqlens_q", cu_seqlens_q)
     _last_tables = (block_tables, seq_lens, cu_seqlens_q, device)
 
 
@@ -126,9 +126,9 @@ def _check_query(
     shape = q.shape
     if len(shape) != 3 or shape[2] != cache.head_dim:
         refuse("q", f"shape [num_tokens, num_heads, {cache.head_dim}], as k_cache has it", list(shape))
-    want_dtype("q", q, *FLOATS)
-    want_heads("q", q)
-    want_device("q", q, cache.device)
+    check_dtype("q", q, *FLOATS)
+    check_heads("q", q)
+    check_device("q", q, cache.device)
     if cache.kv_heads == 0 or shape[1] % cache.kv_heads:
         refuse("q", f"a multiple of k_cache's {cache.kv_heads} heads", shape[1])
     if not scale > 0.0:
@@ -138,15 +138,15 @@ def _check_query(
     if not softcap >= 0.0:
         refuse("softcap", "0 (off) or a positive cap", softcap)
     if sinks is not None:
-        want_shape("sinks", sinks, (shape[1],))
-        want_dtype("sinks", sinks, torch.float32)
-        want_contiguous("sinks", sinks)
-        want_device("sinks", sinks, cache.device)
+        check_shape("sinks", sinks, (shape[1],))
+        check_dtype("sinks", sinks, torch.float32)
+        check_contiguous("sinks", sinks)
+        check_device("sinks", sinks, cache.device)
     if out is not None:
-        want_shape("out", out, tuple(shape))
-        want_dtype("out", out, q.dtype)
-        want_contiguous("out", out)
-        want_device("out", out, cache.device)
+        check_shape("out", out, tuple(shape))
+        check_dtype("out", out, q.dtype)
+        check_contiguous("out", out)
+        check_device("out", out, cache.device)
 
 
 def paged_attention_reference(

@@ -26,16 +26,16 @@ from coatcheck.kernels.kv.quantise import KINDS
 from coatcheck.kernels.kv.store_kv import _store_rows, check_store, pick_rows, serves_store, store_kv_reference
 from coatcheck.kernels.launch_check import (
     FLOATS,
-    Passed,
+    CheckedGeometries,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_heads,
+    check_shape,
     refuse,
-    want_contiguous,
-    want_device,
-    want_dtype,
-    want_heads,
-    want_shape,
 )
 
-_passed = Passed()
+_checked = CheckedGeometries()
 
 
 @triton.jit
@@ -159,10 +159,10 @@ def rotary_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor
 ) -> Tensor:
     """The rotated q, dense [tokens, heads, dim]. Stores the rotated k and v in their slots; slot -1 is skipped."""
-    if _passed.is_new(q, k, v, cos, sin, cache.k, slot_mapping):
+    if _checked.is_new(q, k, v, cos, sin, cache.k, slot_mapping):
         _check_rotary(q, k, cos, sin)
         check_store(k, v, cache, slot_mapping)
-        _passed.add(q, k, v, cos, sin, cache.k, slot_mapping)
+        _checked.add(q, k, v, cos, sin, cache.k, slot_mapping)
     if takes_triton(q):
         q_out = q.new_empty(q.shape)
         launch_rotary(q, k, v, cos, sin, q_out, None, cache, slot_mapping)
@@ -186,25 +186,25 @@ def rotary_and_store(
 def _check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     _check_rotary_input("q", q, cos, sin)
     _check_rotary_input("k", k, cos, sin)
-    want_shape("k", k, (q.shape[0], None, q.shape[2]))
-    want_dtype("k", k, q.dtype)
+    check_shape("k", k, (q.shape[0], None, q.shape[2]))
+    check_dtype("k", k, q.dtype)
 
 
 def _check_rotary_input(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     if x.dim() != 3:
         refuse(name, "shape [tokens, heads, dim]", list(x.shape))
-    want_dtype(name, x, *FLOATS)
-    want_heads(name, x)
+    check_dtype(name, x, *FLOATS)
+    check_heads(name, x)
     rot_dim = cos.shape[-1]
     if rot_dim % 2 or rot_dim > x.shape[2]:
         refuse("cos", f"an even rot_dim of at most {name}'s dim {x.shape[2]}", rot_dim)
-    want_shape("cos", cos, (x.shape[0], rot_dim))
-    want_shape("sin", sin, (x.shape[0], rot_dim))
-    want_dtype("cos", cos, x.dtype, torch.float32)
-    want_dtype("sin", sin, cos.dtype)
+    check_shape("cos", cos, (x.shape[0], rot_dim))
+    check_shape("sin", sin, (x.shape[0], rot_dim))
+    check_dtype("cos", cos, x.dtype, torch.float32)
+    check_dtype("sin", sin, cos.dtype)
     for label, table in (("cos", cos), ("sin", sin)):
-        want_contiguous(label, table)
-        want_device(label, table, x.device)
+        check_contiguous(label, table)
+        check_device(label, table, x.device)
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
 
 
 @triton.jit(do_not_specialize=["src", "dst"])
@@ -53,15 +53,15 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def _check(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    want_shape("pool", pool, (None, None))
-    want_dtype("pool", pool, torch.uint8)
-    want_rows("pool", pool)
-    want_shape("src", src, (None,))
-    want_shape("dst", dst, (src.shape[0],))
+    check_shape("pool", pool, (None, None))
+    check_dtype("pool", pool, torch.uint8)
+    check_rows("pool", pool)
+    check_shape("src", src, (None,))
+    check_shape("dst", dst, (src.shape[0],))
     for name, index in (("src", src), ("dst", dst)):
-        want_dtype(name, index, torch.int64)
-        want_contiguous(name, index)
-        want_device(name, index, pool.device)
+        check_dtype(name, index, torch.int64)
+        check_contiguous(name, index)
+        check_device(name, index, pool.device)
 
 
 def copy_blocks_reference(pool: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.kv.quantise import KINDS, widen_reference
-from coatcheck.kernels.launch_check import FLOATS, refuse, want_cache, want_device, want_dtype, want_shape
+from coatcheck.kernels.launch_check import FLOATS, check_cache, check_device, check_dtype, check_shape, refuse
 
 
 class KVCache:
     """`packed` is the C library's struct Pool, `pointer` its address."""
 
     def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
-        want_cache("k_cache", k)
-        want_dtype("k_cache", k, *FLOATS, *KINDS)
-        want_shape("v_cache", v, tuple(k.shape))
-        want_cache("v_cache", v)
-        want_dtype("v_cache", v, k.dtype)
-        want_device("v_cache", v, k.device)
+        check_cache("k_cache", k)
+        check_dtype("k_cache", k, *FLOATS, *KINDS)
+        check_shape("v_cache", v, tuple(k.shape))
+        check_cache("v_cache", v)
+        check_dtype("v_cache", v, k.dtype)
+        check_device("v_cache", v, k.device)
         self.is_quantised = k.dtype in KINDS
         for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
             if scales is None:
@@ -36,9 +36,9 @@ class KVCache:
                 continue
             if not self.is_quantised:
                 refuse(name, f"none beside {k.dtype}", list(scales.shape))
-            want_shape(name, scales, tuple(k.shape[:3]))
-            want_dtype(name, scales, torch.float16)
-            want_device(name, scales, k.device)
+            check_shape(name, scales, tuple(k.shape[:3]))
+            check_dtype(name, scales, torch.float16)
+            check_device(name, scales, k.device)
             if scales.stride()[1:] != (k.shape[2], 1) and k.shape[1] * k.shape[2] > 1:
                 refuse(name, f"dense [heads, block_size] (strides (*, {k.shape[2]}, 1))", f"strides {scales.stride()}")
         # For Triton kernels: quantised elements as bytes.

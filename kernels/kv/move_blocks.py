@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape, refuse
 
 _LANES = 8
 _CACHE_LINE = 8 * _LANES
@@ -56,21 +56,21 @@ def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
 def _check(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> None:
     _check_pool("source", source, "from_rows", from_rows)
     _check_pool("target", target, "to_rows", to_rows)
-    want_shape("target", target, (None, source.shape[1]))
-    want_shape("to_rows", to_rows, (from_rows.shape[0],))
+    check_shape("target", target, (None, source.shape[1]))
+    check_shape("to_rows", to_rows, (from_rows.shape[0],))
 
 
 def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
-    want_shape(name, pool, (None, None))
+    check_shape(name, pool, (None, None))
     if pool.shape[1] % _CACHE_LINE:
         refuse(name, f"blocks of a multiple of {_CACHE_LINE} bytes", pool.shape[1])
-    want_dtype(name, pool, torch.uint8)
-    want_rows(name, pool)
-    want_device(name, pool, torch.device("cpu"))
-    want_shape(rows_name, rows, (None,))
-    want_dtype(rows_name, rows, torch.int64)
-    want_contiguous(rows_name, rows)
-    want_device(rows_name, rows, torch.device("cpu"))
+    check_dtype(name, pool, torch.uint8)
+    check_rows(name, pool)
+    check_device(name, pool, torch.device("cpu"))
+    check_shape(rows_name, rows, (None,))
+    check_dtype(rows_name, rows, torch.int64)
+    check_contiguous(rows_name, rows)
+    check_device(rows_name, rows, torch.device("cpu"))
 
 
 def move_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-MOST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, torch.uint8: 7.0}
+MAX_VALUE: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, torch.uint8: 7.0}
 FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # The KIND argument of kernels. 0: floats, not quantised.
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
@@ -201,7 +201,7 @@ def _places(first, across, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 def quantise_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., dim] -> elements [..., dim] (int4: [..., dim / 2]) of `dtype`, and scales float16 [...]."""
-    wide, most = x.float(), MOST[dtype]
+    wide, most = x.float(), MAX_VALUE[dtype]
     scale = (wide.abs().amax(dim=-1) / most).clamp(max=65504.0).half()
     unit = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     y = (wide * unit[..., None]).clamp(-most, most)

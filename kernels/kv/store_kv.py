@@ -22,12 +22,12 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _quantised, _unit_of, quantise_reference
 from coatcheck.kernels.launch_check import (
     FLOATS,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_heads,
+    check_shape,
     refuse,
-    want_contiguous,
-    want_device,
-    want_dtype,
-    want_heads,
-    want_shape,
 )
 
 NATIVE_MAX_DIM = 512  # of heads that the C library can quantise
@@ -168,17 +168,17 @@ def check_store(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> N
     if k.dim() != 3:
         refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
     tokens = k.shape[0]
-    want_shape("k", k, (tokens, cache.kv_heads, cache.head_dim))
-    want_shape("v", v, tuple(k.shape))
-    want_dtype("k", k, *FLOATS)
-    want_dtype("v", v, k.dtype)
-    want_heads("k", k)
-    want_heads("v", v)
-    want_shape("slot_mapping", slot_mapping, (tokens,))
-    want_dtype("slot_mapping", slot_mapping, torch.int64)
-    want_contiguous("slot_mapping", slot_mapping)
+    check_shape("k", k, (tokens, cache.kv_heads, cache.head_dim))
+    check_shape("v", v, tuple(k.shape))
+    check_dtype("k", k, *FLOATS)
+    check_dtype("v", v, k.dtype)
+    check_heads("k", k)
+    check_heads("v", v)
+    check_shape("slot_mapping", slot_mapping, (tokens,))
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_contiguous("slot_mapping", slot_mapping)
     for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
-        want_device(name, tensor, cache.device)
+        check_device(name, tensor, cache.device)
 
 
 def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

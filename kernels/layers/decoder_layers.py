@@ -25,7 +25,14 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import TRITON_DEVICES
 from coatcheck.kernels.attention.paged_attention import check_tables
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.launch_check import Passed, refuse, want_contiguous, want_device, want_dtype, want_shape
+from coatcheck.kernels.launch_check import (
+    CheckedGeometries,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_shape,
+    refuse,
+)
 from coatcheck.kernels.layers.linear import PackedLinear, scratch
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 
@@ -38,7 +45,7 @@ _STREAM = struct.Struct("@5Pq")
 _TABLE_INDEX = struct.Struct("@q")
 _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
 
-_passed = Passed()
+_checked = CheckedGeometries()
 
 
 def is_native(*linears: object, head_dim: int = 16) -> bool:
@@ -55,14 +62,14 @@ class StepTables:
     ) -> None:
         tokens, cpu = len(slot_mapping), torch.device("cpu")
         check_tables(block_tables, seq_lens, cu_seqlens, cpu)
-        want_dtype("slot_mapping", slot_mapping, torch.int64)
-        want_shape("cos", cos, (tokens, None))
-        want_shape("sin", sin, tuple(cos.shape))
-        want_dtype("cos", cos, *native.TYPES)
-        want_dtype("sin", sin, cos.dtype)
+        check_dtype("slot_mapping", slot_mapping, torch.int64)
+        check_shape("cos", cos, (tokens, None))
+        check_shape("sin", sin, tuple(cos.shape))
+        check_dtype("cos", cos, *native.TYPES)
+        check_dtype("sin", sin, cos.dtype)
         for name, tensor in (("slot_mapping", slot_mapping), ("cos", cos), ("sin", sin)):
-            want_contiguous(name, tensor)
-            want_device(name, tensor, cpu)
+            check_contiguous(name, tensor)
+            check_device(name, tensor, cpu)
         self.tokens = tokens
         self.rot_dim = cos.shape[1]
         self._held = (cos, sin, slot_mapping, block_tables, seq_lens, cu_seqlens)  # `packed` points into them
@@ -90,7 +97,7 @@ class AttentionHalf:
         sliding_window: int = 0,
         softcap: float = 0.0,
     ) -> None:
-        want_shape("norm", norm.weight, (qkv.weight_shape[1],))
+        check_shape("norm", norm.weight, (qkv.weight_shape[1],))
         if qkv.weight_shape[0] != (heads + 2 * kv_heads) * head_dim or output.weight_shape[1] != heads * head_dim:
             refuse("qkv", f"{heads} + 2 * {kv_heads} heads of {head_dim}", list(qkv.weight_shape))
         if (q_norm is None) != (k_norm is None):
@@ -108,9 +115,9 @@ class AttentionHalf:
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0]
-        if _passed.is_new(x, residual):
+        if _checked.is_new(x, residual):
             _check_stream(x, residual, self.hidden, self.dtype)
-            _passed.add(x, residual)
+            _checked.add(x, residual)
         if tokens != step.tokens or step.rot_dim > self.head_dim:
             refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self.head_dim}", list(x.shape))
         pool = self.pack_cache(cache)
@@ -131,7 +138,7 @@ class MlpHalf:
     """Norm to down projection. Linears must pass `is_native`."""
 
     def __init__(self, norm: RmsNorm, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
-        want_shape("norm", norm.weight, (gate_up.weight_shape[1],))
+        check_shape("norm", norm.weight, (gate_up.weight_shape[1],))
         if gate_up.weight_shape[0] != 2 * down.weight_shape[1]:
             refuse("gate_up", f"2 * {down.weight_shape[1]} features, as down reads", gate_up.weight_shape[0])
         self._held = (norm, gate_up, down)  # `packed` points into them
@@ -144,9 +151,9 @@ class MlpHalf:
         self._call = _library().mlp_half
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if _passed.is_new(x, residual):
+        if _checked.is_new(x, residual):
             _check_stream(x, residual, self.hidden, self.dtype)
-            _passed.add(x, residual)
+            _checked.add(x, residual)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((x.shape[0], self._out), dtype=self.dtype)
         self._call(self.packed, _stream(x, residual, total, out, self.row_bytes))
@@ -195,9 +202,9 @@ class LayerRun:
         `caches`: one of each layer. The list is packed at its first use and must not change after that.
         """
         first = self._layers[0].attention
-        if _passed.is_new(x):
+        if _checked.is_new(x):
             _check_stream(x, None, first.hidden, first.dtype)
-            _passed.add(x)
+            _checked.add(x)
         for step in steps:
             if x.shape[0] != step.tokens or step.rot_dim > self._head_dim:
                 refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self._head_dim}", list(x.shape))
@@ -235,15 +242,15 @@ def _linear(linear: PackedLinear) -> bytes:
 
 
 def _check_stream(x: Tensor, residual: Tensor | None, hidden: int, dtype: torch.dtype) -> None:
-    want_shape("x", x, (None, hidden))
-    want_dtype("x", x, dtype)
-    want_contiguous("x", x)
-    want_device("x", x, torch.device("cpu"))
+    check_shape("x", x, (None, hidden))
+    check_dtype("x", x, dtype)
+    check_contiguous("x", x)
+    check_device("x", x, torch.device("cpu"))
     if residual is not None:
-        want_shape("residual", residual, tuple(x.shape))
-        want_dtype("residual", residual, dtype)
-        want_contiguous("residual", residual)
-        want_device("residual", residual, x.device)
+        check_shape("residual", residual, tuple(x.shape))
+        check_dtype("residual", residual, dtype)
+        check_contiguous("residual", residual)
+        check_device("residual", residual, x.device)
 
 
 def _library() -> native.Library:

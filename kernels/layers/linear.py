@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coatcheck.kernels import huge_pages, native
-from coatcheck.kernels.launch_check import refuse, want_device, want_dtype, want_shape
+from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
 
 # With `batch_invariant`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
 ROW_TILE = 64
@@ -38,9 +38,9 @@ class PackedLinear(nn.Module):
         if weight.dim() != 2:
             refuse("weight", "shape [out_features, in_features]", list(weight.shape))
         if bias is not None:
-            want_shape("bias", bias, (weight.shape[0],))
-            want_dtype("bias", bias, weight.dtype)
-            want_device("bias", bias, weight.device)
+            check_shape("bias", bias, (weight.shape[0],))
+            check_dtype("bias", bias, weight.dtype)
+            check_device("bias", bias, weight.device)
         self.weight_shape = (weight.shape[0], weight.shape[1])
         self.dtype, self.device = weight.dtype, weight.device
         self.form = pick_form(weight)

@@ -26,16 +26,16 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
 from coatcheck.kernels.launch_check import (
     FLOATS,
-    Passed,
+    CheckedGeometries,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_rows,
+    check_shape,
     refuse,
-    want_contiguous,
-    want_device,
-    want_dtype,
-    want_rows,
-    want_shape,
 )
 
-_passed = Passed()
+_checked = CheckedGeometries()
 
 
 @triton.jit
@@ -130,9 +130,9 @@ def rms_norm(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y, or (y, x + residual) if `residual` is given. `cast_first`: None for `weight_offset == 0`."""
-    if _passed.is_new(x, weight, residual, out):
+    if _checked.is_new(x, weight, residual, out):
         _check(x, weight, residual, out)
-        _passed.add(x, weight, residual, out)
+        _checked.add(x, weight, residual, out)
     if cast_first is None:
         cast_first = weight_offset == 0.0
     library = native.library()
@@ -170,22 +170,22 @@ def _strides(x: Tensor) -> tuple[int, int, int, int, int]:
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:
     if not 1 <= x.dim() <= 3:
         refuse("x", "one to three dimensions, the last one hidden", list(x.shape))
-    want_dtype("x", x, *FLOATS)
-    want_rows("x", x)
-    want_shape("weight", weight, (x.shape[-1],))
-    want_dtype("weight", weight, x.dtype)
-    want_contiguous("weight", weight)
-    want_device("weight", weight, x.device)
+    check_dtype("x", x, *FLOATS)
+    check_rows("x", x)
+    check_shape("weight", weight, (x.shape[-1],))
+    check_dtype("weight", weight, x.dtype)
+    check_contiguous("weight", weight)
+    check_device("weight", weight, x.device)
     if residual is not None:
-        want_shape("residual", residual, tuple(x.shape))
-        want_dtype("residual", residual, x.dtype)
-        want_rows("residual", residual)
-        want_device("residual", residual, x.device)
+        check_shape("residual", residual, tuple(x.shape))
+        check_dtype("residual", residual, x.dtype)
+        check_rows("residual", residual)
+        check_device("residual", residual, x.device)
     if out is not None:
-        want_shape("out", out, tuple(x.shape))
-        want_dtype("out", out, x.dtype)
-        want_contiguous("out", out)
-        want_device("out", out, x.device)
+        check_shape("out", out, tuple(x.shape))
+        check_dtype("out", out, x.dtype)
+        check_contiguous("out", out)
+        check_device("out", out, x.device)
 
 
 def rms_norm_reference(

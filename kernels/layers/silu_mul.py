@@ -19,16 +19,16 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
 from coatcheck.kernels.launch_check import (
     FLOATS,
-    Passed,
+    CheckedGeometries,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_rows,
+    check_shape,
     refuse,
-    want_contiguous,
-    want_device,
-    want_dtype,
-    want_rows,
-    want_shape,
 )
 
-_passed = Passed()
+_checked = CheckedGeometries()
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -57,9 +57,9 @@ def launch_silu_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
 def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
     if activation not in ACTIVATIONS:
         refuse("activation", " or ".join(ACTIVATIONS), activation)
-    if _passed.is_new(gate_up, out):
+    if _checked.is_new(gate_up, out):
         _check(gate_up, out)
-        _passed.add(gate_up, out)
+        _checked.add(gate_up, out)
     library = native.library()
     if takes_triton(gate_up):
         if out is None:
@@ -79,13 +79,13 @@ def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = Non
 def _check(gate_up: Tensor, out: Tensor | None) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         refuse("gate_up", "shape [tokens, 2 * I]", list(gate_up.shape))
-    want_dtype("gate_up", gate_up, *FLOATS)
-    want_rows("gate_up", gate_up)
+    check_dtype("gate_up", gate_up, *FLOATS)
+    check_rows("gate_up", gate_up)
     if out is not None:
-        want_shape("out", out, (gate_up.shape[0], gate_up.shape[1] // 2))
-        want_dtype("out", out, gate_up.dtype)
-        want_contiguous("out", out)
-        want_device("out", out, gate_up.device)
+        check_shape("out", out, (gate_up.shape[0], gate_up.shape[1] // 2))
+        check_dtype("out", out, gate_up.dtype)
+        check_contiguous("out", out)
+        check_device("out", out, gate_up.device)
 
 
 def silu_mul_reference(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:

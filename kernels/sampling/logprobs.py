@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape, refuse
 
 
 @triton.jit(do_not_specialize=["token_ids", "normalisers", "chosen", "ranks"])
@@ -59,13 +59,13 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    want_shape("logits", logits, (None, None))
-    want_dtype("logits", logits, torch.float32)
-    want_rows("logits", logits)
-    want_shape("token_ids", token_ids, (logits.shape[0],))
-    want_dtype("token_ids", token_ids, torch.int64)
-    want_contiguous("token_ids", token_ids)
-    want_device("token_ids", token_ids, logits.device)
+    check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    check_rows("logits", logits)
+    check_shape("token_ids", token_ids, (logits.shape[0],))
+    check_dtype("token_ids", token_ids, torch.int64)
+    check_contiguous("token_ids", token_ids)
+    check_device("token_ids", token_ids, logits.device)
     if not 0 <= k <= logits.shape[1]:
         refuse("k", f"0 to {logits.shape[1]}, the vocabulary", k)
     if takes_triton(logits):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
 
 
 @triton.jit(do_not_specialize=["prompt_lens", "total_lens", "ids_stride"])
@@ -87,14 +87,14 @@ def apply_penalties(
     frequency: Tensor,
 ) -> Tensor:
     """Return `logits`, changed in place."""
-    want_shape("logits", logits, (None, None))
-    want_dtype("logits", logits, torch.float32)
-    want_rows("logits", logits)
+    check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    check_rows("logits", logits)
     rows = logits.shape[0]
-    want_shape("token_ids", token_ids, (rows, None))
-    want_dtype("token_ids", token_ids, torch.int32)
-    want_rows("token_ids", token_ids)
-    want_device("token_ids", token_ids, logits.device)
+    check_shape("token_ids", token_ids, (rows, None))
+    check_dtype("token_ids", token_ids, torch.int32)
+    check_rows("token_ids", token_ids)
+    check_device("token_ids", token_ids, logits.device)
     for name, tensor, dtype in (
         ("prompt_lens", prompt_lens, torch.int32),
         ("total_lens", total_lens, torch.int32),
@@ -102,10 +102,10 @@ def apply_penalties(
         ("presence", presence, torch.float32),
         ("frequency", frequency, torch.float32),
     ):
-        want_shape(name, tensor, (rows,))
-        want_dtype(name, tensor, dtype)
-        want_contiguous(name, tensor)
-        want_device(name, tensor, logits.device)
+        check_shape(name, tensor, (rows,))
+        check_dtype(name, tensor, dtype)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, logits.device)
     if takes_triton(logits):
         launch_penalties(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
         return logits
@@ -150,16 +150,16 @@ def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor
 
     Shapes: rows, token_ids int64 [n], bias float32 [n]. The biases of a repeated (row, token) pair add up.
     """
-    want_shape("logits", logits, (None, None))
-    want_dtype("logits", logits, torch.float32)
-    want_rows("logits", logits)
-    want_shape("rows", rows, (None,))
+    check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    check_rows("logits", logits)
+    check_shape("rows", rows, (None,))
     for name, tensor, dtype in (("rows", rows, torch.int64), ("token_ids", token_ids, torch.int64),
                                 ("bias", bias, torch.float32)):  # fmt: skip
-        want_shape(name, tensor, (rows.shape[0],))
-        want_dtype(name, tensor, dtype)
-        want_contiguous(name, tensor)
-        want_device(name, tensor, logits.device)
+        check_shape(name, tensor, (rows.shape[0],))
+        check_dtype(name, tensor, dtype)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, logits.device)
     return add_logit_bias_reference(logits, rows, token_ids, bias)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
 from coatcheck.kernels.sampling.filter_floor import filter_floor
 
 # splitmix64's increment and multipliers, as the signed integers that torch takes.
@@ -118,9 +118,9 @@ def sample(
     choice: Tensor,
     position: Tensor,
 ) -> Tensor:
-    want_shape("logits", logits, (None, None))
-    want_dtype("logits", logits, torch.float32)
-    want_rows("logits", logits)
+    check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    check_rows("logits", logits)
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
@@ -130,10 +130,10 @@ def sample(
         ("choice", choice, torch.int32),
         ("position", position, torch.int64),
     ):
-        want_shape(name, tensor, (logits.shape[0],))
-        want_dtype(name, tensor, dtype)
-        want_contiguous(name, tensor)
-        want_device(name, tensor, logits.device)
+        check_shape(name, tensor, (logits.shape[0],))
+        check_dtype(name, tensor, dtype)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, logits.device)
     if takes_triton(logits):
         floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
 
 _BLOCK = 1024
 
@@ -44,15 +44,15 @@ def launch_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
 
 def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     """Return `logits`, changed in place."""
-    want_shape("logits", logits, (None, None))
-    want_dtype("logits", logits, torch.float32)
-    want_rows("logits", logits)
-    want_shape("rows", rows, (None,))
-    want_shape("mask", mask, (rows.shape[0], -(-logits.shape[1] // 32)))
+    check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    check_rows("logits", logits)
+    check_shape("rows", rows, (None,))
+    check_shape("mask", mask, (rows.shape[0], -(-logits.shape[1] // 32)))
     for name, tensor, dtype in (("rows", rows, torch.int64), ("mask", mask, torch.int32)):
-        want_dtype(name, tensor, dtype)
-        want_contiguous(name, tensor)
-        want_device(name, tensor, logits.device)
+        check_dtype(name, tensor, dtype)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, logits.device)
     library = native.library()
     if takes_triton(logits):
         launch_token_mask(logits, rows, mask)

@@ -13,14 +13,14 @@ from coatcheck.proto.errors import InvalidConfig, PermissionDenied, Unauthentica
 from coatcheck.router.access.client_certificate import certificate_names
 from coatcheck.router.access.file_watcher import FileWatcher
 from coatcheck.router.access.key_file import hash_key, read_keys
-from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Scope, Tenant
 
 _log = logging.getLogger(__name__)
 _HOW = "send a key as `authorization: Bearer KEY`"
 
 
 class Authenticator:
-    """Without a keys file every request comes from ANYONE."""
+    """Without a keys file every request comes from ANONYMOUS."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Authenticator:
         `authorization`.
         """
         if self._file is None:
-            return ANYONE
+            return ANONYMOUS
         if self._watcher.has_changed():
             self._reload(self._file)
         try:

@@ -58,7 +58,7 @@ class Tenant:
 
     def effective_priority(self, priority: int) -> int:
         """The priority of a request that asks for `priority`. Clients with a key can only lower their tenant's."""
-        return min(self.priority + max(priority, 0), _LOWEST_PRIORITY) if self is not ANYONE else priority
+        return min(self.priority + max(priority, 0), _LOWEST_PRIORITY) if self is not ANONYMOUS else priority
 
 
 def _require(tenant: Tenant, holds: bool, name: str, allowed: str) -> None:
@@ -67,4 +67,4 @@ def _require(tenant: Tenant, holds: bool, name: str, allowed: str) -> None:
 
 
 # The tenant of every request where no keys are required; it may do everything.
-ANYONE: Final = Tenant("anyone", role="admin")
+ANONYMOUS: Final = Tenant("anyone", role="admin")

@@ -11,7 +11,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, Resumed
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.stubs.worker_pb2 import Submit
 from coatcheck.proto.tracing import NO_PARENT
-from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 
 _SLICE: Final = 16384  # token ids
 
@@ -28,7 +28,7 @@ class Request:
     priority: int = 0
     session_id: str = ""
     retention: Retention | None = None
-    tenant: Tenant = ANYONE
+    tenant: Tenant = ANONYMOUS
     deadline: float | None = None  # when the client gives up, in the event loop's time
     _block_hashes: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
@@ -84,7 +84,7 @@ class Request:
             cache_salt=self.cache_salt,
             uncached_tokens=uncached_tokens,
             priority=self.priority,
-            tenant="" if self.tenant is ANYONE else self.tenant.name,
+            tenant="" if self.tenant is ANONYMOUS else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,
             seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
             **trace_context,

@@ -32,7 +32,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.tracing import NO_PARENT, Tracing
 from coatcheck.router.access.rate_limits import TenantLimits
-from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
@@ -117,7 +117,7 @@ class GenerateService:
         self,
         message: GenerateRequest,
         on_decision: Callable[[Decision], None] | None = None,
-        tenant: Tenant = ANYONE,
+        tenant: Tenant = ANONYMOUS,
         carrier: Mapping[str, str] = NO_PARENT,
         deadline: float | None = None,
         on_admitted: Callable[[], None] = lambda: None,
@@ -169,7 +169,7 @@ class GenerateService:
         self,
         message: GenerateRequest,
         on_decision: Callable[[Decision], None] | None = None,
-        tenant: Tenant = ANYONE,
+        tenant: Tenant = ANONYMOUS,
         carrier: Mapping[str, str] = NO_PARENT,
         deadline: float | None = None,
     ) -> GenerateResponse:
@@ -201,7 +201,7 @@ class GenerateService:
         """Raises GrammarRefused if the grammar does not compile."""
         await self._grammars.validate(grammar)
 
-    async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
+    async def explain(self, message: GenerateRequest, tenant: Tenant = ANONYMOUS) -> Explanation:
         """Where the request would be sent now, and its cost on each group; it is not sent."""
         return explanation_of(self._dispatcher.explain(await self._validate(message, tenant)))
 

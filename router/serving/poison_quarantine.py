@@ -26,7 +26,7 @@ from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
 
 _MAY_SHARE, _ALONE = 1, 2  # see PoisonSuspicion.level; 0 is no suspect
 _CLEARING_TOKENS: Final = 64  # after so many tokens from the next group, earlier losses no longer count
-_MOST_LOSSES: Final = 3
+_MAX_LOSSES: Final = 3
 
 _T = TypeVar("_T")
 
@@ -86,7 +86,7 @@ class PoisonSuspicion:
         if self._is_guilty(FailureCause.CRASH):
             crashes = _count(self._losses, FailureCause.CRASH)
             return f"{crashes} groups in a row ended by themselves while they ran this request ({reason})"
-        if len(row) >= _MOST_LOSSES:
+        if len(row) >= _MAX_LOSSES:
             return f"{len(row)} groups in a row were lost while they ran this request ({reason})"
         return ""
 
@@ -112,7 +112,7 @@ class PoisonSuspicion:
         row = self._losses[self._row_start :]
         if row[-1].failure.cause not in causes:
             return False
-        return _count(row, *causes) > 1 or _count(self._losses, *causes) >= _MOST_LOSSES
+        return _count(row, *causes) > 1 or _count(self._losses, *causes) >= _MAX_LOSSES
 
 
 def _count(losses: Sequence[_Loss], *causes: FailureCause) -> int:

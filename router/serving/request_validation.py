@@ -14,7 +14,7 @@ from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
-from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.request import Request
 from coatcheck.router.text.chat_template import render_chat
 from coatcheck.router.text.tokenizer import TokenizerJson
@@ -68,7 +68,7 @@ def validate_request(
     vocab_size: int,
     capacity: int,
     rng: random.Random,
-    tenant: Tenant = ANYONE,
+    tenant: Tenant = ANONYMOUS,
     defaults: SamplingDefaults = NO_DEFAULTS,
     deadline: float | None = None,
 ) -> Request:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from coatcheck.proto.errors import Draining, Overloaded
-from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 
 
 class Traffic:
@@ -20,7 +20,7 @@ class Traffic:
         self._idle.set()
 
     @contextmanager
-    def count_request(self, tenant: Tenant = ANYONE) -> Iterator[None]:
+    def count_request(self, tenant: Tenant = ANONYMOUS) -> Iterator[None]:
         """Counts a request while it is open. Raises Draining while new requests are refused, and Overloaded if the
         tenant has as many open requests as it may."""
         if self.is_draining:

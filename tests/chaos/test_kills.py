@@ -8,7 +8,7 @@ import pytest
 from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.failure_cases.chaos_strike import Striker
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.serving import coatcheck, kill, until
 
@@ -29,7 +29,7 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     try:
         flags = ["--ray-address", cluster.ray_address, "--drain-seconds", "2"]
         done = await asyncio.to_thread(
-            coatcheck, "restart", *flags, environment=cluster.environment, seconds=3 * PATIENCE_SECONDS
+            coatcheck, "restart", *flags, environment=cluster.environment, seconds=3 * MAX_WAIT_SECONDS
         )
     finally:
         load.stop()
@@ -39,7 +39,7 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     said = [line.partition(" serves again")[0] for line in done.stdout.splitlines()]
     assert said == ["the supervisor", "group-0", "group-1"]
     assert not load.faults and not load.counts["refused"] and load.counts["started"] == load.counts["ended"]
-    await asyncio.to_thread(cluster.wait_whole, PATIENCE_SECONDS)
+    await asyncio.to_thread(cluster.wait_whole, MAX_WAIT_SECONDS)
     assert not before & {rank.pid for group in cluster.serving() for rank in group.ranks}
 
 
@@ -88,12 +88,12 @@ async def test_no_stream_ends_or_changes_while_groups_come_and_go(cluster: Chaos
 def test_restarts_outlive_the_supervisor(cluster: ChaosCluster) -> None:
     """The supervisor and a whole group are killed together: the new supervisor continues the group's count of
     restarts."""
-    cluster.wait_whole(PATIENCE_SECONDS)
+    cluster.wait_whole(MAX_WAIT_SECONDS)
     before = _group_0(cluster)
     for pid in [*cluster.pids("supervisor"), *(rank.pid for rank in before.ranks)]:
         kill(pid)
     until(lambda: _group_0(cluster).restarts > before.restarts, "the group is started again")
-    cluster.wait_whole(PATIENCE_SECONDS)
+    cluster.wait_whole(MAX_WAIT_SECONDS)
     assert _group_0(cluster).ranks[0].pid != before.ranks[0].pid
 
 

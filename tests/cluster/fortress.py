@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.cluster.serving import Serving, coatcheck
 from tests.router.certificates import Leaf, TestAuthority
 
@@ -43,7 +43,7 @@ class Fortress:
         """HTTP headers with that tenant's key."""
         return {"content-type": "application/json", "authorization": f"Bearer {self.keys[tenant]}", **more}
 
-    def web(self, leaf: Leaf | None = None, seconds: float = PATIENCE_SECONDS) -> http.client.HTTPSConnection:
+    def web(self, leaf: Leaf | None = None, seconds: float = MAX_WAIT_SECONDS) -> http.client.HTTPSConnection:
         """An HTTPS connection with the known certificate, or another one."""
         where = self.serving.url.removeprefix("https://")
         return http.client.HTTPSConnection(where, timeout=seconds, context=self.context(leaf or self.known))
@@ -68,7 +68,7 @@ class Fortress:
     def plain(self) -> socket.socket:
         """A TCP connection without TLS."""
         host, _, port = self.serving.url.removeprefix("https://").rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
+        return socket.create_connection((host, int(port)), timeout=MAX_WAIT_SECONDS)
 
     def sender(self, body: bytes, *, tenant: str = "search", buffer: int = 0) -> ssl.SSLSocket:
         """A connection that has sent a streaming completion and reads nothing by itself."""

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
@@ -106,7 +106,7 @@ class MortalRunner(FakeRunner):
     def launch(self, plan: StepPlan) -> FakeStep:
         self._left -= bool(plan.rows)
         if self._left < 0:
-            assert self.may.wait(PATIENCE_SECONDS)
+            assert self.may.wait(MAX_WAIT_SECONDS)
             raise RuntimeError("it was to die")
         return super().launch(plan)
 

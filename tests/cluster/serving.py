@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 import psutil
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.commands.status import as_json_object
 from coatcheck.cluster.ray_cluster.process_tree import descendants
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli imp
 
 
 def coatcheck(
-    *arguments: str, seconds: float = PATIENCE_SECONDS, environment: dict[str, str] | None = None
+    *arguments: str, seconds: float = MAX_WAIT_SECONDS, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a `coatcheck` command to its end."""
     env = {**os.environ, **(environment or {})}
@@ -36,7 +36,7 @@ def coatcheck(
 def until(
     holds: Callable[[], bool],
     what: str,
-    seconds: float = PATIENCE_SECONDS,
+    seconds: float = MAX_WAIT_SECONDS,
     *,
     else_tell: Callable[[], object] = lambda: "",
 ) -> None:
@@ -114,7 +114,7 @@ class Serving:
         answer: dict[str, Any] = {}
 
         def is_whole() -> bool:
-            answer.update(as_json_object(stub.Status(pb.StatusRequest(), timeout=PATIENCE_SECONDS)))
+            answer.update(as_json_object(stub.Status(pb.StatusRequest(), timeout=MAX_WAIT_SECONDS)))
             return all(group["ranks"] for group in answer["groups"] if group["state"] == "serving")
 
         with grpc.insecure_channel(self.address) as channel:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.address import split_address
 from coatcheck.cluster.flag_hints import find_hint
 from coatcheck.cluster.plural import counted
@@ -164,7 +164,7 @@ def test_a_signal_leaves_no_traceback() -> None:
         with subprocess.Popen([*COMMAND, "generate", "x", "--address", address], stderr=subprocess.PIPE) as process:
             connection, _ = silent.accept()  # it is on its way
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=PATIENCE_SECONDS)
+            _, said = process.communicate(timeout=MAX_WAIT_SECONDS)
             connection.close()
     assert said == b"" and process.returncode == -signal.SIGINT
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.sources import source_files
 
 ROOT = Path(__file__).parents[2]
@@ -109,11 +109,11 @@ def test_a_server_runs_from_it(tree: Path) -> None:
         address = lines[-1].split(" at ")[1].split(",")[0]
         asked = [*who, str(tree / "bin" / "coatcheck"), "generate", "def f(", "--max-tokens", "4", "--address", address]
         done = subprocess.run(
-            asked, capture_output=True, text=True, env=environment, cwd=home, timeout=PATIENCE_SECONDS
+            asked, capture_output=True, text=True, env=environment, cwd=home, timeout=MAX_WAIT_SECONDS
         )
         assert done.returncode == 0, done.stderr
         server.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE_SECONDS) == 0
+        assert server.wait(MAX_WAIT_SECONDS) == 0
     finally:
         server.kill()
         server.communicate()

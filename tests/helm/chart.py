@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.programs.find import need_program
 
 CHART = Path(__file__).parents[2] / "helm" / "coatcheck"
@@ -18,7 +18,7 @@ VALUES = sorted(file.stem for file in (CHART / "values").iterdir())
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The real one. Where there is none the test that asks is skipped."""
     command = [need_program("helm"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    return subprocess.run(command, capture_output=True, text=True, timeout=MAX_WAIT_SECONDS)
 
 
 @dataclass(frozen=True)

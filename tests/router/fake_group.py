@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
@@ -146,7 +146,7 @@ class FakeGroup(WorkerServicer):
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something that was received makes it so."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             while not holds():
                 self._changed.clear()
                 await self._changed.wait()

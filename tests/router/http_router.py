@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.router.server import Router
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest
@@ -47,7 +47,7 @@ class HttpRouter(RouterUnderTest):
     def _request(
         self, method: str, path: str, data: bytes | None, headers: dict[str, str]
     ) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection(self.http_address, timeout=PATIENCE_SECONDS)
+        connection = http.client.HTTPConnection(self.http_address, timeout=MAX_WAIT_SECONDS)
         try:
             connection.request(method, path, data, {"content-type": "application/json", **headers})
             response = connection.getresponse()

@@ -12,7 +12,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     StatusRequest,
     TokenIds,
 )
-from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.seated_group import SeatedGroup
@@ -22,7 +22,7 @@ PATIENCE = 100  # seconds that a busy machine may take
 
 
 def send(
-    router: RouterUnderTest, ids: list[int], tenant: Tenant = ANYONE, priority: int = 0
+    router: RouterUnderTest, ids: list[int], tenant: Tenant = ANONYMOUS, priority: int = 0
 ) -> "asyncio.Task[GenerateResponse]":
     """A request on its way."""
     sampling = SamplingParams(max_tokens=2, seed=1)

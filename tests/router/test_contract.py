@@ -2,7 +2,7 @@
 
 import asyncio
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
 from tests.router.fake_group import FakeGroup
@@ -36,7 +36,7 @@ async def test_a_group_of_another_contract_is_refused(start_router: StartRouter)
     router.groups += [known, strange]
     await router.server.set_groups([await known.start(), await strange.start()])
     await router.wait_for_groups(1)
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and status.reason == disagreement("the group", CONTRACT + 1, "9.9.9")

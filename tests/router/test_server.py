@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs.coatcheck_pb2 import DrainRequest, GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.config import RouterConfig
@@ -99,7 +99,7 @@ async def test_draining_is_undone(start_router: StartRouter) -> None:
         await health(router, HealthCheckResponse.NOT_SERVING)
         undone = await router.admin.Drain(DrainRequest(group=name, undo=True))
         assert (undone.drained, undone.remaining_streams) == (False, 1)
-        assert not (await asyncio.wait_for(waiting, PATIENCE_SECONDS)).drained
+        assert not (await asyncio.wait_for(waiting, MAX_WAIT_SECONDS)).drained
         assert (await router.admin.Status(StatusRequest())).state == "serving"
     group.go()
     assert [event async for event in stream][-1].HasField("final")
@@ -114,7 +114,7 @@ async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: S
     await router.server.set_groups([GroupEndpoint("a", "", "lost", "it was killed")])
     assert not router.server.groups.find_connection("a")
     await router.server.set_groups([link.endpoint])
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while next(iter(router.server.groups.connections)).registration is None:
             await router.server.groups.next_change.wait()
     status = await router.admin.Status(StatusRequest())

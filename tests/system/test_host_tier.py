@@ -15,7 +15,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.serving import Serving, kill, until
@@ -46,7 +46,7 @@ def ask(
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
         ids = pb.TokenIds(ids=prompt)
         request = pb.GenerateRequest(token_ids=ids, sampling=sampling, request_id=name, cache_salt=salt)
-        answer = stub.Generate(request, timeout=PATIENCE_SECONDS)
+        answer = stub.Generate(request, timeout=MAX_WAIT_SECONDS)
     return list(answer.choices[0].token_ids), answer.final
 
 
@@ -57,11 +57,11 @@ def all_work_for(serving: Serving, group: str) -> Iterator[None]:
     other = {"group-0": "group-1", "group-1": "group-0"}[group]
     with grpc.insecure_channel(serving.address) as channel:
         admin: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-        admin.Drain(pb.DrainRequest(group=other, timeout_seconds=PATIENCE_SECONDS), timeout=2 * PATIENCE_SECONDS)
+        admin.Drain(pb.DrainRequest(group=other, timeout_seconds=MAX_WAIT_SECONDS), timeout=2 * MAX_WAIT_SECONDS)
         try:
             yield
         finally:
-            admin.Drain(pb.DrainRequest(group=other, undo=True), timeout=PATIENCE_SECONDS)
+            admin.Drain(pb.DrainRequest(group=other, undo=True), timeout=MAX_WAIT_SECONDS)
 
 
 def flood(serving: Serving, start: int) -> None:
@@ -163,7 +163,7 @@ def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
 
 def _found(serving: Serving) -> dict[tuple[str, ...], float]:
     """What /metrics says of the first group, by name and labels."""
-    with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
+    with urlopen(f"{serving.url}/metrics", timeout=MAX_WAIT_SECONDS) as answer:
         page = answer.read().decode()
     families = text_string_to_metric_families(page)
     return {
@@ -218,7 +218,7 @@ def test_metrics_say_what_status_says(serving: Serving) -> None:
 
 def _in_flight(serving: Serving) -> float:
     """The number of requests that the router has received and not answered."""
-    with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
+    with urlopen(f"{serving.url}/metrics", timeout=MAX_WAIT_SECONDS) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]
     return sum(sample.value for sample in samples if sample.name == "coatcheck_active_requests")
@@ -240,6 +240,6 @@ def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:
         until(lambda: _in_flight(serving) == 1, "the prompt is with its group")
         assert not answers, "answered without one of its ranks"
     kill(follower)
-    asking.join(PATIENCE_SECONDS)
+    asking.join(MAX_WAIT_SECONDS)
     assert answers[0][0] == first
     assert answers[0][1].group != final.group and answers[0][1].moves == 1

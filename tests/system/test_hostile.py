@@ -18,7 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     Chat,
     ChatMessage,
@@ -81,7 +81,7 @@ def called(walls: Fortress, data: bytes, key: str | None, method: str = GENERATE
     metadata = () if key is None else (("authorization", key),)
     with walls.channel(walls.known, ("grpc.max_send_message_length", -1)) as channel:
         try:
-            channel.unary_unary(method)(data, timeout=PATIENCE_SECONDS, metadata=metadata)  # type: ignore[call-arg]
+            channel.unary_unary(method)(data, timeout=MAX_WAIT_SECONDS, metadata=metadata)  # type: ignore[call-arg]
         except grpc.RpcError as error:
             return error
     return None
@@ -111,10 +111,10 @@ def test_wrong_credentials(walls: Fortress) -> None:
     assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
     for leaf in walls.bad.values():
         with walls.channel(leaf) as channel, pytest.raises(grpc.RpcError) as refused:
-            channel.unary_unary(GENERATE)(question, timeout=PATIENCE_SECONDS, metadata=walls.metadata())  # type: ignore[call-arg]
+            channel.unary_unary(GENERATE)(question, timeout=MAX_WAIT_SECONDS, metadata=walls.metadata())  # type: ignore[call-arg]
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         web = http.client.HTTPSConnection(
-            walls.serving.url.removeprefix("https://"), timeout=PATIENCE_SECONDS, context=walls.context(leaf)
+            walls.serving.url.removeprefix("https://"), timeout=MAX_WAIT_SECONDS, context=walls.context(leaf)
         )
         with contextlib.closing(web), pytest.raises(OSError):
             web.request("GET", "/health")
@@ -239,7 +239,7 @@ def over_grpc(walls: Fortress) -> Counter[str]:
                 place = dice.randrange(len(data) + 1)
                 data[place : place + dice.randint(0, 2)] = dice.randbytes(dice.randint(0, 2))
             try:
-                call(bytes(data), timeout=PATIENCE_SECONDS, metadata=walls.metadata())
+                call(bytes(data), timeout=MAX_WAIT_SECONDS, metadata=walls.metadata())
                 seen["OK"] += 1
             except grpc.RpcError as error:
                 seen[error.code().name] += 1
@@ -252,7 +252,7 @@ def over_schema(walls: Fortress) -> Counter[str]:
     show: dict[str, Any] = {
         "verify": str(walls.authority.ca),
         "cert": (str(walls.known.cert), str(walls.known.key)),
-        "timeout": PATIENCE_SECONDS,
+        "timeout": MAX_WAIT_SECONDS,
     }
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=walls.headers("ops"), **show)
     operations = [found.ok() for found in schema.get_all_operations()]  # type: ignore[union-attr]

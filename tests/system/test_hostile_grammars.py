@@ -19,7 +19,7 @@ GOOD = Grammar("regex", "(yes|no)")
 # What a thread gets by itself where the limit is low: half of what the router's check has.
 _RANK_STACK_BYTES = 1 << 20
 # Of the processor, for forty steps of the tiny model, a quarter of a second and one mask more, and slow machines.
-_MOST_SECONDS = 20.0
+_MAX_SECONDS = 20.0
 
 
 class Rank:
@@ -84,7 +84,7 @@ async def test_no_grammar_ends_or_stops_a_process(check: GrammarValidator, rank:
         assert "cannot be compiled: " in str(error) and "; change the named part" in str(error)
     else:
         said = rank.follow(case)
-        assert said["tokens"]["free"] == TOKENS and said["seconds"] < _MOST_SECONDS
+        assert said["tokens"]["free"] == TOKENS and said["seconds"] < _MAX_SECONDS
         assert said["tokens"]["hostile"] > 0 or said["refused"]
         assert "free" not in said["refused"]
     await check.validate(GOOD)

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA
 from coatcheck.proto.plane_certificate import GROUP
 from tests.cluster.serving import Serving, coatcheck, listening
@@ -152,12 +152,12 @@ def test_ray_admits_nobody_without_its_token(secure: Secure) -> None:
         whole = b"\x08\x01"  # of every namespace
         assert b"router-0" in ask(
             whole,
-            timeout=PATIENCE_SECONDS,
+            timeout=MAX_WAIT_SECONDS,
             metadata=[("authorization", f"Bearer {_token(secure)}")],  # type: ignore[arg-type]
         )
         for metadata in (None, [("authorization", f"Bearer {'f' * 64}")]):
             with pytest.raises(grpc.RpcError) as refused:
-                ask(whole, timeout=PATIENCE_SECONDS, metadata=metadata)  # type: ignore[arg-type]
+                ask(whole, timeout=MAX_WAIT_SECONDS, metadata=metadata)  # type: ignore[arg-type]
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
@@ -48,9 +48,9 @@ def _attached(channel: grpc.Channel, *messages: wire.ToGroup) -> Iterator[Iterat
     def sent() -> Iterator[wire.ToGroup]:
         yield wire.ToGroup(hello=wire.Hello(router="test"))
         yield from messages
-        left.wait(PATIENCE_SECONDS)
+        left.wait(MAX_WAIT_SECONDS)
 
     try:
-        yield WorkerStub(channel).Attach(sent(), timeout=PATIENCE_SECONDS)
+        yield WorkerStub(channel).Attach(sent(), timeout=MAX_WAIT_SECONDS)
     finally:
         left.set()

@@ -7,7 +7,7 @@ import threading
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.rank import Rank
@@ -40,7 +40,7 @@ class RankGroup:
         addresses = []
         for pipe in self.pipes:
             while True:
-                assert pipe.poll(PATIENCE_SECONDS), "a rank says nothing"
+                assert pipe.poll(MAX_WAIT_SECONDS), "a rank says nothing"
                 said = pipe.recv()
                 assert isinstance(said, RankProgress), said
                 if said.phase is Phase.SERVING:
@@ -59,7 +59,7 @@ class RankGroup:
 
     def exit_codes(self) -> list[int | None]:
         for process in self.processes:
-            process.join(PATIENCE_SECONDS)
+            process.join(MAX_WAIT_SECONDS)
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:

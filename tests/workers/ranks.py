@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.distributed.communicator import Communicator
 
 _context = multiprocessing.get_context("forkserver")
@@ -32,8 +32,8 @@ def run_ranks(
     work: Work,
     argument: Any,
     *,
-    seconds: float = PATIENCE_SECONDS,
-    timeout_seconds: float = PATIENCE_SECONDS,
+    seconds: float = MAX_WAIT_SECONDS,
+    timeout_seconds: float = MAX_WAIT_SECONDS,
     share_memory: bool = True,
 ) -> list[Any]:
     """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback.

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.proto.stubs import worker_pb2 as wire
@@ -88,7 +88,7 @@ class Router:
         await self.send(submit=submit)
 
     async def messages(self, *kinds: str) -> AsyncIterator[wire.FromGroup]:
-        while (message := await asyncio.wait_for(self.stream.read(), PATIENCE_SECONDS)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        while (message := await asyncio.wait_for(self.stream.read(), MAX_WAIT_SECONDS)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             if message.WhichOneof("message") in kinds:
                 yield message
 
@@ -109,7 +109,7 @@ class Router:
         return outputs
 
 
-async def until(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_SECONDS) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], seconds: float = MAX_WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not await holds():
         assert time.monotonic() < deadline, "it never came true"

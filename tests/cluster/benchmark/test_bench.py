@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
 from coatcheck.cluster.benchmark.workload import Workload
@@ -102,7 +102,7 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
 
 async def test_open_loop_does_not_wait_for_answers() -> None:
     """Requests go out at their times however many are unanswered, and wait counts from the time they were due."""
-    async with FakeRouter() as router, LoadGenerator([router.address], timeout=PATIENCE_SECONDS) as load:
+    async with FakeRouter() as router, LoadGenerator([router.address], timeout=MAX_WAIT_SECONDS) as load:
         router.crowd = 8  # none is answered before the last one has come
         jobs = Workload(vocab_size=9, input_len=3).jobs(8, rate=100.0)
         await load.run_open_loop(jobs)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
@@ -305,7 +305,7 @@ async def test_leaving_early_cancels() -> None:
         stream = client.stream_events(request())
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(router.left.wait(), PATIENCE_SECONDS)
+        await asyncio.wait_for(router.left.wait(), MAX_WAIT_SECONDS)
 
 
 def test_a_client_needs_an_address() -> None:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 import coatcheck
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig, InvalidRequest, Overloaded
 from tests.cluster.fake_router import PIECES, FakeRouter, token
 
@@ -118,7 +118,7 @@ async def test_leaving_a_stream_cancels_its_request() -> None:
     async with FakeRouter() as router:
         router.stalls_after = 3
         await using(router, work)
-        await asyncio.wait_for(router.left.wait(), PATIENCE_SECONDS)
+        await asyncio.wait_for(router.left.wait(), MAX_WAIT_SECONDS)
 
 
 async def test_a_stream_goes_on_at_another_router() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import coatcheck
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.client.llm import LLMSettings
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidConfig, InvalidModel, InvalidRequest, Unavailable
 from coatcheck.router.config import RouterConfig
@@ -38,7 +38,7 @@ def group() -> Iterator[str]:
 
 async def wait_for_group(client: coatcheck.AsyncClient) -> None:
     """Until the router has attached its group."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while True:
             with contextlib.suppress(Unavailable):
                 await client.get_model()

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
@@ -102,7 +102,7 @@ def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
             require_done(scaling, clients.ask_while(scaling))
             assert clients.states() == {"group-0": "serving"}
             serving.process.send_signal(signal.SIGTERM)
-            assert serving.process.wait(PATIENCE_SECONDS) == 0
+            assert serving.process.wait(MAX_WAIT_SECONDS) == 0
 
 
 @pytest.mark.full
@@ -143,4 +143,4 @@ def test_scaling_outlives_what_happens_meanwhile(tiny_model: Path) -> None:
             assert set(states.values()) == {"serving"} and len(states) in (1, 2)
             assert serving.group("group-0")["ranks"][0]["pid"] == pids[0]
             serving.process.send_signal(signal.SIGTERM)
-            assert serving.process.wait(PATIENCE_SECONDS) == 0
+            assert serving.process.wait(MAX_WAIT_SECONDS) == 0

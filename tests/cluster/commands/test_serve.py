@@ -14,7 +14,7 @@ import grpc
 import openai
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.serving import COMMAND, END_SECONDS, Serving, coatcheck, kill, lives, until
@@ -46,7 +46,7 @@ def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:
     address, name = serving.address, "followed-through"
     with grpc.insecure_channel(address) as channel:
         asked = GenerateRequest(text=PROMPT, request_id=name, sampling=SamplingParams(max_tokens=3, seed=1))
-        GenerationStub(channel).Generate(asked, timeout=PATIENCE_SECONDS)
+        GenerationStub(channel).Generate(asked, timeout=MAX_WAIT_SECONDS)
     said: dict[str, list[dict[str, Any]]] = {"RouterActor": [], "RankActor": []}
 
     def read() -> bool:
@@ -123,8 +123,8 @@ def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
     before = {group["name"]: group for group in serving.status()["groups"]}
     with grpc.insecure_channel(serving.address) as channel:
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-        undisturbed = stub.Generate(GenerateRequest(text=PROMPT, sampling=sampling), timeout=PATIENCE_SECONDS)
-        events = stub.GenerateStream(GenerateRequest(text=PROMPT, sampling=sampling), timeout=PATIENCE_SECONDS)
+        undisturbed = stub.Generate(GenerateRequest(text=PROMPT, sampling=sampling), timeout=MAX_WAIT_SECONDS)
+        events = stub.GenerateStream(GenerateRequest(text=PROMPT, sampling=sampling), timeout=MAX_WAIT_SECONDS)
         group = before[next(events).started.group]
         kill(group["ranks"][rank]["pid"])
         rest = list(events)
@@ -244,8 +244,8 @@ def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: 
         until(lambda: serving.status()["state"] == "draining", "it drains")
         refused = coatcheck("generate", PROMPT, "--address", serving.address, "--timeout", "1")
         assert refused.returncode != 0
-        assert '"completion": 2400' in running.communicate(timeout=PATIENCE_SECONDS)[0]
-    assert serving.process.wait(PATIENCE_SECONDS) == 0
+        assert '"completion": 2400' in running.communicate(timeout=MAX_WAIT_SECONDS)[0]
+    assert serving.process.wait(MAX_WAIT_SECONDS) == 0
     until(lambda: not any(lives(pid) for pid in processes), "every process is gone", END_SECONDS)
     assert not list((ray_folder / "ray").glob("*.token"))
 
@@ -272,6 +272,6 @@ def test_a_second_signal_stops_at_once(tiny_model: Path) -> None:
             os.killpg(serving.process.pid, signal.SIGINT)
             until(lambda: serving.status()["state"] == "draining", "it drains")
             os.killpg(serving.process.pid, signal.SIGINT)
-            assert serving.process.wait(PATIENCE_SECONDS) == 130, serving.rest()
+            assert serving.process.wait(MAX_WAIT_SECONDS) == 130, serving.rest()
             running.kill()
         until(lambda: not any(lives(pid) for pid in processes), "every process is gone", END_SECONDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.cluster.serving import END_SECONDS, Serving, coatcheck, still_running, until
 
 pytestmark = pytest.mark.ray
@@ -58,7 +58,7 @@ def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "900TiB") as serving:
         *lines, last = serving.rest().splitlines()
         stages = [line for line in lines if not line.startswith("still starting Ray")]  # as a busy machine has it
-        assert serving.process.wait(PATIENCE_SECONDS) == 1
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 1
     assert last.startswith("error: kv-memory asks for") and "are free; lower kv-memory" in last
     # A busy machine has lines between them which say that Ray takes its time.
     assert stages[0] == "starting Ray" and any(line.startswith("starting 1 group of 1 rank on ") for line in stages)
@@ -114,7 +114,7 @@ def test_a_signal_ends_a_connection_that_hangs(no_ray: str, number: signal.Signa
     with Serving("m/m", "--ray-address", no_ray) as serving:
         serving.wait_line("connecting to Ray at")
         os.killpg(serving.process.pid, number)
-        assert serving.process.wait(PATIENCE_SECONDS) == 130
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 130
 
 
 def test_a_connection_that_hangs_ends_in_time(no_ray: str) -> None:
@@ -135,7 +135,7 @@ def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> N
         serving.wait_line(stage)
         processes = serving.descendants()
         os.killpg(serving.process.pid, signal.SIGINT)
-        assert serving.process.wait(PATIENCE_SECONDS) == 130, serving.rest()
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 130, serving.rest()
         assert "Traceback" not in serving.rest()
         left = partial(still_running, processes)
         until(lambda: not left(), "every process is gone", END_SECONDS, else_tell=left)
@@ -148,6 +148,6 @@ def test_a_signal_leaves_nothing_of_a_ray_that_is_half_there(tiny_model: Path) -
         until(lambda: serving.actor("RuntimeEnvAgent") > 0, "Ray's agents run")
         processes = serving.descendants()
         os.killpg(serving.process.pid, signal.SIGINT)
-        assert serving.process.wait(PATIENCE_SECONDS) == 130, serving.rest()
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 130, serving.rest()
         left = partial(still_running, processes)
         until(lambda: not left(), "every process is gone", END_SECONDS, else_tell=left)

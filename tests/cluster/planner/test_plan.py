@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.cli import build_app
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
@@ -99,7 +99,7 @@ def test_a_hub_id_is_read_from_its_local_copy(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=PATIENCE_SECONDS,
+            timeout=MAX_WAIT_SECONDS,
         )
         for model in ("some/model", "some/other")
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
 from tests.cluster.serving import Serving, coatcheck, kill, until
 
@@ -47,13 +47,13 @@ def test_a_cluster_outlives_its_command(head: RayHead, tiny_model: Path) -> None
         until(lambda: bool(again.group("group-0")["ranks"]), "the group has said who its ranks are")
         assert again.address == first.address and again.group("group-0")["ranks"][0]["pid"] == rank
         again.process.send_signal(signal.SIGTERM)
-        assert again.process.wait(PATIENCE_SECONDS) == 0
+        assert again.process.wait(MAX_WAIT_SECONDS) == 0
     assert coatcheck("status", "--address", first.address).returncode == 1
     # Its places are free again: what did not fit beside it fits now.
     with Serving(*arguments, "--tp", "2", environment=ENVIRONMENT) as next_one:
         assert "1 group x tp 2" in next_one.wait_ready()
         next_one.process.send_signal(signal.SIGTERM)
-        assert next_one.process.wait(PATIENCE_SECONDS) == 0
+        assert next_one.process.wait(MAX_WAIT_SECONDS) == 0
 
 
 def test_the_users_token_is_shown_to_a_ray_of_this_host(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.process_tree import descendants
 from tests.cluster.serving import lives, until
 
@@ -37,7 +37,7 @@ def test_orphans_end_too_and_who_ends_in_time_is_not_killed() -> None:
     """A process whose parent has ended is killed with the others after the grace period. One that ends within that
     period keeps its own exit code."""
     family = _FAMILY.format(middle=_PARENT.format(child=_SLEEPER))
-    done = subprocess.run([sys.executable, "-c", family], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = subprocess.run([sys.executable, "-c", family], capture_output=True, text=True, timeout=MAX_WAIT_SECONDS)
     assert done.returncode == 0, done.stderr
     inner, soon = map(int, done.stdout.split())
     assert soon == 0

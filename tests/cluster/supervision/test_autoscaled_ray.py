@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.autoscaled_ray import AutoscaledRay
@@ -82,4 +82,4 @@ def test_a_queue_brings_a_node_and_idleness_takes_it_away(tiny_model: Path, tmp_
                 one.stopped.set()
             last.result()
             serving.process.send_signal(signal.SIGTERM)
-            assert serving.process.wait(PATIENCE_SECONDS) == 0
+            assert serving.process.wait(MAX_WAIT_SECONDS) == 0

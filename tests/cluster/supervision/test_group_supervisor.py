@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
 from coatcheck.proto.errors import Unavailable
@@ -32,7 +32,7 @@ class Supervised:
 
     async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
         """Wait until `holds` is true for the group's state, and return the state."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             while not holds(self.supervisor.state):
                 self._changed.clear()
                 await self._changed.wait()

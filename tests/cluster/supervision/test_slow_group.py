@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -80,7 +80,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     await asyncio.sleep(20)
     slow = max(router.groups.connections, key=lambda link: link.load.last.status.generated_tokens)
     slowing = asyncio.create_task(_slow(groups[slow.name][0]))
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while not slow.ejections:
             await router.groups.next_change.wait()
     reason = slow.reason

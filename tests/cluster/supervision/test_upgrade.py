@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coatcheck import __version__
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from tests.cluster.serving import Serving, coatcheck, until
 
@@ -71,7 +71,7 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
 
         def restart(*arguments: str) -> tuple[int, str, str]:
             flags = ["--ray-address", nodes.address, "--drain-seconds", "1"]
-            done = coatcheck("restart", *arguments, *flags, environment=nodes.environment, seconds=4 * PATIENCE_SECONDS)
+            done = coatcheck("restart", *arguments, *flags, environment=nodes.environment, seconds=4 * MAX_WAIT_SECONDS)
             return done.returncode, done.stdout, done.stderr
 
         command = [str(tiny_model), *flags, "--ray-address", nodes.address]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
     """Attention, stores, copies, norm, rotary, activation, filters, penalties and draw agree with the references."""
-    run(groups.split(), PATIENCE_SECONDS)
+    run(groups.split(), MAX_WAIT_SECONDS)
 
 
 @pytest.mark.full

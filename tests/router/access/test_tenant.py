@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
-from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Scope, Tenant
 from coatcheck.router.telemetry.traffic import Traffic
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -47,7 +47,7 @@ def test_clients_only_give_way() -> None:
     """A request may go behind its tenant's others, never before them; without keys its word counts."""
     tenant = Tenant("search", priority=5)
     assert [tenant.effective_priority(asked) for asked in (-100, 0, 7, 2**31 - 1)] == [5, 5, 12, 2**31 - 1]
-    assert ANYONE.effective_priority(-100) == -100
+    assert ANONYMOUS.effective_priority(-100) == -100
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
@@ -46,7 +46,7 @@ class TlsRouter:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.secure_channel(self.grpc, _credentials(ca, own), options=options) as channel:
             try:
-                return (await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)).name  # type: ignore[no-any-return]
+                return (await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=MAX_WAIT_SECONDS)).name  # type: ignore[no-any-return]
             except grpc.aio.AioRpcError as error:
                 return error.code().name
 
@@ -58,7 +58,7 @@ class TlsRouter:
         context = ssl.create_default_context(cafile=str(ca))
         if own:
             context.load_cert_chain(own.cert, own.key)
-        connection = http.client.HTTPSConnection(self.server.http_address, timeout=PATIENCE_SECONDS, context=context)
+        connection = http.client.HTTPSConnection(self.server.http_address, timeout=MAX_WAIT_SECONDS, context=context)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -109,7 +109,7 @@ async def test_clients_check_the_server(opened, authority, tmp_path: Path) -> No
         await router.health(stranger.ca)
     async with grpc.aio.insecure_channel(router.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)
+            await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=MAX_WAIT_SECONDS)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -164,7 +164,7 @@ async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority) -> No
         with pytest.raises(OSError):
             await asyncio.open_connection(host, int(port), ssl=context)
         assert set(refused) == {"connections"}
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             for reader, _ in silent:
                 assert await reader.read() == b""  # each is ended
         reader, writer = await asyncio.open_connection(host, int(port), ssl=context)

@@ -25,7 +25,7 @@ from tests.router.hostile_bodies import ANSWERED_MESSAGES, ANSWERS, BODIES, MESS
 
 pytestmark = pytest.mark.timeout(300)
 
-_MOST_SECONDS: Final = 0.1
+_MAX_SECONDS: Final = 0.1
 _USUAL_REFERENCE: Final = 0.025  # seconds of reference_seconds() on a machine of today
 _TRIES: Final = 3  # the best counts: an unlucky moment of the machine is not the router's
 
@@ -130,7 +130,7 @@ async def _holds(router: WatchedRouter, *requests: Any) -> tuple[float, float]:
     reference = (await router.command("begin"))["reference"]
     await asyncio.gather(router.is_streaming(), *(request() for request in requests))
     held = (await router.command("end"))["longest_hold"]
-    return held, _MOST_SECONDS * max(1.0, reference / _USUAL_REFERENCE)
+    return held, _MAX_SECONDS * max(1.0, reference / _USUAL_REFERENCE)
 
 
 async def _assert_nobody_is_stopped(router: WatchedRouter, *requests: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidRequest, Overloaded, Unavailable
 from coatcheck.router.event_loop.side_process import SideProcesses
 from tests.cluster.serving import until
@@ -58,7 +58,7 @@ async def test_a_call_that_runs_while_it_closes_is_unavailable() -> None:
     """A client hears that the router stops, not that its request was too large."""
     side = SideProcesses(processes=1)
     assert await side.run(operator.add, 1, 2) == 3
-    call = asyncio.create_task(side.run(time.sleep, PATIENCE_SECONDS))
+    call = asyncio.create_task(side.run(time.sleep, MAX_WAIT_SECONDS))
     await asyncio.sleep(0)
     await asyncio.to_thread(until, side._threads._work_queue.empty, "a thread has taken the call")
     await asyncio.to_thread(side.close)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, FromGroup, KvEvent, Refused, SequenceOutput, StepBatch
 from coatcheck.router.config import RouterConfig
@@ -32,7 +32,7 @@ async def test_a_group_that_is_another_does_not_serve(
     router = await start_router()
     router.groups.append(group)
     await router.server.set_groups([replace(await group.start(), name="g0")])
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[0]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and reason in status.reason
@@ -46,7 +46,7 @@ async def test_a_group_without_a_block_size_does_not_serve(start_router: StartRo
     router = await start_router()
     router.groups.append(group)
     await router.server.set_groups([await group.start()])
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[0]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and status.reason == "the group registered without a block size"
@@ -70,7 +70,7 @@ async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(s
     router = await start_router(first)
     router.groups.append(second)
     await router.server.set_groups([router.server.groups.find_connection("g0").endpoint, await second.start()])  # type: ignore[union-attr]
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and "blocks hold 8 tokens, those of the groups beside it 4" in status.reason
@@ -87,7 +87,7 @@ async def test_a_group_that_is_back_is_known_for_what_it_did(start_router: Start
     group.send(FromGroup(batch=StepBatch(outputs=[SequenceOutput(id=group.submits[0].id, choice=5, token_ids=[5])])))
     await router.wait_for_groups(0)
     group.go()
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         await router.wait_for_groups(1)
     (status,) = (await router.admin.Status(StatusRequest())).groups
     assert (status.state, status.reason) == (
@@ -124,7 +124,7 @@ async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: p
 
     group, changed = FakeGroup(), asyncio.Event()
     link = link_to(await group.start(), changed, fail)
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while not link.ejections:
             await changed.wait()
             changed.clear()
@@ -144,7 +144,7 @@ async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
     await registered.wait()
     (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch over g0"]
     await asyncio.wait([watch])
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         await link.close("taken away")
     assert link.registration is None and link.reason == "taken away"
     await group.kill()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.stubs.worker_pb2 import FromGroup
 from coatcheck.router.groups.outlier_detection import OutlierDetection
@@ -83,7 +83,7 @@ async def test_a_slow_group_is_put_out_until_it_is_needed(start_router: StartRou
     assert (await router.generation.Generate(ask())).final.group == other.name
     slow.go()
     await other.kill()
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while [link.name for link, _ in router.server.groups.serving()] != [slow.name]:
             await router.server.groups.next_change.wait()
     slow.send(FromGroup(load=slow.load))

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 from coatcheck.router.groups.output_delivery import OutputDelivery
@@ -55,7 +55,7 @@ async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
     await asyncio.sleep(0)
     delivery.deliver(step(0, 1, 2))
     await asyncio.gather(*first)
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         for token in range(1, 50):
             taking = asyncio.ensure_future(anext(reading))
             await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from websockets.asyncio.client import ClientConnection, connect
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.programs.find import need_program
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -19,12 +19,12 @@ CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 def _noted_port(file: Path) -> tuple[str, str]:
     """The port and the path where chromium listens, which it writes to a file when it does."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
     while True:
         lines = file.read_text().split("\n") if file.exists() else []
         if len(lines) == 2:
             return lines[0], lines[1]
-        assert time.monotonic() < deadline, f"chromium has not started within {PATIENCE_SECONDS:g} s"
+        assert time.monotonic() < deadline, f"chromium has not started within {MAX_WAIT_SECONDS:g} s"
         time.sleep(0.05)
 
 
@@ -82,7 +82,7 @@ class Browser:
         self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": parameters}
         await self._socket.send(json.dumps({**message, "sessionId": self._session} if self._session else message))
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             answer = await self._answers[number]
         del self._answers[number]
         assert "error" not in answer, (method, answer)
@@ -93,7 +93,7 @@ class Browser:
         """Loads a page."""
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             await self._loaded.wait()
 
     async def run(self, expression: str) -> Any:
@@ -106,7 +106,7 @@ class Browser:
         """Waits until JavaScript's value is that."""
         # The page itself looks, at each of its frames and at least so often.
         looks = (
-            f"new Promise((done) => {{ const until = Date.now() + {PATIENCE_SECONDS * 800:.0f}; const look = () => {{"
+            f"new Promise((done) => {{ const until = Date.now() + {MAX_WAIT_SECONDS * 800:.0f}; const look = () => {{"
             f"let now; try {{ now = {expression} }} catch (error) {{ now = String(error) }}"
             f"if (now === {json.dumps(wanted)} || Date.now() > until) done(now); "
             "else setTimeout(look, 30) }; look() })"

@@ -13,7 +13,7 @@ from typing import Self
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.router.access.key_file import hash_key
 from tests.router.http_router import StartHttpRouter
 from tests.router.seated_group import SeatedGroup
@@ -53,7 +53,7 @@ async def sent(
 
     async def answers() -> Answers:
         assert clients.stdout is not None
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             return [(status, retry, seconds) for status, retry, seconds in json.loads(await clients.stdout.readline())]
 
     try:
@@ -87,7 +87,7 @@ class RouterProcess:
         self._reporting = asyncio.create_task(report(self.groups, late=False))
         self._reading = asyncio.create_task(self._read())
         assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             self.address = (await self.process.stdout.readline()).decode().split("http on ")[1].strip()
             for group in self.groups:
                 await group.attached()
@@ -108,7 +108,7 @@ class RouterProcess:
 
     async def until_said(self, text: str) -> None:
         """Waits until it has said this."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             while text not in self.said:
                 self._more_said.clear()
                 await self._more_said.wait()

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelRequest
 from coatcheck.router.access.connection_limits import share_of_limit
 from coatcheck.router.http.http_protocol import HEAD_BYTES, BoundedHttpProtocol
@@ -52,7 +52,7 @@ async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
     async def spoken(data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
                 writer.write(data)
                 return await reader.read()
         except ConnectionResetError:
@@ -193,7 +193,7 @@ async def test_a_crowd_takes_a_share_of_the_files(start_http_router: StartHttpRo
         )
         assert crowd.stdout is not None
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
                 turned_away = int(await crowd.stdout.readline())
             await router.generation.GetModel(GetModelRequest())  # on a connection that was there before
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, FakeGroup
@@ -157,7 +157,7 @@ async def test_a_session_keeps_to_its_group(start_http_router: StartHttpRouter, 
 async def costs_are_equal(router: HttpRouter) -> None:
     """Waits until the group that had the last request costs no more than the other."""
     one, other = router.server.groups.connections
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while one.load.candidate("") != other.load.candidate(""):
             await router.admin.Status(StatusRequest())
 

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
 from tests.router.openai.mutations import mutated
@@ -28,7 +28,7 @@ async def test_mutated_requests_never_break_the_router(start_http_router: StartH
 def send(address: str, count: int) -> Counter[int]:
     """How many of each status; says which body had one of ours."""
     dice, seen = random.Random(11), Counter[int]()
-    with closing(http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)) as connection:
+    with closing(http.client.HTTPConnection(address, timeout=MAX_WAIT_SECONDS)) as connection:
         for _ in range(count):
             path, body = mutated(dice)
             connection.request("POST", path, body, {"content-type": "application/json"})

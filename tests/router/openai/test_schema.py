@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
 
@@ -37,7 +37,7 @@ def send(url: str, count: int) -> Counter[int]:
             @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case[Any]) -> None:
-                answer = case.call(base_url=url, timeout=PATIENCE_SECONDS)
+                answer = case.call(base_url=url, timeout=MAX_WAIT_SECONDS)
                 seen[answer.status_code] += 1
                 assert answer.status_code < 500 and b'"server_error"' not in answer.content, answer.text
                 if answer.status_code != 200 and answer.content:

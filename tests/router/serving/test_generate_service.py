@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -238,7 +238,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_deltas(start_router: StartRou
     await group.until(lambda: group.sent == 100)  # the reader is away until all have come
     group.report(waiting=1)
     (link,) = router.server.groups.connections
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while link.load.last.status.waiting != 1:  # which came behind them
             await router.admin.Status(StatusRequest())
     sizes = [len(event.delta.token_ids) async for event in events if event.HasField("delta")]

@@ -8,7 +8,7 @@ from functools import partial
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
@@ -158,7 +158,7 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(start_router: StartR
     assert not waits.done() and not first.done()
     there.close(finished=False)
     first.cancel()
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         (await waits).close(finished=False)
     assert first.cancelled()
 
@@ -180,7 +180,7 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(sta
 
     there = await place(one.model)
     waits = place(one.model)
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         elsewhere = await place(model)
     assert elsewhere.group == "b" and not waits.done()
     there.close(finished=False)

@@ -6,7 +6,7 @@ from functools import partial
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -67,7 +67,7 @@ async def test_repeated_parts_are_no_delivery(start_router: StartRouter) -> None
     for times in (1, 2):  # the second time it is there alone
         await second.until(partial(_has_submitted, second, times))
         second.hang_up()
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stream.finish()
     assert refused.value.code() is grpc.StatusCode.ABORTED

@@ -6,7 +6,7 @@ import asyncio
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     GenerateRequest,
@@ -15,7 +15,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     StatusRequest,
     TokenIds,
 )
-from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.serving.admission_queue import due_at
 from tests.router.fake_group import FakeGroup
@@ -32,7 +32,7 @@ def ask(first: int, priority: int = 0) -> GenerateRequest:
 
 
 def send(
-    router: RouterUnderTest, message: GenerateRequest, tenant: Tenant = ANYONE
+    router: RouterUnderTest, message: GenerateRequest, tenant: Tenant = ANONYMOUS
 ) -> "asyncio.Task[GenerateResponse]":
     """On its way."""
     return asyncio.create_task(router.server.generation.generate(message, tenant=tenant))
@@ -40,7 +40,7 @@ def send(
 
 async def waiting(router: RouterUnderTest, count: int) -> None:
     """Waits until `count` requests are queued."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while len(router.server.dispatcher.queue) != count:
             await router.admin.Status(StatusRequest())
     router.server.dispatcher.queue.check()
@@ -57,7 +57,7 @@ async def open_full(start_router: StartRouter, group: FakeGroup, **settings: obj
     """A router that has heard that its group is full."""
     router = await start_router(group, **settings)
     link = router.server.groups.find_connection(group.name)
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while link is None or link.load.has_room:
             await router.admin.Status(StatusRequest())
     return router
@@ -224,7 +224,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_router: St
     group.load.status.step_seconds, group.load.status.prefill_tokens_per_second = 1.0, 1e6
     router = await start_router(group)
     link = router.server.groups.find_connection("g0")
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while link is None or not link.load.last.status.step_seconds:
             await router.admin.Status(StatusRequest())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -246,15 +246,15 @@ async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(start_router: S
     anywhere = EligibleGroups.of(router.server.groups.serving())
     asked = [send(router, ask(100)) for _ in range(12)]
     await waiting(router, 12)
-    line.require_room(ANYONE, 0, now() + 80, now() + 80, anywhere)  # it has not moved yet
+    line.require_room(ANONYMOUS, 0, now() + 80, now() + 80, anywhere)  # it has not moved yet
     group.report(waiting=0)
     await waiting(router, 4)  # eight are with the group
     later = now() + 80  # ten seconds for each that has gone
     with pytest.raises(DeadlineExceeded, match="4 requests wait before it, which takes about 4[0-9].* s"):
-        line.require_room(ANYONE, 0, later, later + 15, anywhere)
-    line.require_room(ANYONE, 0, later, later + 30, anywhere)
-    line.require_room(ANYONE, 0, later, None, anywhere)
-    line.require_room(ANYONE, -1, later, later + 1, anywhere)  # more urgent than all that wait
+        line.require_room(ANONYMOUS, 0, later, later + 15, anywhere)
+    line.require_room(ANONYMOUS, 0, later, later + 30, anywhere)
+    line.require_room(ANONYMOUS, 0, later, None, anywhere)
+    line.require_room(ANONYMOUS, -1, later, later + 1, anywhere)  # more urgent than all that wait
     line.require_room(Tenant("other"), 0, later, later + 1, anywhere)
     group.go()
     await asyncio.gather(*asked)
@@ -340,10 +340,10 @@ async def test_a_deadline_is_not_judged_by_those_that_wait_for_other_groups(star
     await waiting(router, 12)  # it has moved
     line, now = router.server.dispatcher.queue, asyncio.get_running_loop().time() + 100
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
-        line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
+        line.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     router.groups.append(small)
     await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
-    line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
+    line.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     large.go()
     await asyncio.gather(*asked)

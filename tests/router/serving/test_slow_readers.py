@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
@@ -38,7 +38,7 @@ async def plain_socket(address: str) -> AsyncIterator[socket.socket]:
 async def is_given_up(router: RouterUnderTest, group: FakeGroup) -> None:
     """The group is told to free its blocks, and the router holds nothing any more."""
     await group.until(lambda: bool(group.aborts))
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         await router.server.traffic.wait_until_idle()
     assert all(not len(link.submissions) for link in router.server.groups.connections)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.core.step_plan import Row
 from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_capture_size
 from tests.workers.checkpoints import tiny_checkpoint
@@ -93,7 +93,7 @@ def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_d
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=MAX_WAIT_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("agreed\n")

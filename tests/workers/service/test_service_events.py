@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
@@ -113,7 +113,7 @@ async def test_load_is_sent_during_a_long_step(group: Group) -> None:
         group.runner.step_seconds = 4.5
         await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=1)
         steps = []
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
             async for message in router.messages("load", "batch"):
                 if message.HasField("batch"):
                     break

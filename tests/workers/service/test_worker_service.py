@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc.aio
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.contract import CONTRACT
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.stubs import coatcheck_pb2 as public
@@ -34,8 +34,8 @@ class BrokenLoop(EngineLoop):
 async def test_attach_answers_registration_then_snapshot(group: Group) -> None:
     """The first message after Hello is the registration, the second a snapshot, empty at the start."""
     async with Router(group.address) as router:
-        first = await asyncio.wait_for(router.stream.read(), PATIENCE_SECONDS)
-        second = await asyncio.wait_for(router.stream.read(), PATIENCE_SECONDS)
+        first = await asyncio.wait_for(router.stream.read(), MAX_WAIT_SECONDS)
+        second = await asyncio.wait_for(router.stream.read(), MAX_WAIT_SECONDS)
     assert first.registration.group == "g" and first.registration.epoch == "e"
     assert second.snapshot.first and second.snapshot.last and not second.snapshot.events
 
@@ -43,13 +43,13 @@ async def test_attach_answers_registration_then_snapshot(group: Group) -> None:
 async def test_a_group_that_hangs_does_not_register(group: Group) -> None:
     """A router gets no registration while the group's step does not end, and gets it as soon as the step ends."""
     release = threading.Event()
-    group.loop.call_between_steps(lambda _: release.wait(PATIENCE_SECONDS))
+    group.loop.call_between_steps(lambda _: release.wait(MAX_WAIT_SECONDS))
     async with Router(group.address) as router:
         reading = asyncio.create_task(router.stream.read())
         done, _ = await asyncio.wait([reading], timeout=0.5)
         release.set()
         assert not done
-        assert (await asyncio.wait_for(reading, PATIENCE_SECONDS)).HasField("registration")
+        assert (await asyncio.wait_for(reading, MAX_WAIT_SECONDS)).HasField("registration")
 
 
 async def test_a_stream_that_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,4 +4,4 @@ from typing import Final
 
 # Importing torch, starting Ray or restarting a group takes seconds on an idle machine, and minutes if ten other
 # processes share two cores. A wait ends with its event, so a long limit costs time only if the event never comes.
-PATIENCE_SECONDS: Final = 300.0
+MAX_WAIT_SECONDS: Final = 300.0
