@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 
 from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, ClusterCertificates
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registration, SnapshotChunk
@@ -40,20 +40,23 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     processes = multiprocessing.get_context("spawn")
     group_pipe, group_end = processes.Pipe()
     client_pipe, client_end = processes.Pipe()
-    plane = PlaneCertificates.sign_pair(ClusterCA()) if tls else PlaneCertificates()
-    group = processes.Process(target=run_group, args=(group_end, streams, pace, plane.group), daemon=True)
+    certificates = ClusterCertificates.sign_pair(ClusterCA()) if tls else ClusterCertificates()
+    group = processes.Process(target=run_group, args=(group_end, streams, pace, certificates.group), daemon=True)
     group.start()
     aside = asyncio.get_running_loop().run_in_executor
     port = await aside(None, group_pipe.recv)
     with tempfile.TemporaryDirectory() as folder:
-        cert, key = _files(plane, Path(folder))
-        router = Router(RouterConfig(model="m", plane=plane.router, tls_cert=cert, tls_key=key), byte_tokenizer())
+        cert, key = _files(certificates, Path(folder))
+        router = Router(
+            RouterConfig(model="m", cluster_certificate=certificates.router, tls_cert=cert, tls_key=key),
+            byte_tokenizer(),
+        )
         address = await router.start()
     await router.set_groups([GroupEndpoint("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
         await router.groups.next_change.wait()
     client = processes.Process(
-        target=run_client, args=(client_end, address, streams, tokens, plane.router), daemon=True
+        target=run_client, args=(client_end, address, streams, tokens, certificates.router), daemon=True
     )
     before = time.process_time()
     client.start()
@@ -76,12 +79,12 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     }
 
 
-def _files(plane: PlaneCertificates, folder: Path) -> tuple[str | None, str | None]:
+def _files(certificates: ClusterCertificates, folder: Path) -> tuple[str | None, str | None]:
     """Write the group's certificate and key. The router uses them for its clients too: the cost is the same."""
-    if plane.group is None:
+    if certificates.group is None:
         return None, None
-    (folder / "cert").write_bytes(plane.group.certificate)
-    (folder / "key").write_bytes(plane.group.key)
+    (folder / "cert").write_bytes(certificates.group.certificate)
+    (folder / "key").write_bytes(certificates.group.key)
     return str(folder / "cert"), str(folder / "key")
 
 

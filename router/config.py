@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import check_log_format
-from coatcheck.proto.plane_certificate import PlaneCertificate
 from coatcheck.proto.tracing import check_endpoint
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
@@ -52,7 +52,7 @@ class RouterConfig:
     # The stream of a client that reads nothing for this long is ended, and its blocks are freed.
     slow_reader_seconds: float = 30.0
     # For mutual TLS between routers and groups; None: plain connections.
-    plane: PlaneCertificate | None = None
+    cluster_certificate: ClusterCertificate | None = None
     log_format: str = "text"  # or "json"
     otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces
 

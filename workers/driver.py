@@ -60,7 +60,10 @@ class Driver:
             count_late_compiles=count_late_compiles,
         )
         self._service = WorkerService(
-            report, plane=config.plane, tracing=self._tracing, max_open=config.max_num_seqs + config.max_waiting
+            report,
+            certificate=config.cluster_certificate,
+            tracing=self._tracing,
+            max_open=config.max_num_seqs + config.max_waiting,
         )
         self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=self._die)
         address = self._service.start(self._loop, f"{host}:0")

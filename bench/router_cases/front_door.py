@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coatcheck.proto.plane_certificate import PlaneCertificate, add_plane_port, plane_channel
+from coatcheck.proto.internal_tls import ClusterCertificate, add_internal_port, internal_channel
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_UNSPECIFIED,
@@ -37,7 +37,7 @@ from coatcheck.router.text.tokenizer import TokenizerJson
 VOCAB = 256
 
 
-def run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertificate | None) -> None:
+def run_group(pipe: Connection, streams: int, pace: float, certificate: ClusterCertificate | None) -> None:
     """A group that answers `streams` requests in lockstep, a token each per step."""
 
     class Counting(WorkerServicer):
@@ -74,7 +74,7 @@ def run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertifica
     async def serve() -> None:
         server = grpc.aio.server()
         add_WorkerServicer_to_server(Counting(), server)  # type: ignore[no-untyped-call]  # made by protoc
-        pipe.send(add_plane_port(server, "127.0.0.1:0", plane))
+        pipe.send(add_internal_port(server, "127.0.0.1:0", certificate))
         await server.start()
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
         await server.stop(0)
@@ -82,7 +82,7 @@ def run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertifica
     asyncio.run(serve())
 
 
-def run_client(pipe: Connection, address: str, streams: int, tokens: int, own: PlaneCertificate | None) -> None:
+def run_client(pipe: Connection, address: str, streams: int, tokens: int, own: ClusterCertificate | None) -> None:
     """Read all streams to their ends; send (tokens, deltas, seconds) through `pipe`."""
 
     async def read(stub: GenerationStub) -> tuple[int, int]:
@@ -96,7 +96,7 @@ def run_client(pipe: Connection, address: str, streams: int, tokens: int, own: P
         return count, deltas
 
     async def main() -> None:
-        async with plane_channel(address, own) as channel:
+        async with internal_channel(address, own) as channel:
             await channel.channel_ready()
             began = time.perf_counter()
             stub = GenerationStub(channel)  # type: ignore[no-untyped-call]  # made by protoc

@@ -66,7 +66,7 @@ def check_credentials(config: "ServeConfig") -> None:
     )
 
 
-def needs_plane_certificates(config: "ServeConfig") -> bool:
+def needs_cluster_certificates(config: "ServeConfig") -> bool:
     """Whether routers and groups authenticate each other.
 
     Needed if other hosts may run ranks or routers. Also needed if clients need credentials: otherwise a local user

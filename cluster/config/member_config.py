@@ -2,12 +2,14 @@
 
 from coatcheck.cluster.config.exposure import absolute_path
 from coatcheck.cluster.config.serve_config import BATCH_TOKENS, FREE_SHARE, ServeConfig
-from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.workers.core.group_config import GroupConfig
 
 
-def group_config(config: ServeConfig, name: str, device: str, plane: PlaneCertificate | None = None) -> GroupConfig:
+def group_config(
+    config: ServeConfig, name: str, device: str, certificate: ClusterCertificate | None = None
+) -> GroupConfig:
     """`device`: "cpu" or "cuda"."""
     return GroupConfig(
         name=name,
@@ -27,11 +29,13 @@ def group_config(config: ServeConfig, name: str, device: str, plane: PlaneCertif
         deterministic=config.deterministic,
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,
-        plane=plane,
+        cluster_certificate=certificate,
     )
 
 
-def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
+def router_config(
+    config: ServeConfig, name: str, port: int, certificate: ClusterCertificate | None = None
+) -> RouterConfig:
     return RouterConfig(
         model=config.model_source,
         served_model_name=config.model_name,
@@ -47,7 +51,7 @@ def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertifi
         tls_client_ca=absolute_path(config.tls_client_ca),
         keys_file=absolute_path(config.api_keys),
         insecure=config.insecure,
-        plane=plane,
+        cluster_certificate=certificate,
         max_queued=config.max_queued,
         generation_config=config.generation_config,
     )

@@ -13,18 +13,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coatcheck.proto.plane_certificate import GROUP, ROUTER, PlaneCertificate
+from coatcheck.proto.internal_tls import GROUP, ROUTER, ClusterCertificate
 
 _LIFETIME: Final = datetime.timedelta(days=3650)  # longer than any cluster runs
 _CLOCK_SKEW: Final = datetime.timedelta(hours=1)  # between hosts
 
 
 @dataclass(frozen=True)
-class PlaneCertificates:
+class ClusterCertificates:
     """The certificates of a cluster's routers and of its groups. None: their connections are not encrypted."""
 
-    router: PlaneCertificate | None = None
-    group: PlaneCertificate | None = None
+    router: ClusterCertificate | None = None
+    group: ClusterCertificate | None = None
 
     @classmethod
     def sign_pair(cls, authority: "ClusterCA") -> Self:
@@ -42,15 +42,15 @@ class ClusterCA:
         builder = self._builder(self._name, self._key.public_key()).add_extension(constraints, critical=True)
         self._certificate = builder.sign(self._key, hashes.SHA256())
 
-    def sign_router_certificate(self) -> PlaneCertificate:
+    def sign_router_certificate(self) -> ClusterCertificate:
         """A client certificate: it opens connections to groups."""
         return self._sign(ROUTER, [ExtendedKeyUsageOID.CLIENT_AUTH])
 
-    def sign_group_certificate(self) -> PlaneCertificate:
+    def sign_group_certificate(self) -> ClusterCertificate:
         """A server certificate: it accepts connections from routers."""
         return self._sign(GROUP, [ExtendedKeyUsageOID.SERVER_AUTH])
 
-    def _sign(self, name: str, uses: Sequence[x509.ObjectIdentifier]) -> PlaneCertificate:
+    def _sign(self, name: str, uses: Sequence[x509.ObjectIdentifier]) -> ClusterCertificate:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         leaf = (
@@ -61,7 +61,7 @@ class ClusterCA:
             .sign(self._key, hashes.SHA256())
         )
         pem = serialization.Encoding.PEM
-        return PlaneCertificate(
+        return ClusterCertificate(
             certificate=leaf.public_bytes(pem),
             key=key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
             authority=self._certificate.public_bytes(pem),

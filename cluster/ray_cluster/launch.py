@@ -23,11 +23,11 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from coatcheck.cluster.config.exposure import needs_plane_certificates
+from coatcheck.cluster.config.exposure import needs_cluster_certificates
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle, RouterHandle, SupervisorHandle
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, ClusterCertificates
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, Resources, node_names
 from coatcheck.cluster.ray_cluster.ray_connection import NAMESPACE
 from coatcheck.cluster.ray_cluster.ray_kv import read_start_number
@@ -63,8 +63,10 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement
         # restarted head has another node id.
         resources={_HEAD: _SMALL_SHARE},
     )
-    plane = PlaneCertificates.sign_pair(ClusterCA()) if needs_plane_certificates(config) else PlaneCertificates()
-    return cast(SupervisorHandle, options.remote(config, placement, plane))
+    certificates = (
+        ClusterCertificates.sign_pair(ClusterCA()) if needs_cluster_certificates(config) else ClusterCertificates()
+    )
+    return cast(SupervisorHandle, options.remote(config, placement, certificates))
 
 
 def start_router(config: RouterConfig, resource: str | None = None, node: str | None = None) -> RouterHandle:

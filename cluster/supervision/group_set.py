@@ -21,7 +21,7 @@ from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
 from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
-from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.internal_tls import ClusterCertificate
 
 _RESERVE_SECONDS = 60
 
@@ -38,14 +38,14 @@ class GroupSet:
         self,
         config: ServeConfig,
         placement: RankPlacement,
-        plane: PlaneCertificate | None,
+        certificate: ClusterCertificate | None,
         routers: RouterSet,
         *,
         is_restarted: bool,
     ) -> None:
         self._config = config
         self._placement = placement
-        self._plane = plane
+        self._certificate = certificate
         self._routers = routers
         self._is_restarted = is_restarted
         self._hosts = RankHosts()
@@ -216,7 +216,7 @@ class GroupSet:
         self._hosts.set_hosts(name, launch.bundle_nodes(placement_group))
 
     def _make_supervisor(self, name: str, *, has_served: bool) -> GroupSupervisor:
-        config = group_config(self._config, name, self._placement.device, self._plane)
+        config = group_config(self._config, name, self._placement.device, self._certificate)
         loopback = self._config.ray_address is None
         ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
         return GroupSupervisor(ranks, has_served=has_served, on_change=self._publish_states)

@@ -13,7 +13,7 @@ from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.proto.errors import NotFound, Unavailable
-from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.internal_tls import ClusterCertificate
 
 _NODE_SECONDS = 1.0  # between two reads of the cluster's nodes
 _LOAD_SECONDS = 1.5  # groups report their load once a second
@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 class RouterSet:
     """All routers of a cluster. `has_served`: routers served under a former supervisor."""
 
-    def __init__(self, config: ServeConfig, plane: PlaneCertificate | None, *, has_served: bool) -> None:
+    def __init__(self, config: ServeConfig, certificate: ClusterCertificate | None, *, has_served: bool) -> None:
         self._config = config
-        self._plane = plane  # the routers' certificate for connections to groups
+        self._certificate = certificate  # the routers' certificate for connections to groups
         self._has_served = has_served
         self._supervisors: dict[str, RouterSupervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -142,7 +142,7 @@ class RouterSet:
     def _add_router(self, name: str, node: str | None) -> None:
         # Once any router has served, a router that cannot start is retried and does not fail the cluster.
         has_served = self._has_served or any(router.has_served for router in self._supervisors.values())
-        config = router_config(self._config, name, self._config.grpc_port, self._plane)
+        config = router_config(self._config, name, self._config.grpc_port, self._certificate)
         resource = None if node else self._config.router_resource
         router = RouterSupervisor(config, has_served=has_served, resource=resource, node=node)
         if self._groups is not None:

@@ -11,7 +11,7 @@ import ray
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.ray_cluster.cluster_ca import PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCertificates
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.cluster.supervision.autoscaler import Autoscaler, AutoscaleRule
@@ -30,13 +30,13 @@ class Supervisor:
     """
 
     # Ray awaits an async constructor on the event loop of the methods, also when Ray restarts the actor.
-    async def __init__(self, config: ServeConfig, placement: RankPlacement, plane: PlaneCertificates) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServeConfig, placement: RankPlacement, certificates: ClusterCertificates) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._config = config
         self._placement = placement
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._routers = RouterSet(config, plane.router, has_served=is_restarted)
-        self._groups = GroupSet(config, placement, plane.group, self._routers, is_restarted=is_restarted)
+        self._routers = RouterSet(config, certificates.router, has_served=is_restarted)
+        self._groups = GroupSet(config, placement, certificates.group, self._routers, is_restarted=is_restarted)
         self._failure = ""
         self._supervision = asyncio.create_task(self._supervise())
 

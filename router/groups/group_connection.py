@@ -75,7 +75,7 @@ class GroupConnection:
         self._failures = failures
         self._router = config.name
         self._model_name = config.model_name
-        self._plane = config.plane
+        self._certificate = config.cluster_certificate
         self._silence_seconds = config.silence_seconds
         self._last_word: LastWord | None = None
         self._is_slow = False  # ejected because it is slow, and not attached since
@@ -178,7 +178,7 @@ class GroupConnection:
         return attached
 
     def _new_stream(self) -> GroupStream:
-        return GroupStream(self.endpoint, self._plane, self._silence_seconds)
+        return GroupStream(self.endpoint, self._certificate, self._silence_seconds)
 
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import grpc
 
-from coatcheck.proto.plane_certificate import PlaneCertificate, plane_channel
+from coatcheck.proto.internal_tls import ClusterCertificate, internal_channel
 from coatcheck.proto.stubs.worker_pb2 import FromGroup, ToGroup
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.router.config import GROUP_MESSAGE_BYTES
@@ -31,9 +31,9 @@ class GroupSilent(Exception):
 class GroupStream:
     """Create it inside an event loop, and call `read` once."""
 
-    def __init__(self, endpoint: GroupEndpoint, plane: PlaneCertificate | None, silence_seconds: float) -> None:
+    def __init__(self, endpoint: GroupEndpoint, certificate: ClusterCertificate | None, silence_seconds: float) -> None:
         self._endpoint = endpoint
-        self._plane = plane
+        self._certificate = certificate
         self._silence_seconds = silence_seconds
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._last_message_at = 0.0
@@ -45,7 +45,7 @@ class GroupStream:
     async def read(self, receive: Callable[[FromGroup], None]) -> None:
         """Calls `receive` with each message until the group ends the stream. Raises AioRpcError if the stream breaks,
         GroupSilent, and whatever `receive` raises."""
-        async with plane_channel(self._endpoint.address, self._plane, _CHANNEL_OPTIONS) as channel:
+        async with internal_channel(self._endpoint.address, self._certificate, _CHANNEL_OPTIONS) as channel:
             call: _Call = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
             clock = asyncio.get_running_loop().time
             self._last_message_at = clock()

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.cluster_ca import PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCertificates
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
-from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.workers.core.group_config import GroupConfig
@@ -22,8 +22,8 @@ PICKLED = (
     GroupConfig,
     GroupEndpoint,
     GroupState,
-    PlaneCertificate,
-    PlaneCertificates,
+    ClusterCertificate,
+    ClusterCertificates,
     RankPlacement,
     RankProgress,
     RouterConfig,

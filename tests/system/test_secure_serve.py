@@ -15,7 +15,7 @@ import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA
-from coatcheck.proto.plane_certificate import GROUP
+from coatcheck.proto.internal_tls import GROUP
 from tests.cluster.serving import Serving, coatcheck, listening
 from tests.router.certificates import TestAuthority
 from tests.router.http.browser import Browser

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import check_log_format
-from coatcheck.proto.plane_certificate import PlaneCertificate
 from coatcheck.proto.tracing import check_endpoint
 from coatcheck.workers.core.kv_dtype import KV_DTYPES
 
@@ -16,7 +16,7 @@ class GroupConfig:
     `host_kv_memory`: bytes for each rank, or a share of the free host memory, for the host tier; 0 for none.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
-    `plane`: rank 0's certificate and the routers that it trusts; None for plain connections.
+    `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.
     `meeting_seconds`: the time within which all ranks must start and load.
     `collective_timeout_seconds`: how long a rank waits for another within a step.
     `otlp_endpoint`: a collector's gRPC address; None for no traces.
@@ -39,7 +39,7 @@ class GroupConfig:
     max_model_len: int | None = None
     deterministic: bool = False
     threads: int = 0
-    plane: PlaneCertificate | None = None
+    cluster_certificate: ClusterCertificate | None = None
     meeting_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0
     log_format: str = "text"  # or "json"

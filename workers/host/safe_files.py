@@ -23,10 +23,8 @@ def create_file(path: str | os.PathLike[str], *, mode: int = 0o600, folder: int 
     return os.open(path, flags, mode, dir_fd=folder)
 
 
-def read_file(
-    path: str | os.PathLike[str], most_bytes: int, *, folder: int | None = None, private: bool = False
-) -> str:
-    """Return the first `most_bytes` bytes of a regular file as text. Raises OSError for anything that is not one.
+def read_file(path: str | os.PathLike[str], max_bytes: int, *, folder: int | None = None, private: bool = False) -> str:
+    """Return the first `max_bytes` bytes of a regular file as text. Raises OSError for anything that is not one.
 
     `private`: also raise PermissionError unless this user owns the file and no other user may access it.
     """
@@ -37,7 +35,7 @@ def read_file(
             raise PermissionError(f"{os.fspath(path)} is not a regular file")
         if private:
             _require_private(about, os.fspath(path))
-        return os.read(descriptor, most_bytes).decode(errors="replace")
+        return os.read(descriptor, max_bytes).decode(errors="replace")
     finally:
         os.close(descriptor)
 
@@ -73,9 +71,9 @@ class PrivateFolder:
             os.unlink(name, dir_fd=self._descriptor)
         return create_file(name, folder=self._descriptor)
 
-    def read(self, name: str, most_bytes: int) -> str:
+    def read(self, name: str, max_bytes: int) -> str:
         """See `read_file`."""
-        return read_file(name, most_bytes, folder=self._descriptor)
+        return read_file(name, max_bytes, folder=self._descriptor)
 
     def close(self) -> None:
         """Close the folder. Its open files stay open."""

@@ -14,9 +14,8 @@ from typing import Final
 
 import grpc.aio
 
-from coatcheck.proto import plane_certificate
 from coatcheck.proto.contract import disagreement
-from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.internal_tls import ClusterCertificate, add_internal_port
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.proto.tracing import Tracing
@@ -46,7 +45,7 @@ class WorkerService(WorkerServicer):
         report: GroupReport,
         *,
         buffer_bytes: int = BUFFER_BYTES,
-        plane: PlaneCertificate | None = None,
+        certificate: ClusterCertificate | None = None,
         tracing: Tracing | None = None,
         max_open: int = 1 << 16,
     ) -> None:
@@ -54,7 +53,7 @@ class WorkerService(WorkerServicer):
         self.table = SessionTable(report.registration, RequestLog(report.registration.group, tracing), max_open)
         self._report = report
         self._buffer_bytes = buffer_bytes
-        self._plane = plane
+        self._certificate = certificate
         self._num_attached = 0  # since the start
         self._streams: set[asyncio.Task[object]] = set()
         # Both after the last step whose messages are in the outboxes.
@@ -130,7 +129,7 @@ class WorkerService(WorkerServicer):
             ]
         )
         add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # protoc writes no types
-        port = plane_certificate.add_plane_port(self._server, listen, self._plane)
+        port = add_internal_port(self._server, listen, self._certificate)
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._server.start()
         self._load_task = asyncio.create_task(self._report_load())

@@ -10,11 +10,11 @@ from coatcheck.cluster.config.exposure import (
     check_credentials,
     describe_exposure,
     is_loopback,
-    needs_plane_certificates,
+    needs_cluster_certificates,
 )
 from coatcheck.cluster.config.member_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, ClusterCertificates
 from coatcheck.proto.errors import InvalidConfig
 
 
@@ -99,16 +99,19 @@ def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
 )
 def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven: bool) -> None:
     """Wherever other hosts may take part, and wherever clients have to."""
-    assert needs_plane_certificates(ServeConfig.build({"model": "m", **given})) == proven
+    assert needs_cluster_certificates(ServeConfig.build({"model": "m", **given})) == proven
 
 
 def test_no_secret_in_what_is_shown() -> None:
     """What may reach a log, a configuration's own words, has no private key in it."""
-    config, plane = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), PlaneCertificates.sign_pair(ClusterCA())
+    config, certificates = (
+        ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}),
+        ClusterCertificates.sign_pair(ClusterCA()),
+    )
     shown = [
-        repr(plane),
-        repr(router_config(config, "router-0", 0, plane.router)),
-        repr(group_config(config, "g", "cpu", plane.group)),
+        repr(certificates),
+        repr(router_config(config, "router-0", 0, certificates.router)),
+        repr(group_config(config, "g", "cpu", certificates.group)),
     ]
     assert all("PRIVATE" not in text and "CERTIFICATE" not in text for text in shown)
 

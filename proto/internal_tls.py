@@ -1,4 +1,4 @@
-"""PlaneCertificate: the certificates with which routers and groups of one cluster authenticate each other.
+"""ClusterCertificate: the certificates with which routers and groups of one cluster authenticate each other.
 
 A router's certificate is valid only for opening connections, a group's only for accepting them. ClusterCA signs both.
 """
@@ -16,7 +16,7 @@ ROUTER: Final = "router.coatcheck.internal"
 
 
 @dataclass(frozen=True)
-class PlaneCertificate:
+class ClusterCertificate:
     """A certificate and its key, in PEM. `authority`: the certificate of the only authority that the cluster trusts."""
 
     certificate: bytes = field(repr=False)
@@ -24,8 +24,8 @@ class PlaneCertificate:
     authority: bytes = field(repr=False)
 
 
-def plane_channel(
-    address: str, own: PlaneCertificate | None, options: Sequence[tuple[str, Any]] = ()
+def internal_channel(
+    address: str, own: ClusterCertificate | None, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
     """A channel to a group: mutual TLS, or plain if `own` is None."""
     if own is None:
@@ -35,7 +35,7 @@ def plane_channel(
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
-def add_plane_port(server: grpc.aio.Server, address: str, own: PlaneCertificate | None) -> int:
+def add_internal_port(server: grpc.aio.Server, address: str, own: ClusterCertificate | None) -> int:
     """Listen for routers at `address`. Return the port."""
     if own is None:
         return server.add_insecure_port(address)
