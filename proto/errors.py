@@ -39,12 +39,12 @@ class ContextLengthExceeded(NeverFits):
     """Prompt and answer together exceed the context. The code in HTTP errors is "context_length_exceeded"."""
 
     @classmethod
-    def of(cls, limit: int, however: str) -> Self:
-        """`limit`: most tokens in a sequence. `however`: the requested tokens, and what to change.
+    def for_limit(cls, limit: int, explanation: str) -> Self:
+        """`limit`: max tokens of a sequence. `explanation`: the requested tokens, and what to change.
 
         OpenAI's clients match the first words, shorten the conversation and try again.
         """
-        return cls(f"This model's maximum context length is {limit} tokens. However, {however}")
+        return cls(f"This model's maximum context length is {limit} tokens. However, {explanation}")
 
 
 class Unauthenticated(CoatcheckError):

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 Value = str | int | float | bool
-# W3C trace context, as HTTP headers and as gRPC metadata.
-CARRIED: Final = ("traceparent", "tracestate")
-NO_PARENT: Final[Mapping[str, str]] = {}
+# The headers of W3C trace context, which gRPC metadata has too. A trace_context is a mapping of these headers.
+TRACE_CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
+NO_TRACE_CONTEXT: Final[Mapping[str, str]] = {}
 
 
 def check_endpoint(endpoint: str | None) -> None:
@@ -35,7 +35,7 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 class Tracing:
-    """Sends the spans of one process. Create it with `Tracing.to`."""
+    """Sends the spans of one process. Create it with `Tracing.export_to`."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -45,7 +45,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod
-    def to(cls, endpoint: str | None, service: str, instance: str) -> Self | None:
+    def export_to(cls, endpoint: str | None, service: str, instance: str) -> Self | None:
         """Send spans to the OTLP port (gRPC) of a collector, from a background thread. Return None without an endpoint.
 
         OTEL_TRACES_SAMPLER and OpenTelemetry's other environment variables set the sampling rate.
@@ -64,11 +64,11 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
-    def extract_context(self, carrier: Mapping[str, str]) -> "Context":
-        """The context of the span in the headers `carrier`. Empty if the headers are missing or malformed."""
+    def extract_context(self, trace_context: Mapping[str, str]) -> "Context":
+        """The context of the span that the headers name. Empty if the headers are missing or malformed."""
         from opentelemetry.context import Context
 
-        return self._propagator.extract(carrier, context=Context())
+        return self._propagator.extract(trace_context, context=Context())
 
     def child_context(self, span: "Span") -> "Context":
         """The context for children of `span`."""
@@ -79,9 +79,9 @@ class Tracing:
 
     def inject_context(self, span: "Span") -> Mapping[str, str]:
         """The headers that make spans of another process children of `span`."""
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, context=self.child_context(span))
-        return carrier
+        trace_context: dict[str, str] = {}
+        self._propagator.inject(trace_context, context=self.child_context(span))
+        return trace_context
 
     def start_span(self, name: str, parent: "Context", *, kind: str = "INTERNAL", at: int | None = None) -> "Span":
         """Start a span; the caller ends it. `at`: start time in nanoseconds since 1970."""

@@ -47,7 +47,7 @@ class RouterConfig:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
-    keys_file: str | None = None  # None: no keys are required
+    key_file: str | None = None  # None: no keys are required
     insecure: bool = False  # requests without credentials are accepted, whatever host they name
     # The stream of a client that reads nothing for this long is ended, and its blocks are freed.
     slow_reader_seconds: float = 30.0
@@ -82,7 +82,7 @@ class RouterConfig:
     def checks_host(self) -> bool:
         """Whether HTTP requests must name this host, because no credentials are required (see HostCheckMiddleware)."""
         loopback = self.http_host in ("localhost", "::1") or self.http_host.startswith("127.")
-        return loopback and not (self.keys_file or self.tls_client_ca or self.insecure)
+        return loopback and not (self.key_file or self.tls_client_ca or self.insecure)
 
     @property
     def model_name(self) -> str:

@@ -26,7 +26,7 @@ from grpc_status import rpc_status
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReader, status_of
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.proto.tracing import CARRIED
+from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope, Tenant
 from coatcheck.router.event_loop.message_limits import check_bytes, parse
@@ -175,7 +175,7 @@ class GenerateOptions(TypedDict, total=False):
     tenant: Tenant
     on_decision: Callable[[Any], None]
     deadline: float
-    carrier: Mapping[str, str]
+    trace_context: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +187,16 @@ class CallInfo:
 
     def options(self) -> GenerateOptions:
         """The tenant, and what the call's metadata sets: `on_decision` if an explanation of the routing decision is to
-        be sent in the trailing metadata, `deadline` by the event loop's clock, and `carrier`, the trace to continue."""
+        be sent in the trailing metadata, `deadline` by the event loop's clock, and the client's `trace_context`."""
         options = GenerateOptions(tenant=self.tenant)
         metadata = self.context.invocation_metadata() or ()
         if is_asked(metadata):
             options["on_decision"] = lambda decision: self.context.set_trailing_metadata(trailing_metadata(decision))
         if (seconds := self.context.time_remaining()) is not None:
             options["deadline"] = asyncio.get_running_loop().time() + seconds
-        if carrier := {key: value for key, value in metadata if key in CARRIED and isinstance(value, str)}:
-            options["carrier"] = carrier
+        headers = {key: value for key, value in metadata if key in TRACE_CONTEXT_HEADERS and isinstance(value, str)}
+        if headers:
+            options["trace_context"] = headers
         return options
 
 

@@ -90,7 +90,7 @@ class Router:
         registry.register(GroupMetrics(self.groups, self.dispatcher.retries))
         request_metrics = RequestMetrics(registry)
         self.traffic = Traffic()
-        self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
+        self._tracing = tracing or Tracing.export_to(config.otlp_endpoint, "coatcheck-router", config.name)
 
         self._side = SideProcesses()
         self.generation = GenerateService(
@@ -106,7 +106,7 @@ class Router:
         )
         self.admin = AdminService(config, self.groups, self.dispatcher, self.traffic, request_metrics)
         self.metrics = PrometheusPage(self.admin.counts, registry)
-        authenticator = Authenticator(config.keys_file, on_refused=request_metrics.record_refusal)
+        authenticator = Authenticator(config.key_file, on_refused=request_metrics.record_refusal)
 
         max_grpc_connections = ("grpc.max_allowed_incoming_connections", max_connections(GRPC_SHARE))
         self._grpc = grpc.aio.server(options=[*_GRPC_OPTIONS, max_grpc_connections])

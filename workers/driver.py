@@ -51,7 +51,7 @@ class Driver:
         self._tp_runner = TpRunner(loaded.runner, communicator) if communicator.size > 1 else None
         self.engine = build_engine(config, spec, self._tp_runner or loaded.runner, memory, loaded.grammars)
         self.engine.update_copy_costs(loaded.copies)
-        self._tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
+        self._tracing = Tracing.export_to(config.otlp_endpoint, "coatcheck-group", config.name)
         report = GroupReport(
             _registration(config, spec, self.engine, memory),
             ranks,

@@ -49,7 +49,7 @@ def router_config(
         tls_cert=absolute_path(config.tls_cert),
         tls_key=absolute_path(config.tls_key),
         tls_client_ca=absolute_path(config.tls_client_ca),
-        keys_file=absolute_path(config.api_keys),
+        key_file=absolute_path(config.api_keys),
         insecure=config.insecure,
         cluster_certificate=certificate,
         max_queued=config.max_queued,

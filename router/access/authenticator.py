@@ -1,6 +1,6 @@
 """Authenticator: which tenant a request comes from, by its key or by the client's certificate.
 
-The keys file names both, and is read again when it changes.
+The key file names both, and is read again when it changes.
 """
 
 import base64
@@ -20,23 +20,23 @@ _HOW = "send a key as `authorization: Bearer KEY`"
 
 
 class Authenticator:
-    """Without a keys file every request comes from ANONYMOUS."""
+    """Without a key file every request comes from ANONYMOUS."""
 
     def __init__(
         self,
-        keys_file: str | None = None,
+        key_file: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Raises InvalidConfig if the file cannot be read. `on_refused` gets the reason of each refusal."""
-        self._file = keys_file
+        self._file = key_file
         self._on_refused = on_refused
-        self._watcher = FileWatcher([keys_file] if keys_file else [], clock)
-        self._tenants = read_keys(keys_file) if keys_file else {}
+        self._watcher = FileWatcher([key_file] if key_file else [], clock)
+        self._tenants = read_keys(key_file) if key_file else {}
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a keys file."""
+        """Whether there is a key file."""
         return self._file is not None
 
     def authenticate(
@@ -82,9 +82,9 @@ class Authenticator:
     def _reload(self, file: str) -> None:
         try:
             self._tenants = read_keys(file)
-            _log.info("the keys file was read again")
+            _log.info("the key file was read again")
         except InvalidConfig as error:
-            _log.error("the keys file has changed and cannot be read; its former keys stay valid: %s", error)
+            _log.error("the key file has changed and cannot be read; its former keys stay valid: %s", error)
 
 
 def _parse_authorization(authorization: str, basic: bool) -> str:

@@ -1,4 +1,4 @@
-"""certificate_names(): the names in a client's certificate, as the keys file writes them.
+"""certificate_names(): the names in a client's certificate, as the key file writes them.
 
     uri:spiffe://cluster/ns/search    email:me@example.org    dns:search.example.org    cn:search
 

@@ -63,14 +63,14 @@ def read_keys(file: str) -> dict[str, Tenant]:
         # As JSON, because strict validation of Python values takes instances of a dataclass only.
         return _by_credential(_KeyFile.model_validate_json(json.dumps({"tenants": entries}, default=str)).tenants)
     except OSError as error:
-        raise InvalidConfig(f"the keys file {file}: {error.strerror or error}") from None
+        raise InvalidConfig(f"the key file {file}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = getattr(error, "problem_mark", None)
-        raise InvalidConfig(f"the keys file {file} is not YAML{f' (line {where.line + 1})' if where else ''}") from None
+        raise InvalidConfig(f"the key file {file} is not YAML{f' (line {where.line + 1})' if where else ''}") from None
     except ValidationError as error:
-        raise InvalidConfig(f"the keys file {file}, {_explain(error.errors()[0])}") from None
+        raise InvalidConfig(f"the key file {file}, {_explain(error.errors()[0])}") from None
     except InvalidConfig as error:
-        raise InvalidConfig(f"the keys file {file}: {error}") from None
+        raise InvalidConfig(f"the key file {file}: {error}") from None
 
 
 def _settings(entry: Any) -> dict[str, Any]:

@@ -67,4 +67,4 @@ def _require(tenant: Tenant, holds: bool, name: str, allowed: str) -> None:
 
 
 # The tenant of every request where no keys are required; it may do everything.
-ANONYMOUS: Final = Tenant("anyone", role="admin")
+ANONYMOUS: Final = Tenant("anonymous", role="admin")

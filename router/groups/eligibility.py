@@ -55,7 +55,7 @@ def groups_that_can_hold(serving: list[ServingGroup], request: Request) -> list[
     able = [group for group in serving if can_hold(group[1], request)]
     if not able:
         most = max(max_sequence_tokens(registration) for _, registration in serving)
-        raise ContextLengthExceeded.of(
+        raise ContextLengthExceeded.for_limit(
             most,
             f"you requested {request.max_len} tokens, prompt and max_tokens together: shorten the prompt or lower "
             "max_tokens",

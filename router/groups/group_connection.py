@@ -26,7 +26,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     SnapshotRequest,
     ToGroup,
 )
-from coatcheck.proto.tracing import NO_PARENT
+from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import Ejected, FailureCause, GroupFailures
@@ -94,7 +94,7 @@ class GroupConnection:
         decision: Decision,
         attempt: int = 0,
         delivered: Mapping[int, Sequence[int]] | None = None,
-        trace_context: Mapping[str, str] = NO_PARENT,
+        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
     ) -> Submission:
         """Sends a request to the group, which must be attached. `attempt`: number of groups that had it before;
         `delivered`: output tokens by choice that the group must not send again."""

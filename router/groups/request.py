@@ -10,7 +10,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, Resumed
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.stubs.worker_pb2 import Submit
-from coatcheck.proto.tracing import NO_PARENT
+from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 
 _SLICE: Final = 16384  # token ids
@@ -66,7 +66,7 @@ class Request:
         attempt: int,
         delivered: Mapping[int, Sequence[int]],
         uncached_tokens: int | None = None,
-        trace_context: Mapping[str, str] = NO_PARENT,
+        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
         *,
         now: float = 0.0,
     ) -> Submit:

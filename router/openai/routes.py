@@ -19,7 +19,7 @@ from starlette.responses import Response
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, NotFound
 from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
-from coatcheck.proto.tracing import CARRIED
+from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.event_loop.side_process import SideProcesses
@@ -182,15 +182,16 @@ class OpenAIRoutes:
     ) -> Response:
         """Generates for all messages; cancels the generation if the client disconnects."""
         tenant: Tenant = request.scope["tenant"]
-        carrier = {name: request.headers[name] for name in CARRIED if name in request.headers}
+        trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
         self._check_logprobs(messages, stream=stream)
         if not stream:
-            responses = await while_connected(request.receive, self._generate_all(messages, tenant, carrier))
+            responses = await while_connected(request.receive, self._generate_all(messages, tenant, trace_context))
             return await self._large.make_response(response, responses)
         generate = self._generation.generate_stream
         admitted = asyncio.Semaphore(0)
         sources = [
-            generate(message, tenant=tenant, carrier=carrier, on_admitted=admitted.release) for message in messages
+            generate(message, tenant=tenant, trace_context=trace_context, on_admitted=admitted.release)
+            for message in messages
         ]
         events = await while_connected(request.receive, start_merged(sources, admitted))
         return SseResponse(events, response, self._large)
@@ -214,14 +215,14 @@ class OpenAIRoutes:
             )
 
     async def _generate_all(
-        self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]
+        self, messages: Sequence[GenerateRequest], tenant: Tenant, trace_context: Mapping[str, str]
     ) -> list[GenerateResponse]:
         """The responses to all messages; the first error cancels the others."""
         generate = self._generation.generate
         tasks: list[asyncio.Task[GenerateResponse]] = []
         try:
             for message in messages:
-                tasks.append(asyncio.create_task(generate(message, tenant=tenant, carrier=carrier)))
+                tasks.append(asyncio.create_task(generate(message, tenant=tenant, trace_context=trace_context)))
                 await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
             return await asyncio.gather(*tasks)
         finally:

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
 from coatcheck.proto.errors import DeadlineExceeded, Unavailable
-from coatcheck.proto.tracing import NO_PARENT
+from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import (
     EligibleGroups,
@@ -171,7 +171,7 @@ class Dispatcher:
         if lifecycle is not None:
             lifecycle.record_sent(decision, attempt.number)
         connection = next(connection for connection, _ in able if connection.name == decision.group)
-        trace_context = lifecycle.trace_context if lifecycle is not None else NO_PARENT
+        trace_context = lifecycle.trace_context if lifecycle is not None else NO_TRACE_CONTEXT
         submission = connection.submit(request, decision, attempt.number, attempt.delivered, trace_context)
         submission.suspicion = attempt.suspicion
         return submission

@@ -260,7 +260,7 @@ class FairQueue(Generic[Waiting]):
 
     def _share(self, tenant: Tenant) -> _Share:
         share = self._shares.setdefault(tenant.name, _Share())
-        share.weight = tenant.weight  # the keys file may have changed
+        share.weight = tenant.weight  # the key file may have changed
         return share
 
     def _charge(self, share: _Share, tokens: float) -> TokenCharge:

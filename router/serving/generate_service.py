@@ -30,7 +30,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     TokenizeResponse,
 )
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
-from coatcheck.proto.tracing import NO_PARENT, Tracing
+from coatcheck.proto.tracing import NO_TRACE_CONTEXT, Tracing
 from coatcheck.router.access.rate_limits import TenantLimits
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.config import RouterConfig
@@ -118,7 +118,7 @@ class GenerateService:
         message: GenerateRequest,
         on_decision: Callable[[Decision], None] | None = None,
         tenant: Tenant = ANONYMOUS,
-        carrier: Mapping[str, str] = NO_PARENT,
+        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
         deadline: float | None = None,
         on_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[GenerateEvent, None]:
@@ -126,10 +126,10 @@ class GenerateService:
         request.
 
         `on_decision` is called at the end with the last routing decision, and `on_admitted` once the request is valid,
-        before it waits for a group. `carrier`: the client's trace context. `deadline`: when the client gives up, in the
-        event loop's time; a request that cannot begin by then is refused.
+        before it waits for a group. `trace_context`: the client's, as headers. `deadline`: when the client
+        gives up, in the event loop's time; a request that cannot begin by then is refused.
         """
-        lifecycle = RequestLifecycle(self._metrics, self._tracing, message.request_id, carrier)
+        lifecycle = RequestLifecycle(self._metrics, self._tracing, message.request_id, trace_context)
         relay: Relay | None = None
         failure: BaseException | None = None
         try:
@@ -170,13 +170,13 @@ class GenerateService:
         message: GenerateRequest,
         on_decision: Callable[[Decision], None] | None = None,
         tenant: Tenant = ANONYMOUS,
-        carrier: Mapping[str, str] = NO_PARENT,
+        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
         deadline: float | None = None,
     ) -> GenerateResponse:
         """Runs `generate_stream` and merges its events into one response."""
         response = GenerateResponse()
         texts: dict[int, list[str]] = {}
-        async with aclosing(self.generate_stream(message, on_decision, tenant, carrier, deadline)) as events:
+        async with aclosing(self.generate_stream(message, on_decision, tenant, trace_context, deadline)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "started":
@@ -283,7 +283,7 @@ class GenerateService:
         try:
             return await self._prompt_ids(message, capacity)
         except NeverFits as error:
-            raise ContextLengthExceeded.of(capacity, str(error)) from None
+            raise ContextLengthExceeded.for_limit(capacity, str(error)) from None
 
     async def _prompt_ids(self, message: GenerateRequest | TokenizeRequest, at_most: int) -> Sequence[int]:
         """The prompt's token ids, computed off the event loop unless the client has sent a few ids. Raises NeverFits

@@ -93,7 +93,7 @@ def validate_request(
             f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
         )
     if length >= capacity:
-        raise ContextLengthExceeded.of(
+        raise ContextLengthExceeded.for_limit(
             capacity,
             f"the prompt has {length} tokens, and the answer needs room too: shorten the prompt to at most "
             f"{capacity - 1} tokens",
@@ -108,7 +108,7 @@ def validate_request(
     room = capacity - length
     for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
         if asked > room:
-            raise ContextLengthExceeded.of(
+            raise ContextLengthExceeded.for_limit(
                 capacity,
                 f"you requested {length + asked} tokens: {length} in the prompt, and {name} is {asked}; lower "
                 f"{name} to {room}, leave it out, or shorten the prompt",

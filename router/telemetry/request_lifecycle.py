@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from coatcheck.proto.errors import status_name
 from coatcheck.proto.stubs.coatcheck_pb2 import Usage
 from coatcheck.proto.stubs.worker_pb2 import Cached
-from coatcheck.proto.tracing import NO_PARENT, Tracing, Value
+from coatcheck.proto.tracing import NO_TRACE_CONTEXT, Tracing, Value
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class RequestLifecycle:
     """Create it when the request arrives, and call `record_end` once, whatever happened.
 
-    `trace_parent`: the client's trace context, as headers.
+    `trace_context`: the client's trace context, as headers.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class RequestLifecycle:
         metrics: RequestMetrics,
         tracing: Tracing | None = None,
         request_id: str = "",
-        trace_parent: Mapping[str, str] = NO_PARENT,
+        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
     ) -> None:
         self._metrics = metrics
-        self._spans = _Spans(tracing, trace_parent) if tracing is not None else None
+        self._spans = _Spans(tracing, trace_context) if tracing is not None else None
         self._request_id = request_id
         self._clock = time.monotonic
         self._arrived = self._clock()
@@ -57,7 +57,7 @@ class RequestLifecycle:
     @property
     def trace_context(self) -> Mapping[str, str]:
         """Trace context for the group; empty without tracing."""
-        return self._spans.trace_context if self._spans is not None else NO_PARENT
+        return self._spans.trace_context if self._spans is not None else NO_TRACE_CONTEXT
 
     def record_admitted(self, request_id: str, prompt_tokens: int, *, is_resumed: bool) -> None:
         """The request is valid; it waits for a group."""
@@ -143,9 +143,9 @@ class RequestLifecycle:
 class _Spans:
     """A request's span, and its parts one after another."""
 
-    def __init__(self, tracing: Tracing, trace_parent: Mapping[str, str]) -> None:
+    def __init__(self, tracing: Tracing, trace_context: Mapping[str, str]) -> None:
         self._tracing = tracing
-        self._request = tracing.start_span("router.request", tracing.extract_context(trace_parent), kind="SERVER")
+        self._request = tracing.start_span("router.request", tracing.extract_context(trace_context), kind="SERVER")
         self._part: Span | None = None
 
     @property

@@ -27,7 +27,7 @@ class Fortress:
     serving: Serving
     authority: TestAuthority
     keys: dict[str, str]
-    keys_file: Path
+    key_file: Path
     known: Leaf
     bad: dict[str, Leaf | None]
     secrets: set[str] = field(default_factory=set)

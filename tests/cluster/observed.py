@@ -146,7 +146,7 @@ async def observed(
     tokenizer: TokenizerJson, endpoint: str | None, group: Group | None = None
 ) -> AsyncIterator[tuple[Router, str]]:
     """(router, its gRPC address) in front of one group. All spans have been sent when the context ends."""
-    mortal, group = group is not None, group or Group("g0", Tracing.to(endpoint, "coatcheck-group", "g0"))
+    mortal, group = group is not None, group or Group("g0", Tracing.export_to(endpoint, "coatcheck-group", "g0"))
     router = Router(RouterConfig(model="tiny", http_port=0, otlp_endpoint=endpoint), tokenizer)
     address = await router.start()
     try:

@@ -1,4 +1,4 @@
-"""Three tenants with a key each, as a keys file has them and as their requests send them."""
+"""Three tenants with a key each, as a key file has them and as their requests send them."""
 
 import json
 from pathlib import Path

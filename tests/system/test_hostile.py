@@ -92,9 +92,9 @@ def test_wrong_credentials(walls: Fortress) -> None:
     over gRPC and HTTP."""
     wrong = f"cc-wrong-{'x' * 30}"
     walls.secrets.add(wrong)
-    tenants = yaml.safe_load(walls.keys_file.read_text())
+    tenants = yaml.safe_load(walls.key_file.read_text())
     tenants["tenants"] = [tenant for tenant in tenants["tenants"] if tenant["name"] != "gone"]
-    walls.keys_file.write_text(yaml.safe_dump(tenants))
+    walls.key_file.write_text(yaml.safe_dump(tenants))
     body, question = b'{"prompt": "def", "max_tokens": 2}', GOOD[0].SerializeToString()
     withdrawn = walls.headers("gone")
     until(lambda: walls.ask("POST", "/v1/completions", body, withdrawn)[0] == 401, "a withdrawn key is refused")

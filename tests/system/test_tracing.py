@@ -103,7 +103,7 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
     caplog.set_level(logging.INFO)
     async with Collector() as collector:
         runner = MortalRunner(steps=3)
-        mortal = Group("mortal", Tracing.to(collector.endpoint, "coatcheck-group", "mortal"), runner)
+        mortal = Group("mortal", Tracing.export_to(collector.endpoint, "coatcheck-group", "mortal"), runner)
         async with (
             observed(tokenizer, collector.endpoint, mortal) as (router, address),
             grpc.aio.insecure_channel(address) as channel,
@@ -112,7 +112,7 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
             call = aiter(GenerationStub(channel).GenerateStream(question(request_id="mine"), metadata=metadata))
             events = [await anext(call), await anext(call)]
             assert events[0].started.group == "mortal" and events[1].delta.token_ids
-            other = Group("other", Tracing.to(collector.endpoint, "coatcheck-group", "other"))
+            other = Group("other", Tracing.export_to(collector.endpoint, "coatcheck-group", "other"))
             await router.set_groups([mortal.address, other.address])
             while len(router.groups.serving()) < 2:
                 await router.groups.next_change.wait()
@@ -189,4 +189,4 @@ def test_an_endpoint_is_an_address() -> None:
     """An endpoint that is not an address is refused with what to write; no endpoint means no tracing."""
     with pytest.raises(InvalidConfig, match=r"such as http://127\.0\.0\.1:4317"):
         check_endpoint("127.0.0.1:4317")
-    assert Tracing.to(None, "a", "b") is None
+    assert Tracing.export_to(None, "a", "b") is None

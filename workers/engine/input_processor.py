@@ -81,7 +81,7 @@ class InputProcessor:
         request.sampling.check_model(vocab)
         wanted = prompt_len + (request.sampling.max_tokens or 1)
         if wanted > self._max_model_len:
-            raise ContextLengthExceeded.of(
+            raise ContextLengthExceeded.for_limit(
                 self._max_model_len,
                 f"you requested {wanted} tokens: {prompt_len} in the prompt, and max_tokens is "
                 f"{request.sampling.max_tokens or 1}; shorten the prompt or lower max_tokens",

@@ -42,10 +42,10 @@ class RequestLog:
         self._group = group
         self._tracing = tracing
 
-    def open_request(self, request_id: str, prompt_tokens: int, carrier: Mapping[str, str]) -> LoggedRequest:
-        """Start the record of a request. `carrier`: the router's W3C trace context."""
-        traced = self._tracing is not None and carrier.get("traceparent")
-        parent = self._tracing.extract_context(carrier) if self._tracing is not None and traced else None
+    def open_request(self, request_id: str, prompt_tokens: int, trace_context: Mapping[str, str]) -> LoggedRequest:
+        """Start the record of a request. `trace_context`: the router's W3C trace context."""
+        traced = self._tracing is not None and trace_context.get("traceparent")
+        parent = self._tracing.extract_context(trace_context) if self._tracing is not None and traced else None
         return LoggedRequest(request_id, prompt_tokens, parent, time.time_ns())
 
     def record_output(self, record: LoggedRequest, output: SequenceOutput) -> None:

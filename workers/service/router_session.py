@@ -69,8 +69,8 @@ class SessionTable:
     def open_request(self, request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int) -> None:
         """Add a submission. Call this before the engine gets the request."""
         assert request_id not in self.requests, f"{request_id} is open"
-        carrier = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
-        record = self._log.open_request(submit.request_id, len(submit.prompt_token_ids), carrier)
+        trace_context = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
+        record = self._log.open_request(submit.request_id, len(submit.prompt_token_ids), trace_context)
         self.requests[request_id] = OpenRequest(session, submit.id, submit.attempt, record, set(range(num_choices)))
 
     def close_request(self, request_id: str, outcome: str) -> OpenRequest | None:

@@ -121,4 +121,4 @@ def test_files_are_found_from_elsewhere(tmp_path: Path) -> None:
     config = ServeConfig.build({"model": "m", "api_keys": "keys.yaml", "tls_cert": "c", "tls_key": "~/k"})
     with chdir(tmp_path):
         made = router_config(config, "router-0", 0)
-    assert made.keys_file == str(tmp_path / "keys.yaml") and made.tls_key == str(Path.home() / "k")
+    assert made.key_file == str(tmp_path / "keys.yaml") and made.tls_key == str(Path.home() / "k")

@@ -1,4 +1,4 @@
-"""The keys file: what an operator may write into it, and how it may change while the router runs."""
+"""The key file: what an operator may write into it, and how it may change while the router runs."""
 
 import json
 import logging

@@ -19,7 +19,7 @@ from tests.router.router_under_test import StartRouter
 
 
 @pytest.fixture
-def keys_file(tmp_path: Path) -> str:
+def key_file(tmp_path: Path) -> str:
     """The file on disk."""
     return write_keys(tmp_path / "keys.yaml")
 
@@ -39,11 +39,11 @@ def _request() -> pb.GenerateRequest:
     ],
 )
 async def test_without_a_key_of_ours_grpc_is_unauthenticated(
-    start_router: StartRouter, keys_file: str, metadata: Any, said: str
+    start_router: StartRouter, key_file: str, metadata: Any, said: str
 ) -> None:
     """Every method refuses, streams too, and nothing reaches a group; health alone is open."""
     group = FakeGroup()
-    router = await start_router(group, keys_file=keys_file)
+    router = await start_router(group, key_file=key_file)
     calls = [
         router.generation.Generate(_request(), metadata=metadata),
         router.generation.GenerateStream(_request(), metadata=metadata).read(),
@@ -62,9 +62,9 @@ async def test_without_a_key_of_ours_grpc_is_unauthenticated(
     assert group.submits == [] and router.server.traffic.active == 0 and not router.server.traffic.is_draining
 
 
-async def test_a_stranger_is_refused_before_its_message(start_http_router: StartHttpRouter, keys_file: str) -> None:
+async def test_a_stranger_is_refused_before_its_message(start_http_router: StartHttpRouter, key_file: str) -> None:
     """Nothing of it is waited for or kept: the status comes though the call has sent nothing; it is counted, by why."""
-    router = await start_http_router(FakeGroup(), keys_file=keys_file)
+    router = await start_http_router(FakeGroup(), key_file=key_file)
     for name, method in (
         ("unary", router.channel.stream_unary("/coatcheck.v1.Generation/Generate")),  # type: ignore[call-arg]
         ("stream", router.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),  # type: ignore[call-arg]
@@ -81,10 +81,10 @@ async def test_a_stranger_is_refused_before_its_message(start_http_router: Start
     assert 'coatcheck_refusals_total{reason="permission_denied"} 1.0' in text
 
 
-async def test_admin_is_apart_from_public(start_router: StartRouter, keys_file: str) -> None:
+async def test_admin_is_apart_from_public(start_router: StartRouter, key_file: str) -> None:
     """A user's key generates and no more, a monitor's looks and no more; an admin's does all."""
     group = FakeGroup()
-    router = await start_router(group, keys_file=keys_file)
+    router = await start_router(group, key_file=key_file)
 
     async def code(call: Any) -> grpc.StatusCode:
         try:
@@ -110,10 +110,10 @@ async def test_admin_is_apart_from_public(start_router: StartRouter, keys_file: 
     assert denied is grpc.StatusCode.PERMISSION_DENIED and not router.server.traffic.is_draining
 
 
-async def test_tenants_do_not_share_a_cache(start_router: StartRouter, keys_file: str) -> None:
+async def test_tenants_do_not_share_a_cache(start_router: StartRouter, key_file: str) -> None:
     """The same prompt and the same salt of two tenants go to the group under two salts."""
     group = FakeGroup()
-    router = await start_router(group, keys_file=keys_file)
+    router = await start_router(group, key_file=key_file)
     message = _request()
     message.cache_salt = "6:search"
     for key in (SEARCH, OPS):
@@ -142,10 +142,10 @@ async def test_tenants_do_not_share_a_cache(start_router: StartRouter, keys_file
     ],
 )
 async def test_what_http_answers_to_a_key(
-    start_http_router: StartHttpRouter, keys_file: str, method: str, path: str, key: str | None, status: int
+    start_http_router: StartHttpRouter, key_file: str, method: str, path: str, key: str | None, status: int
 ) -> None:
     """401 without a key of ours, 403 for what the key may not do, both in OpenAI's form; probes need none."""
-    router = await start_http_router(FakeGroup(), keys_file=keys_file)
+    router = await start_http_router(FakeGroup(), key_file=key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     got, answered, text = await router.request(method, path, b"{}" if method == "POST" else None, headers)
     assert got == status, text
@@ -156,10 +156,10 @@ async def test_what_http_answers_to_a_key(
         assert ("Bearer" in answered.get("www-authenticate", "")) == (status == 401)
 
 
-async def test_openai_s_client_has_a_key(start_router: StartRouter, keys_file: str) -> None:
+async def test_openai_s_client_has_a_key(start_router: StartRouter, key_file: str) -> None:
     """Its api_key is all that it needs; a wrong one is its own AuthenticationError."""
     group = FakeGroup()
-    router = await start_router(group, keys_file=keys_file, http_port=0)
+    router = await start_router(group, key_file=key_file, http_port=0)
     base = f"http://{router.server.http_address}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key=SEARCH, max_retries=0) as client:
         await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=2)
@@ -169,29 +169,29 @@ async def test_openai_s_client_has_a_key(start_router: StartRouter, keys_file: s
             await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=2)
 
 
-async def test_a_browser_sends_the_key_as_a_password(start_http_router: StartHttpRouter, keys_file: str) -> None:
+async def test_a_browser_sends_the_key_as_a_password(start_http_router: StartHttpRouter, key_file: str) -> None:
     """Where there is something to look at, HTTP's basic authentication does; for requests it does not, since any page
     could have a browser send them."""
-    router = await start_http_router(FakeGroup(), keys_file=keys_file)
+    router = await start_http_router(FakeGroup(), key_file=key_file)
     basic = {"authorization": "Basic " + base64.b64encode(f"me:{OPS}".encode()).decode()}
     assert (await router.request("GET", "/metrics", None, basic))[0] == 200
     assert (await router.request("POST", "/v1/completions", {"prompt": "a"}, basic))[0] == 401
     assert (await router.request("GET", "/metrics", None, {"authorization": "Basic ?"}))[0] == 401
 
 
-async def test_a_body_without_a_key_is_not_kept(start_http_router: StartHttpRouter, keys_file: str) -> None:
+async def test_a_body_without_a_key_is_not_kept(start_http_router: StartHttpRouter, key_file: str) -> None:
     """Even one that is still coming, and larger than any body may be, is answered 401."""
-    router = await start_http_router(FakeGroup(), keys_file=keys_file)
+    router = await start_http_router(FakeGroup(), key_file=key_file)
     status, _, _ = await router.request("POST", "/v1/completions", b"x" * (40 << 20))
     assert status == 401
 
 
 async def test_no_key_is_ever_logged(
-    start_http_router: StartHttpRouter, keys_file: str, caplog: pytest.LogCaptureFixture
+    start_http_router: StartHttpRouter, key_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor is what came in its place, whatever the request comes to and at any level."""
     caplog.set_level(logging.DEBUG)
-    router = await start_http_router(FakeGroup(), keys_file=keys_file)
+    router = await start_http_router(FakeGroup(), key_file=key_file)
     for key in (SEARCH, EYES, "cc-wrong"):
         headers = {"authorization": f"Bearer {key}"}
         await router.request("POST", "/v1/completions", {"prompt": "the lazy dog", "max_tokens": 1}, headers)

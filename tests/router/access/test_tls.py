@@ -82,9 +82,9 @@ async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
     """Starts one with a certificate."""
     ends = []
 
-    async def open_with(leaf: Leaf, client_ca: Path | None = None, keys_file: str | None = None) -> TlsRouter:
+    async def open_with(leaf: Leaf, client_ca: Path | None = None, key_file: str | None = None) -> TlsRouter:
         files = dict(tls_cert=str(leaf.cert), tls_key=str(leaf.key), tls_client_ca=client_ca and str(client_ca))
-        files["keys_file"] = keys_file
+        files["key_file"] = key_file
         group = FakeGroup()
         router = Router(RouterConfig(model="tiny", http_port=0, **files), tokenizer)  # type: ignore[arg-type]  # by name
         ends.extend([router.stop, group.kill])

@@ -193,7 +193,7 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"tenants": tenants}))
     group = SeatedGroup("g0", SEATS)
-    router = await start_http_router(group, max_queued=QUEUED, keys_file=str(keys))
+    router = await start_http_router(group, max_queued=QUEUED, key_file=str(keys))
     line = router.server.dispatcher.queue
     kinds = [(2800, "many", 100), (100, "few", 300), (100, "urgent", 200)]
     burst_of = [(count, key, PROMPT | {"prompt": [first, 5, 6]}) for count, key, first in kinds]

@@ -211,7 +211,7 @@ async def test_a_key_opens_the_page(start_http_router: StartHttpRouter, tmp_path
     tenants = [{"name": name, "keys": [hash_key(key)], "role": roles[name]} for name, key in keys.items()]
     file = tmp_path / "keys.yaml"
     file.write_text(json.dumps({"tenants": tenants}))
-    router = await start_http_router(FakeGroup(), keys_file=str(file))
+    router = await start_http_router(FakeGroup(), key_file=str(file))
     assert (await router.request("GET", "/"))[0] == (await router.request("GET", "/dashboard/state"))[0] == 401
     user = base64.b64encode(b"me:cc-search").decode()
     assert (await router.request("GET", "/dashboard/state", headers={"authorization": f"Basic {user}"}))[0] == 403
