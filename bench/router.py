@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 
 from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, ClusterCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registration, SnapshotChunk
@@ -40,7 +40,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     processes = multiprocessing.get_context("spawn")
     group_pipe, group_end = processes.Pipe()
     client_pipe, client_end = processes.Pipe()
-    certificates = ClusterCertificates.sign_pair(ClusterCA()) if tls else ClusterCertificates()
+    certificates = sign_certificates() if tls else CertificatesByRole()
     group = processes.Process(target=run_group, args=(group_end, streams, pace, certificates.group), daemon=True)
     group.start()
     aside = asyncio.get_running_loop().run_in_executor
@@ -79,7 +79,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     }
 
 
-def _files(certificates: ClusterCertificates, folder: Path) -> tuple[str | None, str | None]:
+def _files(certificates: CertificatesByRole, folder: Path) -> tuple[str | None, str | None]:
     """Write the group's certificate and key. The router uses them for its clients too: the cost is the same."""
     if certificates.group is None:
         return None, None

@@ -1,6 +1,7 @@
 """ClusterCertificate: the certificates with which routers and groups of one cluster authenticate each other.
 
-A router's certificate is valid only for opening connections, a group's only for accepting them. ClusterCA signs both.
+A router's certificate is valid only for opening connections, a group's only for accepting them. Both are signed in
+cluster/ray_cluster/cluster_ca.py.
 """
 
 from collections.abc import Sequence

@@ -127,7 +127,7 @@ class RayWatch:
                     f"{reconnect_seconds:.0f} s for the head"
                 )
             is_over = time.monotonic() - lost_since > reconnect_seconds
-            if (is_over or self._signals.asked.is_set()) and self._exit_lock.acquire(blocking=False):
+            if (is_over or self._signals.drain_requested.is_set()) and self._exit_lock.acquire(blocking=False):
                 gone = f"Ray's head (its GCS) at {address} has been gone for {time.monotonic() - lost_since:.0f} s"
                 self._end_process(
                     f"{gone}; start Ray's head again, then this command: with Redis it finds the groups that still "

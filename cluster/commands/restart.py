@@ -50,7 +50,7 @@ def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_sec
         began = time.monotonic()
         ray.get(supervisor.restart_group.remote(group, drain_seconds))
         _print_duration(group, began)
-    for address in ray.get(supervisor.get_state.remote()).routers if routers else ():
+    for address in ray.get(supervisor.get_state.remote()).grpc_addresses if routers else ():
         began = time.monotonic()
         ray.get(supervisor.restart_router.remote(address, drain_seconds))
         _print_duration(f"the router at {address}", began)

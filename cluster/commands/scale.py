@@ -7,7 +7,7 @@ import typer
 
 from coatcheck.cluster.commands.supervisor_client import RayAddress, connect_to_supervisor
 from coatcheck.cluster.plural import counted
-from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources
 
 if TYPE_CHECKING:
     from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle

@@ -87,13 +87,13 @@ class ServeSession:
             if state is not None:
                 self._has_served = True
                 self._print(ready_line(self._config, state))
-                for address in state.routers[1:]:
+                for address in state.grpc_addresses[1:]:
                     self._print(f"another router at {address}")
                 self._watch_until_signal(supervisor, state)
                 self._drain_routers(supervisor)
         finally:
             self._stop()
-        return 0 if self._has_served and not self._signals.forced.is_set() else EXIT_STOPPED
+        return 0 if self._has_served and not self._signals.kill_requested.is_set() else EXIT_STOPPED
 
     def _connect_to_ray(self) -> None:
         address = self._config.ray_address
@@ -111,7 +111,7 @@ class ServeSession:
 
     def _find_or_start_supervisor(self) -> "SupervisorHandle":
         from coatcheck.cluster.ray_cluster import launch
-        from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources, choose_placement
+        from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, plan_placement
         from coatcheck.cluster.ray_cluster.ray_connection import head_address
         from coatcheck.cluster.supervision.supervisor import Supervisor
 
@@ -121,14 +121,14 @@ class ServeSession:
             self._signals.ends_at_once = False
             return running
         try:
-            placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
+            plan = plan_placement(config.device, config.groups, config.tp, launch.free_resources())
         except InsufficientResources as error:
             raise error.for_serve(own_ray=self._starts_ray) from None
         groups, ranks = counted(config.groups, "group"), counted(config.tp, "rank")
         where = f", on a Ray at {head_address()}" if self._starts_ray else ""
-        self._print(f"starting {groups} of {ranks} on {placement.device}{where} ({self._elapsed()})")
+        self._print(f"starting {groups} of {ranks} on {plan.device}{where} ({self._elapsed()})")
         self._signals.ends_at_once = False
-        return launch.start_supervisor(Supervisor, config, placement)
+        return launch.start_supervisor(Supervisor, config, plan)
 
     def _check_running_cluster(self, supervisor: "SupervisorHandle") -> None:
         """Raises InvalidConfig unless the running cluster has this version's contract and these settings."""
@@ -148,7 +148,7 @@ class ServeSession:
         `ends_at_once` is cleared, so that the file is always removed."""
         from coatcheck.cluster.ray_cluster.ray_connection import head_address
 
-        if not self._starts_ray or self._signals.asked.is_set():
+        if not self._starts_ray or self._signals.drain_requested.is_set():
             return
         try:
             delete_stale_tokens(ray_folder())
@@ -160,7 +160,7 @@ class ServeSession:
         """Show the progress of each rank until every router uses every group. Returns None if a signal comes first."""
         printed, serving_since = "", None
         with ProgressBars(self._console) as bars:
-            while not self._signals.asked.wait(_POLL_SECONDS):
+            while not self._signals.drain_requested.wait(_POLL_SECONDS):
                 state = self._call(supervisor.get_state)
                 bars.update_bars(state)
                 if state.failure:
@@ -168,11 +168,11 @@ class ServeSession:
                 stage = state.stage
                 if state.is_ready:
                     serving_since = serving_since or time.monotonic()
-                    unused = self._call(supervisor.find_unused_group)
-                    if not unused:
+                    missing = self._call(supervisor.find_missing_connection)
+                    if not missing:
                         return state
                     if time.monotonic() > serving_since + _CONNECT_SECONDS:
-                        stage = f"still waiting: {unused}"
+                        stage = f"still waiting: {missing}"
                 if stage not in (printed, ""):
                     printed = stage
                     self._print(f"{stage} ({self._elapsed()})")
@@ -184,7 +184,7 @@ class ServeSession:
 
         logs, was_full = log_folder(), False
         known = {group.name: _comparable_state(group) for group in state.groups}
-        while not self._signals.asked.wait(_WATCH_SECONDS):
+        while not self._signals.drain_requested.wait(_WATCH_SECONDS):
             full = describe_full_disk(logs)
             if full and not was_full:
                 self._print(f"warning: {full}; running processes go on")
@@ -230,7 +230,7 @@ class ServeSession:
         if self._supervisor is None:
             return
         with suppress(RayError):  # Ray is gone, and with it everything that ran on it
-            if self._has_served and not self._signals.forced.is_set():
+            if self._has_served and not self._signals.kill_requested.is_set():
                 self._wait_for(self._supervisor.stop_all.remote(False), _STOP_SECONDS)
             elif not self._starts_ray:  # on a local Ray everything ends with Ray
                 ray.wait([self._supervisor.stop_all.remote(True)], timeout=_STOP_SECONDS)
@@ -242,7 +242,7 @@ class ServeSession:
 
         deadline = time.monotonic() + seconds
         while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
-            if self._signals.forced.is_set() or time.monotonic() > deadline:
+            if self._signals.kill_requested.is_set() or time.monotonic() > deadline:
                 return
 
     def _call(self, method: "RemoteMethod[[], T]") -> T:
@@ -278,7 +278,7 @@ class ServeSession:
 
     def _has_timed_out(self, began: float, seconds: float) -> bool:
         """Whether `seconds` have passed since `began`, or 5 s if a signal has come."""
-        return time.monotonic() > began + (_SIGNALLED_SECONDS if self._signals.asked.is_set() else seconds)
+        return time.monotonic() > began + (_SIGNALLED_SECONDS if self._signals.drain_requested.is_set() else seconds)
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False)
@@ -302,7 +302,7 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     """The `ready:` line: the addresses for clients, and the capacity of the group with the fewest KV blocks."""
     rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
     longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
-    http = f" and http{'s' if config.tls_cert else ''}://{state.http[0]}" if state.http else ""
+    http = f" and http{'s' if config.tls_cert else ''}://{state.http_addresses[0]}" if state.http_addresses else ""
     holds = f"{counted(rank.num_blocks, 'block')} of {config.block_size} tokens"
     if tokens < rank.model_len:
         holds += (
@@ -314,7 +314,7 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
         holds += f", {at_once} of {longest} tokens at once"
     groups = counted(len(state.groups), "group")
     return (
-        f"ready: {config.model_name} ({rank.dtype}) at {state.routers[0]}{http}, {groups} x tp {config.tp}, "
+        f"ready: {config.model_name} ({rank.dtype}) at {state.grpc_addresses[0]}{http}, {groups} x tp {config.tp}, "
         f"{'each with ' if len(state.groups) > 1 else ''}{holds}"
     )
 

@@ -12,7 +12,7 @@ EXIT_STOPPED: Final = 130
 
 
 class StopSignals:
-    """`asked` is set by the first signal, `forced` by the second.
+    """`drain_requested` is set by the first signal, `kill_requested` by the second.
 
     Signals are only recorded, because an exception from a handler would interrupt Ray's code anywhere. A thread records
     them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, there
@@ -20,8 +20,8 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.forced = threading.Event()
+        self.drain_requested = threading.Event()
+        self.kill_requested = threading.Event()
         self.ends_at_once = True
         self._arrivals, wakeup = socket.socketpair()
         wakeup.setblocking(False)
@@ -38,7 +38,7 @@ class StopSignals:
     def _record_signals(self) -> None:
         while True:
             if self._arrivals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
-                (self.forced if self.asked.is_set() else self.asked).set()
+                (self.kill_requested if self.drain_requested.is_set() else self.drain_requested).set()
                 if self.ends_at_once:
                     # A local Ray ends with this process, but Ray's agents would first try for a minute to reach the
                     # head that has ended.

@@ -31,7 +31,7 @@ class SupervisorHandle(Protocol):
     get_contract: RemoteMethod[[], tuple[int, str]]
     get_config: RemoteMethod[[], ServeConfig]
     get_state: RemoteMethod[[], ClusterState]
-    find_unused_group: RemoteMethod[[], str]
+    find_missing_connection: RemoteMethod[[], str]
     drain_routers: RemoteMethod[[], bool]
     restart_group: RemoteMethod[[str, float], None]
     restart_router: RemoteMethod[[str, float], None]

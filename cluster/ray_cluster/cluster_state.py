@@ -32,18 +32,20 @@ class GroupState:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """`routers` and `http` are host:port of gRPC and HTTP. `routers` is empty until every router serves; `http` is also
-    empty if HTTP is off. `failure`: why the cluster will never serve, else ""."""
+    """`grpc_addresses` and `http_addresses`: host:port of each router. The first is empty until every router serves.
+
+    `failure`: why the cluster will never serve, else "".
+    """
 
     groups: tuple[GroupState, ...] = ()
-    routers: tuple[str, ...] = ()
+    grpc_addresses: tuple[str, ...] = ()
     failure: str = ""
-    http: tuple[str, ...] = ()
+    http_addresses: tuple[str, ...] = ()
 
     @property
     def is_ready(self) -> bool:
         """Whether the routers and every group serve."""
-        return bool(self.routers and self.groups) and all(group.state == "serving" for group in self.groups)
+        return bool(self.grpc_addresses and self.groups) and all(group.state == "serving" for group in self.groups)
 
     @property
     def stage(self) -> str:

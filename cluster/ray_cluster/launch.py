@@ -27,8 +27,8 @@ from coatcheck.cluster.config.exposure import needs_cluster_certificates
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle, RouterHandle, SupervisorHandle
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, ClusterCertificates
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, Resources, node_names
+from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
+from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan, Resources, node_names
 from coatcheck.cluster.ray_cluster.ray_connection import NAMESPACE
 from coatcheck.cluster.ray_cluster.ray_kv import read_start_number
 from coatcheck.proto.errors import InvalidConfig
@@ -46,7 +46,7 @@ _HEAD: Final = "node:__internal_head__"  # a resource that Ray gives to the head
 _SMALL_SHARE: Final = 0.01
 
 
-def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement: RankPlacement) -> SupervisorHandle:
+def start_supervisor(supervisor_class: type[Any], config: ServeConfig, plan: PlacementPlan) -> SupervisorHandle:
     """Start the supervisor at Ray's head. If the supervisor dies, Ray starts it again with the same arguments.
 
     The certificates are signed here, once, so that a restarted supervisor can talk to running routers and groups.
@@ -63,10 +63,8 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement
         # restarted head has another node id.
         resources={_HEAD: _SMALL_SHARE},
     )
-    certificates = (
-        ClusterCertificates.sign_pair(ClusterCA()) if needs_cluster_certificates(config) else ClusterCertificates()
-    )
-    return cast(SupervisorHandle, options.remote(config, placement, certificates))
+    certificates = sign_certificates() if needs_cluster_certificates(config) else CertificatesByRole()
+    return cast(SupervisorHandle, options.remote(config, plan, certificates))
 
 
 def start_router(config: RouterConfig, resource: str | None = None, node: str | None = None) -> RouterHandle:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from coatcheck.cluster.plural import counted
-from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources
 from coatcheck.proto.errors import CoatcheckError
 
 _SAMPLE_SECONDS = 1.0

@@ -16,7 +16,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig, group_names
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, choose_placement
+from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan, plan_placement
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
 from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
 from coatcheck.cluster.supervision.router_set import RouterSet
@@ -37,14 +37,14 @@ class GroupSet:
     def __init__(
         self,
         config: ServeConfig,
-        placement: RankPlacement,
+        plan: PlacementPlan,
         certificate: ClusterCertificate | None,
         routers: RouterSet,
         *,
         is_restarted: bool,
     ) -> None:
         self._config = config
-        self._placement = placement
+        self._plan = plan
         self._certificate = certificate
         self._routers = routers
         self._is_restarted = is_restarted
@@ -83,7 +83,7 @@ class GroupSet:
             names = group_names(self._configured_size())
             # Groups that need a whole node come first. A group that `scale_groups` added before a restart has its
             # placement group already, so its strategy here has no effect.
-            strategies = [*self._placement.strategies, *["PACK"] * len(names)]
+            strategies = [*self._plan.strategies, *["PACK"] * len(names)]
             for name, strategy in zip(names, strategies, strict=False):
                 await self._reserve(name, strategy, wait=not self._is_restarted)
             self._supervisors = [self._make_supervisor(name, has_served=self._is_restarted) for name in names]
@@ -105,7 +105,7 @@ class GroupSet:
             supervisor.drain_group()
             await self._routers.wait_until_idle(group, drain_seconds)
             await supervisor.restart_group()
-            await self._routers.wait_until_used(group)
+            await self._routers.wait_until_connected(group)
 
     async def scale_groups(self, groups: int, drain_seconds: float) -> None:
         """Add or remove groups until there are `groups`; see Supervisor.scale_groups."""
@@ -113,7 +113,7 @@ class GroupSet:
             raise InvalidConfig(f"groups is {groups}; it must be at least 1 (to stop, end `coatcheck serve`)")
         async with self._change_lock:
             if not self._supervisors:
-                raise Unavailable("the cluster has no places for its groups yet; wait until it serves")
+                raise Unavailable("the groups of this cluster are not placed on nodes yet; wait until it serves")
             if groups > len(self._supervisors):
                 await self._add_groups(groups)
             elif groups < len(self._supervisors):
@@ -140,10 +140,10 @@ class GroupSet:
         before, tp = len(self._supervisors), self._config.tp
         names = group_names(groups)[before:]
         free = await asyncio.to_thread(launch.free_resources)
-        placement = choose_placement(self._placement.device, len(names), tp, free)
+        plan = plan_placement(self._plan.device, len(names), tp, free)
         try:
             ray_kv.write_group_count(groups)
-            for name, strategy in zip(names, placement.strategies, strict=True):
+            for name, strategy in zip(names, plan.strategies, strict=True):
                 await self._reserve(name, strategy, wait=True)
             self._growing.update(names)
             added = [self._make_supervisor(name, has_served=False) for name in names]
@@ -153,7 +153,7 @@ class GroupSet:
                 self._supervise(supervisor)
             for supervisor in added:
                 await supervisor.wait_until_serving()
-                await self._routers.wait_until_used(supervisor.state.name)
+                await self._routers.wait_until_connected(supervisor.state.name)
             _log.info("%s now", counted(groups, "group"))
         except BaseException:
             for name in reversed(names):
@@ -204,19 +204,19 @@ class GroupSet:
 
     async def _reserve(self, name: str, strategy: str, *, wait: bool) -> None:
         """Reserve the placement group of a group. Without `wait` the GroupSupervisor waits for its nodes."""
-        placement_group = launch.reserve_placement_group(name, self._placement.bundle, strategy, self._config.tp)
+        placement_group = launch.reserve_placement_group(name, self._plan.bundle, strategy, self._config.tp)
         self._placement_groups[name] = placement_group
         if wait and not await asyncio.to_thread(placement_group.wait, _RESERVE_SECONDS):
-            needs = ", ".join(f"{self._config.tp * amount:g} {kind}" for kind, amount in self._placement.bundle.items())
+            needs = ", ".join(f"{self._config.tp * amount:g} {kind}" for kind, amount in self._plan.bundle.items())
             where = "on one node" if strategy == "STRICT_PACK" else "over its nodes"
             raise InvalidConfig(
-                f"Ray found no place for {name} in {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
+                f"Ray did not reserve resources for {name} within {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
                 "`ray status` shows who holds them"
             )
         self._hosts.set_hosts(name, launch.bundle_nodes(placement_group))
 
     def _make_supervisor(self, name: str, *, has_served: bool) -> GroupSupervisor:
-        config = group_config(self._config, name, self._placement.device, self._certificate)
+        config = group_config(self._config, name, self._plan.device, self._certificate)
         loopback = self._config.ray_address is None
         ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
         return GroupSupervisor(ranks, has_served=has_served, on_change=self._publish_states)

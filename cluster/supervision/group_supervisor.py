@@ -22,7 +22,7 @@ _MAX_BACKOFF_SECONDS = 30.0
 _STABLE_SECONDS = 5.0  # a group that served for longer than this starts with the shortest backoff again
 
 _RESTART_REQUESTED = "it is being started again, as asked"
-_NO_NODES = "it waits for a place in the Ray cluster"
+_NO_NODES = "it waits for nodes"
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class GroupSupervisor:
         while True:
             serving_since = math.inf
             try:
-                if not self._ranks.have_run:
+                if not self._ranks.is_running:
                     await self._start()
                 self._has_served = True
                 serving_since = time.monotonic()
@@ -91,17 +91,17 @@ class GroupSupervisor:
                 _log.error("%s is lost: %s", self.state.name, ended)
                 # Inform routers first: until then they send requests to this group.
                 self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
-                had_run = self._ranks.have_run
+                was_running = self._ranks.is_running
                 self._ranks.kill_ranks()
                 if not self._has_served:
                     return
                 await asyncio.sleep(self._backoff(failures))
-                self._prepare_next_start(had_run)
+                self._prepare_next_start(was_running)
             except RestartRequested:
                 _log.info("%s is started again", self.state.name)
                 self._change(state="lost", address="", reason=_RESTART_REQUESTED)
                 await self._ranks.stop_ranks()
-                self._prepare_next_start(had_run=True)
+                self._prepare_next_start(was_running=True)
 
     def drain_group(self) -> None:
         """Have routers send no new requests; running requests continue. The next start ends the draining."""
@@ -158,8 +158,8 @@ class GroupSupervisor:
     async def _wait_for_nodes(self) -> None:
         while not await self._ranks.find_nodes():
             if not self.state.reason.startswith(_NO_NODES):
-                _log.warning("%s waits for a place", self.state.name)
-                self._change(reason=f"{_NO_NODES}, which has no room for {self._ranks.tp} ranks now: is a node lost?")
+                _log.warning("%s waits for nodes", self.state.name)
+                self._change(reason=f"{_NO_NODES}: Ray has no room for {self._ranks.tp} ranks now; is a node lost?")
             await asyncio.sleep(_CHECK_SECONDS)
 
     async def _read_predecessor(self) -> None:
@@ -194,10 +194,10 @@ class GroupSupervisor:
         await self._restart_requested.wait()
         raise RestartRequested
 
-    def _prepare_next_start(self, had_run: bool) -> None:
+    def _prepare_next_start(self, was_running: bool) -> None:
         """Count the next start. It is a new incarnation only if the last ranks ran: ranks that never ran have neither
         served requests nor recorded how their predecessors ended."""
-        incarnation = self.state.incarnation + had_run
+        incarnation = self.state.incarnation + was_running
         self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, predecessor=None)
 
     def _change(self, **changed: object) -> None:

@@ -73,8 +73,8 @@ class RankActors:
         self._full_disks: tuple[str, ...] = ()  # RankProgress.full_disk of each rank, of the last progress
 
     @property
-    def have_run(self) -> bool:
-        """Whether the ranks of this start were told to run, or adopted, and have not been killed since."""
+    def is_running(self) -> bool:
+        """Whether `run_ranks` or `adopt_ranks` has succeeded and the ranks were not killed since."""
         return bool(self._exits)
 
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:

@@ -28,7 +28,7 @@ class RouterSet:
 
     def __init__(self, config: ServeConfig, certificate: ClusterCertificate | None, *, has_served: bool) -> None:
         self._config = config
-        self._certificate = certificate  # the routers' certificate for connections to groups
+        self._certificate = certificate  # for connections to groups
         self._has_served = has_served
         self._supervisors: dict[str, RouterSupervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -95,21 +95,21 @@ class RouterSet:
             if not any(await asyncio.gather(*(router.count_requests(group) for router in self._supervisors.values()))):
                 return
 
-    async def wait_until_used(self, group: str) -> None:
-        """Wait until every router that answers uses a serving group. Raises Unavailable with the reason of a router
-        that does not use it after 10 s."""
+    async def wait_until_connected(self, group: str) -> None:
+        """Wait until every router that answers is connected to a serving group. Raises Unavailable with the reason of
+        a router that is not after 10 s."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         for router in list(self._supervisors.values()):
-            while reason := await router.find_unused_group([group]):
+            while reason := await router.find_missing_connection([group]):
                 if time.monotonic() > deadline:
                     raise Unavailable(reason)
                 await asyncio.sleep(_POLL_SECONDS)
 
-    async def find_unused_group(self) -> str:
-        """A serving group that some router does not use, with the reason; "" if every router answers and uses all."""
+    async def find_missing_connection(self) -> str:
+        """Which router is not connected to which serving group, and why; "" if every router is connected to all."""
         serving = [state.name for state in self._groups or () if state.state == "serving"]
         for name, router in list(self._supervisors.items()):
-            reason = await router.find_unused_group(serving)
+            reason = await router.find_missing_connection(serving)
             if reason is None:
                 return f"{name} does not answer"
             if reason:

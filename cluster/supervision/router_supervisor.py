@@ -122,9 +122,9 @@ class RouterSupervisor:
         status = await self.read_status()
         return sum(known.running + known.waiting for known in status.groups if known.name == group) if status else 0
 
-    async def find_unused_group(self, groups: Iterable[str]) -> str | None:
-        """The first of these serving groups that the router does not use, with the reason; "" if it uses all, None if
-        it does not answer."""
+    async def find_missing_connection(self, groups: Iterable[str]) -> str | None:
+        """To which of these serving groups the router is not connected, and why; "" if it is connected to all, None if
+        the router does not answer."""
         status = await self.read_status()
         if status is None:
             return None

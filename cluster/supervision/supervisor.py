@@ -11,9 +11,9 @@ import ray
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
+from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan
 from coatcheck.cluster.supervision.autoscaler import Autoscaler, AutoscaleRule
 from coatcheck.cluster.supervision.group_set import GroupSet
 from coatcheck.cluster.supervision.router_set import RouterSet
@@ -30,13 +30,13 @@ class Supervisor:
     """
 
     # Ray awaits an async constructor on the event loop of the methods, also when Ray restarts the actor.
-    async def __init__(self, config: ServeConfig, placement: RankPlacement, certificates: ClusterCertificates) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServeConfig, plan: PlacementPlan, certificates: CertificatesByRole) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._config = config
-        self._placement = placement
+        self._plan = plan
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._routers = RouterSet(config, certificates.router, has_served=is_restarted)
-        self._groups = GroupSet(config, placement, certificates.group, self._routers, is_restarted=is_restarted)
+        self._groups = GroupSet(config, plan, certificates.group, self._routers, is_restarted=is_restarted)
         self._failure = ""
         self._supervision = asyncio.create_task(self._supervise())
 
@@ -51,12 +51,12 @@ class Supervisor:
     async def get_state(self) -> ClusterState:
         groups = tuple(self._groups.states)
         failure = self._failure or self._routers.failure or self._groups.failure
-        routers = tuple(self._routers.addresses) if self._routers.all_serve else ()
-        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
+        addresses = tuple(self._routers.addresses) if self._routers.all_serve else ()
+        return ClusterState(groups, addresses, failure, tuple(self._routers.http_addresses))
 
-    async def find_unused_group(self) -> str:
-        """See RouterSet.find_unused_group. Until the result is "", routers may refuse requests for lack of capacity."""
-        return await self._routers.find_unused_group()
+    async def find_missing_connection(self) -> str:
+        """See RouterSet. Until the result is "", routers may refuse requests for lack of capacity."""
+        return await self._routers.find_missing_connection()
 
     async def drain_routers(self) -> bool:
         """Refuse new requests and wait for those that run. Returns whether every router is drained."""
@@ -97,7 +97,7 @@ class Supervisor:
         await asyncio.gather(self._supervision, return_exceptions=True)
         await asyncio.gather(self._routers.stop_routers(now=now), self._groups.stop_groups(now=now))
         if self._config.max_groups is not None:
-            launch.request_nodes(self._placement.bundle, 0)
+            launch.request_nodes(self._plan.bundle, 0)
 
     async def _supervise(self) -> None:
         try:
@@ -125,6 +125,6 @@ class Supervisor:
             rule,
             measure_queue=self._routers.measure_queue,
             count_groups=lambda: self._groups.size,
-            request_room=lambda groups: launch.request_nodes(self._placement.bundle, groups * config.tp),
+            request_room=lambda groups: launch.request_nodes(self._plan.bundle, groups * config.tp),
             scale_groups=self._groups.scale_groups,
         )

@@ -24,7 +24,7 @@ class FakeRanks:
     ) -> None:
         self.starts: list[tuple[int, int]] = []
         self.graceful_stops = 0
-        self.have_run = bool(adopted[1])
+        self.is_running = bool(adopted[1])
         self._adopted = adopted
         self._script = list(script)
         self._records: dict[int, str] = {}
@@ -53,7 +53,7 @@ class FakeRanks:
         return self._records.get(self.starts[-1][1] - 1)
 
     async def run_ranks(self) -> None:
-        self.have_run = True
+        self.is_running = True
 
     async def wait_for_exit(self, seconds: float | None = None) -> None:
         if self._kind == "ends late":
@@ -71,7 +71,7 @@ class FakeRanks:
         self.kill_ranks()
 
     def kill_ranks(self) -> None:
-        self.have_run = False
+        self.is_running = False
 
     def forget_starts(self) -> None:
         self.starts.clear()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
+from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.router.config import RouterConfig
@@ -23,8 +23,8 @@ PICKLED = (
     GroupEndpoint,
     GroupState,
     ClusterCertificate,
-    ClusterCertificates,
-    RankPlacement,
+    CertificatesByRole,
+    PlacementPlan,
     RankProgress,
     RouterConfig,
 )

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA
+from coatcheck.cluster.ray_cluster.cluster_ca import sign_certificates
 from coatcheck.proto.internal_tls import GROUP
 from tests.cluster.serving import Serving, coatcheck, listening
 from tests.router.certificates import TestAuthority
@@ -120,7 +120,8 @@ def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
     """Rank 0's port refuses plain connections, TLS without a certificate, and a certificate of another authority."""
     status = secure.run("status", "--json", key=secure.admin)
     (group,) = json.loads(status.stdout)["groups"]
-    stranger = ClusterCA().sign_router_certificate()
+    stranger = sign_certificates().router
+    assert stranger is not None
     options = [("grpc.ssl_target_name_override", GROUP)]
     tries = [
         grpc.insecure_channel(group["address"]),

@@ -64,7 +64,7 @@ ray.io/group: {{ .group }}
 {{- end }}
 {{- end }}
 
-{{- define "coatcheck.checkDoors" -}}
+{{- define "coatcheck.checkAccess" -}}
 {{- if and .Values.tls.clientCaKey (not .Values.tls.secretName) }}{{ fail "tls.clientCaKey needs tls.secretName: it is an entry of that secret" }}{{ end }}
 {{- if and .Values.apiKeys.name (not .Values.adminKey.name) }}{{ fail "apiKeys needs adminKey, a key with the role admin: the chart drains the router with it" }}{{ end }}
 {{- if not (or .Values.apiKeys.name .Values.tls.clientCaKey .Values.security.insecure) }}

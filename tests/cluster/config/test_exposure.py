@@ -14,7 +14,7 @@ from coatcheck.cluster.config.exposure import (
 )
 from coatcheck.cluster.config.member_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, ClusterCertificates
+from coatcheck.cluster.ray_cluster.cluster_ca import sign_certificates
 from coatcheck.proto.errors import InvalidConfig
 
 
@@ -42,12 +42,12 @@ def test_what_loopback_is(host: str, loopback: bool) -> None:
 _TLS = {"tls_cert": "c", "tls_key": "k"}
 
 
-@pytest.mark.parametrize("door", [{"grpc_host": "0.0.0.0"}, {"http_host": "::"}])
+@pytest.mark.parametrize("listener", [{"grpc_host": "0.0.0.0"}, {"http_host": "::"}])
 @pytest.mark.parametrize("given", [{}, _TLS])
-def test_nothing_listens_beyond_loopback_for_everybody(door: dict[str, Any], given: dict[str, Any]) -> None:
+def test_nothing_listens_beyond_loopback_for_everybody(listener: dict[str, Any], given: dict[str, Any]) -> None:
     """Without credentials for clients it is refused, with what to give; TLS alone keeps nobody out."""
     with pytest.raises(InvalidConfig, match=r"-host is \S+, where anybody .*--api-keys .*--tls-client-ca.*--insecure"):
-        ServeConfig.build({"model": "m"} | door | given)
+        ServeConfig.build({"model": "m"} | listener | given)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,7 @@ def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven:
 
 def test_no_secret_in_what_is_shown() -> None:
     """What may reach a log, a configuration's own words, has no private key in it."""
-    config, certificates = (
-        ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}),
-        ClusterCertificates.sign_pair(ClusterCA()),
-    )
+    config, certificates = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), sign_certificates()
     shown = [
         repr(certificates),
         repr(router_config(config, "router-0", 0, certificates.router)),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources
 from coatcheck.cluster.supervision.autoscaler import Autoscaler, AutoscaleRule, QueueSample
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, Unavailable
 

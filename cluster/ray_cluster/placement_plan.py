@@ -40,7 +40,7 @@ class InsufficientResources(InvalidConfig):
 
 
 @dataclass(frozen=True)
-class RankPlacement:
+class PlacementPlan:
     """The resources of a group's placement group: `tp` bundles, each `bundle`.
 
     `strategies` has Ray's placement strategy of each group, in the order in which to reserve them: first STRICT_PACK
@@ -52,7 +52,7 @@ class RankPlacement:
     strategies: tuple[str, ...]
 
 
-def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> RankPlacement:
+def plan_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> PlacementPlan:
     """Place `groups` groups of `tp` ranks. `nodes`: the free resources of each node, by its name.
 
     Device "auto" is "cuda" if any node has a free GPU. Raises InsufficientResources if the groups do not fit.
@@ -73,7 +73,7 @@ def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Reso
         free[min(candidates, key=lambda name: free[name])] -= tp
         strategies.append("STRICT_PACK")
     spread = groups - len(strategies)
-    return RankPlacement(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
+    return PlacementPlan(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
 
 
 def _shortage(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources, choose_placement, node_names
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, node_names, plan_placement
 from coatcheck.cluster.supervision.rank_actors import RankHosts
 from coatcheck.proto.errors import InvalidConfig
 
@@ -31,9 +31,9 @@ def test_a_group_stays_on_one_node_where_one_can_hold_it(
 ) -> None:
     """Device auto uses GPUs if there are any. Each group is packed on one node as long as a node has room; the last
     groups are spread."""
-    placement = choose_placement(device, groups, tp, named(nodes))
-    initials = "".join(strategy[0] for strategy in placement.strategies)
-    assert (placement.device, placement.bundle, initials) == placed
+    plan = plan_placement(device, groups, tp, named(nodes))
+    initials = "".join(strategy[0] for strategy in plan.strategies)
+    assert (plan.device, plan.bundle, initials) == placed
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), groups=st.integers(1, 6), tp=st.integers(1, 8))
@@ -42,11 +42,11 @@ def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], grou
     nodes = named([{"CPU": float(size)} for size in sizes])
     if sum(sizes) < groups * tp:
         with pytest.raises(InvalidConfig, match=f": {groups * tp - sum(sizes)} missing"):
-            choose_placement("cpu", groups, tp, nodes)
+            plan_placement("cpu", groups, tp, nodes)
         return
     whole = min(groups, sum(size // tp for size in sizes))
     expected = ("STRICT_PACK",) * whole + ("PACK",) * (groups - whole)
-    assert choose_placement("cpu", groups, tp, nodes).strategies == expected
+    assert plan_placement("cpu", groups, tp, nodes).strategies == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], grou
 def test_too_small_a_cluster_is_refused(device: str, nodes: list[dict[str, float]], message: str) -> None:
     """The error gives the missing amount, and what is free on which node."""
     with pytest.raises(InvalidConfig, match=message):
-        choose_placement(device, 2, 4, named(nodes))
+        plan_placement(device, 2, 4, named(nodes))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_helps_depends_on_who_asks(device: str, own_ray: bool, at_start: st
     """`serve` and `scale` give different advice for the same lack of resources. The error survives pickling, as Ray
     does it."""
     with pytest.raises(InsufficientResources) as raised:
-        choose_placement(device, 1, 2, named([{"CPU": 1.0, "GPU": 1.0}]))
+        plan_placement(device, 1, 2, named([{"CPU": 1.0, "GPU": 1.0}]))
     lack = pickle.loads(pickle.dumps(raised.value))
     missing = f"1 group with tp 2 needs 2 {'GPU' if device == 'cuda' else 'CPU'}s, and this Ray cluster has 1 free"
     start, growth = str(lack.for_serve(own_ray=own_ray)), str(lack.for_scale(2, 3, own_ray=own_ray))
