@@ -18,7 +18,7 @@ CONTRACT: Final = 0
 VERSION: Final = __version__
 
 
-def disagreement(other: str, contract: int, version: str) -> str:
+def contract_mismatch(other: str, contract: int, version: str) -> str:
     """The message that refuses process `other` with its `contract` and `version`; "" if the contracts are equal."""
     if contract == CONTRACT:
         return ""

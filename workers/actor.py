@@ -87,7 +87,7 @@ class RankActor:
         """Path of this process's log on its host."""
         return os.path.realpath("/proc/self/fd/2")
 
-    def predecessor_crash(self) -> str | None:
+    def previous_crash(self) -> str | None:
         """How this rank ended in the incarnation before, if that ran on this host; see read_crash."""
         return read_crash(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 

@@ -99,8 +99,8 @@ class Driver:
         try:
             self._record.record_error(error)
             if cause := self._record.describe_cause(error):
-                self._service.send_last_word(cause, self.engine.unstarted_requests())
-        finally:  # also if the last word cannot be sent
+                self._service.send_failure_notice(cause, self.engine.unstarted_requests())
+        finally:  # also if the failure notice cannot be sent
             exit_process(self._name, error)
 
 

@@ -115,7 +115,7 @@ class _View:
         if not len(self.queue) and self._has_room:
             yield self._place(job, job.at)
         else:
-            seconds = min(terms.prefill + terms.restore for terms in self._decide(job, self._loads).terms)
+            seconds = min(cost.prefill_seconds + cost.restore_seconds for cost in self._decide(job, self._loads).costs)
             self.queue.add(job, ANONYMOUS, due=due_at(job.at, seconds))
 
     def send_queued(self, now: float) -> Placed:

@@ -28,7 +28,7 @@ from coatcheck.cluster.ray_cluster.ray_environment import (
 )
 from coatcheck.cluster.ray_cluster.ray_log import redirect_native_stderr
 from coatcheck.cluster.ray_cluster.ray_start import RayStart
-from coatcheck.proto.contract import disagreement
+from coatcheck.proto.contract import contract_mismatch
 from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.workers.host.disk_space import describe_full_disk
 
@@ -133,7 +133,7 @@ class ServeSession:
     def _check_running_cluster(self, supervisor: "SupervisorHandle") -> None:
         """Raises InvalidConfig unless the running cluster has this version's contract and these settings."""
         contract, version = self._call(supervisor.get_contract)
-        if difference := disagreement("the running cluster", contract, version):
+        if difference := contract_mismatch("the running cluster", contract, version):
             raise InvalidConfig(difference)
         running = self._call(supervisor.get_config)
         check_same_settings(running, self._config)

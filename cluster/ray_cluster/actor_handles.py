@@ -56,7 +56,7 @@ class RankHandle(Protocol):
     """A handle of RankActor (workers/actor.py), for the supervisor."""
 
     log_file: RemoteMethod[[], str]
-    predecessor_crash: RemoteMethod[[], str | None]
+    previous_crash: RemoteMethod[[], str | None]
     rendezvous: RemoteMethod[[], str]
     run: RemoteMethod[[str], None]
     watch: RemoteMethod[[], None]

@@ -16,8 +16,8 @@ class GroupState:
     """One tensor-parallel group.
 
     `state` is "starting", "serving", "draining", "lost" (it will be started again) or "failed" (it has never served and
-    is not started again; see `reason`). `restarts` counts every start after the first. `incarnation` and `predecessor`:
-    see GroupEndpoint.
+    is not started again; see `reason`). `restarts` counts every start after the first. `incarnation` and
+    `previous_crash`: see GroupEndpoint.
     """
 
     name: str
@@ -27,7 +27,7 @@ class GroupState:
     restarts: int = 0
     ranks: tuple[RankProgress, ...] = ()
     incarnation: int = 0
-    predecessor: str | None = None
+    previous_crash: str | None = None
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class GroupSupervisor:
         """Start the ranks and wait until all serve. Raises RankEnded if one ends before that."""
         await self._wait_for_nodes()
         await self._ranks.start_ranks(self.state.restarts, self.state.incarnation)
-        await self._read_predecessor()
+        await self._read_previous_crash()
         await self._ranks.run_ranks()
         while not all(rank.phase is Phase.SERVING for rank in self.state.ranks):
             await self._ranks.wait_for_exit(_POLL_SECONDS)
@@ -162,14 +162,14 @@ class GroupSupervisor:
                 self._change(reason=f"{_NO_NODES}: Ray has no room for {self._ranks.tp} ranks now; is a node lost?")
             await asyncio.sleep(_CHECK_SECONDS)
 
-    async def _read_predecessor(self) -> None:
+    async def _read_previous_crash(self) -> None:
         """Read how the former ranks ended. Routers use this to decide which requests may have crashed them."""
         if not self.state.incarnation:
             return
-        crash = await self._ranks.read_predecessor_crash()
+        crash = await self._ranks.read_previous_crash()
         if crash:
             _log.error("%s had ended by itself: %s", self.state.name, crash)
-        self._change(predecessor=crash)
+        self._change(previous_crash=crash)
 
     async def _watch(self) -> None:
         """Raises RankEnded when a rank ends or hangs, RestartRequested when `restart_group` is called."""
@@ -198,7 +198,7 @@ class GroupSupervisor:
         """Count the next start. It is a new incarnation only if the last ranks ran: ranks that never ran have neither
         served requests nor recorded how their predecessors ended."""
         incarnation = self.state.incarnation + was_running
-        self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, predecessor=None)
+        self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, previous_crash=None)
 
     def _change(self, **changed: object) -> None:
         self.state = replace(self.state, **changed)  # type: ignore[arg-type]  # names and types are GroupState's

@@ -121,9 +121,9 @@ class RankActors:
             raise RankEnded(f"rank {len(self._actors)} could not start: {_summarize(error)}") from None
         await self._read_logs()
 
-    async def read_predecessor_crash(self) -> str | None:
-        """How the incarnation before this one ended; see GroupEndpoint.predecessor. Raises RankEnded."""
-        crashes = await self._call_ranks([actor.predecessor_crash.remote() for actor in self._actors])
+    async def read_previous_crash(self) -> str | None:
+        """How the incarnation before this one ended; see GroupEndpoint.previous_crash. Raises RankEnded."""
+        crashes = await self._call_ranks([actor.previous_crash.remote() for actor in self._actors])
         return next((crash for crash in crashes if crash), None if None in crashes else "")
 
     async def run_ranks(self) -> None:

@@ -74,7 +74,7 @@ class RouterSupervisor:
                 reason=state.reason,
                 restarts=state.restarts,
                 incarnation=state.incarnation,
-                predecessor=state.predecessor,
+                previous_crash=state.previous_crash,
             )
             for state in states
         ]

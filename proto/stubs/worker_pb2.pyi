@@ -84,22 +84,22 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class FromGroup(_message.Message):
-    __slots__ = ("registration", "batch", "events", "snapshot", "refused", "load", "last_word")
+    __slots__ = ("registration", "batch", "events", "snapshot", "refused", "load", "failure_notice")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    LAST_WORD_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_NOTICE_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     batch: StepBatch
     events: KvEvents
     snapshot: SnapshotChunk
     refused: Refused
     load: Load
-    last_word: LastWord
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., last_word: _Optional[_Union[LastWord, _Mapping]] = ...) -> None: ...
+    failure_notice: FailureNotice
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version")
@@ -227,10 +227,10 @@ class Load(_message.Message):
     submissions: int
     def __init__(self, status: _Optional[_Union[_coatcheck_pb2.GroupStatus, _Mapping]] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., submissions: _Optional[int] = ...) -> None: ...
 
-class LastWord(_message.Message):
-    __slots__ = ("reason", "waiting")
+class FailureNotice(_message.Message):
+    __slots__ = ("reason", "unstarted")
     REASON_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
+    UNSTARTED_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    waiting: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, reason: _Optional[str] = ..., waiting: _Optional[_Iterable[int]] = ...) -> None: ...
+    unstarted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, reason: _Optional[str] = ..., unstarted: _Optional[_Iterable[int]] = ...) -> None: ...

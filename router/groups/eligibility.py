@@ -36,7 +36,7 @@ def require_deadline(request: Request, decision: Decision, now: float) -> None:
     compute the queued prompts and this one, each as fast as a decode step."""
     if request.deadline is None:
         return
-    soonest = min(term.decode for term in decision.terms)
+    soonest = min(cost.decode_seconds for cost in decision.costs)
     if now + soonest > request.deadline:
         raise DeadlineExceeded(
             f"the first token would take {soonest:.1f} s at the least, and its deadline is in "

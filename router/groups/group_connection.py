@@ -14,13 +14,13 @@ from contextlib import suppress
 
 import grpc
 
-from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
+from coatcheck.proto.contract import CONTRACT, VERSION, contract_mismatch
 from coatcheck.proto.errors import Overloaded, error_of
 from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
+    FailureNotice,
     FromGroup,
     Hello,
-    LastWord,
     Refused,
     Registration,
     SnapshotRequest,
@@ -29,7 +29,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
 from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
-from coatcheck.router.groups.group_failures import Ejected, FailureCause, GroupFailures
+from coatcheck.router.groups.group_failures import FailureCause, GroupEjected, GroupFailures
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.group_stream import GroupSilent, GroupStream
 from coatcheck.router.groups.output_delivery import OutputDelivery
@@ -47,7 +47,7 @@ class GroupConnection:
 
     `on_change` is called when the group attaches or is lost, and when a suspect may run on the group. `on_room` is
     called when the group may have room for another request. `detect_outlier` is called after each load report; it
-    returns an Ejected if the group is too slow to be kept.
+    returns a GroupEjected if the group is too slow to be kept.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class GroupConnection:
         *,
         on_change: Callable[[], None],
         on_room: Callable[[], None],
-        detect_outlier: Callable[["GroupConnection"], Ejected | None],
+        detect_outlier: Callable[["GroupConnection"], GroupEjected | None],
     ) -> None:
         self.endpoint = endpoint
         self.registration: Registration | None = None
         self.load = GroupLoad(Registration())
         self.index = index
         self.submissions = OutputDelivery()
-        self.reason = endpoint.reason  # why the group is not attached
+        self.detached_because = endpoint.reason  # why the group is not attached
         self.ejections = 0
-        self.ejected = ""  # reason of the last ejection
-        self.notify_change = on_change
-        self.notify_room = on_room
+        self.last_ejection = ""  # reason of the last ejection
+        self.on_change = on_change
+        self.on_room = on_room
         self._detect_outlier = detect_outlier
         self._failures = failures
         self._router = config.name
         self._model_name = config.model_name
         self._certificate = config.cluster_certificate
         self._silence_seconds = config.silence_seconds
-        self._last_word: LastWord | None = None
+        self._failure_notice: FailureNotice | None = None
         self._is_slow = False  # ejected because it is slow, and not attached since
-        self._recalled = asyncio.Event()
+        self._pause_ended = asyncio.Event()
         self._stream = self._new_stream()
         self._last_id = 0
         self._task = asyncio.create_task(self._run(), name=f"connection to {endpoint.name}")
@@ -126,13 +126,13 @@ class GroupConnection:
         _log.warning("group %s: %s; asking for a snapshot", self.name, reason)
         self._stream.send(ToGroup(snapshot=SnapshotRequest()))
 
-    def recall(self) -> None:
+    def end_ejection_pause(self) -> None:
         """Ends the pause of a group that was ejected because it is slow. Called when no other group serves."""
-        self._recalled.set()
+        self._pause_ended.set()
 
     async def close(self, reason: str) -> None:
         """Ends the stream for good; its submissions fail."""
-        self.reason = reason
+        self.detached_because = reason
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -142,37 +142,37 @@ class GroupConnection:
             try:
                 attached = await self._attach()
                 backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
-            except Ejected as error:
+            except GroupEjected as error:
                 _log.error("group %s is ejected: %s", self.name, error)
                 backoff = _LONGEST_BACKOFF  # the next attempt will most likely find the same group
-                await self._wait_for_recall(error.pause)
+                await self._wait_for_end_of_pause(error.pause)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
-    async def _wait_for_recall(self, seconds: float) -> None:
+    async def _wait_for_end_of_pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._recalled.wait()
+                await self._pause_ended.wait()
 
     async def _attach(self) -> bool:
-        """Runs one stream until it ends; returns whether the group had registered. Raises Ejected."""
+        """Runs one stream until it ends; returns whether the group had registered. Raises GroupEjected."""
         self._stream = self._new_stream()
-        self._last_word = None
+        self._failure_notice = None
         try:
             self._stream.send(ToGroup(hello=Hello(router=self._router, contract=CONTRACT, version=VERSION)))
             await self._stream.read(self._receive)
-            self.reason = "the group ended the stream"
+            self.detached_because = "the group ended the stream"
         except grpc.aio.AioRpcError as error:
-            self.reason = f"{error.code().name}: {error.details()}"
+            self.detached_because = f"{error.code().name}: {error.details()}"
         except GroupSilent:
             self._record_ejection(f"the group has said nothing for {self._silence_seconds:g} s")
-        except Ejected as error:
+        except GroupEjected as error:
             self._record_ejection(str(error))
             self._is_slow = bool(error.pause)
             raise
         except Exception as error:  # whatever a group sends, this router continues to serve the others
             _log.exception("group %s: its stream could not be read", self.name)
             self._record_ejection(f"its stream could not be read: {error}")
-            raise Ejected(self.reason) from error  # an immediate attempt would fail in the same way
+            raise GroupEjected(self.detached_because) from error  # an immediate attempt would fail in the same way
         finally:
             attached = self._drop_group()
         return attached
@@ -190,13 +190,13 @@ class GroupConnection:
                 self.load.report(message.load, asyncio.get_running_loop().time())
                 if (ejected := self._detect_outlier(self)) is not None:
                     raise ejected
-                self.notify_room()
+                self.on_room()
             case "snapshot":
                 self._handle_outcome(self.index.apply_snapshot(self.name, message.snapshot))
             case "refused":
                 self._handle_refusal(message.refused)
-            case "last_word":
-                self._last_word = message.last_word
+            case "failure_notice":
+                self._failure_notice = message.failure_notice
             case "registration":
                 self._handle_registration(message.registration)
 
@@ -204,14 +204,14 @@ class GroupConnection:
         size = registration.model.block_size
         other_size = self.index.other_block_size(self.name, size)
         if reason := registration_problem(registration, self.endpoint, self._model_name, other_size):
-            raise Ejected(reason)
+            raise GroupEjected(reason)
         self.registration = registration
-        self.reason = ""
+        self.detached_because = ""
         self._is_slow = False
-        self._recalled.clear()
+        self._pause_ended.clear()
         self.load = GroupLoad(registration)
         self.index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
-        self.notify_change()
+        self.on_change()
 
     def _handle_refusal(self, refused: Refused) -> None:
         submission = self.submissions.get(refused.id)
@@ -226,33 +226,33 @@ class GroupConnection:
         if outcome is EventOutcome.SNAPSHOT_NEEDED:
             self.request_snapshot("its KV events have a gap")
         elif outcome is EventOutcome.IMPOSSIBLE:
-            raise Ejected("the group says that it holds more blocks than it has")
+            raise GroupEjected("the group says that it holds more blocks than it has")
 
     def _record_ejection(self, reason: str) -> None:
         self.ejections += 1
-        self.reason = self.ejected = reason
+        self.detached_because = self.last_ejection = reason
 
     def _drop_group(self) -> bool:
         """Fails every submission and drops every block of the group, because its stream has ended. Returns whether the
         group had registered."""
         attached = self.registration is not None
-        if self._last_word is not None:
-            self.reason = f"it ended by itself: {self._last_word.reason}"
+        if self._failure_notice is not None:
+            self.detached_because = f"it ended by itself: {self._failure_notice.reason}"
         self.registration = None
         self.load = GroupLoad(Registration())
         self.index.remove_group(self.name)
         if attached:
-            reason = f"group {self.name} is lost: {self.reason}"
+            reason = f"group {self.name} is lost: {self.detached_because}"
             loss = self._failures.record_loss(self.name, self.endpoint.incarnation, reason, self._failure_cause())
-            self.submissions.fail_all(loss, self._last_word.waiting if self._last_word else ())
-            self.notify_change()
+            self.submissions.fail_all(loss, self._failure_notice.unstarted if self._failure_notice else ())
+            self.on_change()
         return attached
 
     def _failure_cause(self) -> FailureCause:
-        if self._last_word is not None:
+        if self._failure_notice is not None:
             return FailureCause.CRASH
         if self._is_slow or self.endpoint.state == "draining":  # a group that drains is about to be ended
-            return FailureCause.WANTED
+            return FailureCause.PLANNED
         return FailureCause.UNKNOWN
 
 
@@ -263,7 +263,7 @@ def registration_problem(
     groups if theirs differs, else 0."""
     if registration.group != endpoint.name:
         return f"{endpoint.address} is group {registration.group!r}, not {endpoint.name!r}"
-    if reason := disagreement("the group", registration.contract, registration.version):
+    if reason := contract_mismatch("the group", registration.contract, registration.version):
         return reason
     if registration.model.name != model_name:
         return f"the group serves model {registration.model.name!r}, not {model_name!r}"

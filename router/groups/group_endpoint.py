@@ -10,7 +10,7 @@ class GroupEndpoint:
     """`address`: HOST:PORT of the group's rank 0, "" while it has none. `state`: as the supervisor sees the group.
 
     `restarts`: number of starts after the first. `incarnation`: number of earlier starts in which the ranks came to
-    run. `predecessor`: how the incarnation before this one ended: its error if it crashed, "" if it was ended from
+    run. `previous_crash`: how the incarnation before this one ended: its error if it crashed, "" if it was ended from
     outside, None if that is not known.
     """
 
@@ -20,7 +20,7 @@ class GroupEndpoint:
     reason: str = ""
     restarts: int = 0
     incarnation: int = 0
-    predecessor: str | None = None
+    previous_crash: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a state that does not exist."""

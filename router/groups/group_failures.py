@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 class FailureCause(Enum):
     """Why a group was lost; the values are metric labels."""
 
-    WANTED = "wanted"  # drained, or ejected because it is slow: says nothing about its requests
+    PLANNED = "planned"  # drained, or ejected because it is slow: says nothing about its requests
     CRASH = "crash"  # the group ended by itself: an error in a step, or a fault in one of its processes
     KILLED = "killed"  # ended from outside, perhaps by the kernel for the memory that a request has taken
     UNKNOWN = "unknown"  # the node is gone, the group hangs, or the cause is not known yet
@@ -42,15 +42,18 @@ class GroupFailure:
 
 
 class GroupLost(Exception):
-    """The stream to a group has ended; another group can continue the request. `apart`: no other suspect ran there."""
+    """The stream to a group has ended; another group can continue the request.
 
-    def __init__(self, failure: GroupFailure, *, apart: bool) -> None:
+    `was_only_suspect`: no other suspect of a crash ran on the group.
+    """
+
+    def __init__(self, failure: GroupFailure, *, was_only_suspect: bool) -> None:
         super().__init__(failure.reason)
         self.failure = failure
-        self.apart = apart
+        self.was_only_suspect = was_only_suspect
 
 
-class Ejected(Exception):
+class GroupEjected(Exception):
     """The stream to a group must end: the group is not the expected one, sends impossible messages, or is too slow.
 
     `pause`: least seconds until the next attempt to connect, for a group whose only fault is that it is slow; else 0.

@@ -21,7 +21,7 @@ _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy 
 # that become free until then.
 _QUEUED_SECONDS: Final = 1.0
 _QUEUED_STEPS: Final = 2
-_GUESSED_CHUNK: Final = 2048
+_GUESSED_BATCH_TOKENS: Final = 2048
 _MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
 
 
@@ -38,13 +38,13 @@ class GroupLoad:
     def __init__(self, registration: Registration) -> None:
         self.last = Load()
         self._block_size = registration.model.block_size
-        self._chunk = registration.max_batch_tokens
+        self._max_batch_tokens = registration.max_batch_tokens
         self._free = registration.num_blocks * self._block_size  # tokens that fit into empty blocks
-        self._cold = 0  # tokens in cached blocks that no sequence uses
+        self._evictable = 0  # tokens in cached blocks that no sequence uses
         # Fields of the last report as plain numbers, because every decision reads those of every group.
         self._queued_tokens = self._waiting = self._running = 0
         self._rate = self._restore_rate = self._step_seconds = 0.0
-        self._busy = 0.0
+        self._busy_share = 0.0
         self._last_prefill: tuple[float, float] | None = None  # (time of the last report, its prefill_seconds)
         self._submissions = 0  # on this stream
         # By submission number. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
@@ -68,8 +68,8 @@ class GroupLoad:
         self._step_seconds = status.step_seconds
         self._max_queued_tokens = self._queue_limit()
         self._free = (status.blocks_total - status.blocks_used - status.blocks_cached) * self._block_size
-        self._cold = status.blocks_cached * self._block_size
-        self._update_busy(load.prefill_seconds, now)
+        self._evictable = status.blocks_cached * self._block_size
+        self._update_busy_share(load.prefill_seconds, now)
         while self._unreported and next(iter(self._unreported)) <= load.submissions:
             self._remove_unreported(next(iter(self._unreported)))
 
@@ -130,10 +130,10 @@ class GroupLoad:
             self._rate,
             self._restore_rate,
             self._step_seconds,
-            self._chunk,
-            self._busy,
+            self._max_batch_tokens,
+            self._busy_share,
             self._free,
-            self._cold,
+            self._evictable,
             device * size,
             host * size,
             expected * size,
@@ -158,10 +158,10 @@ class GroupLoad:
 
     def _queue_limit(self) -> float:
         """Prompt tokens that keep the group busy until the next report."""
-        return max(self._rate * _QUEUED_SECONDS, (self._chunk or _GUESSED_CHUNK) * _QUEUED_STEPS)
+        return max(self._rate * _QUEUED_SECONDS, (self._max_batch_tokens or _GUESSED_BATCH_TOKENS) * _QUEUED_STEPS)
 
-    def _update_busy(self, prefill_seconds: float, now: float) -> None:
+    def _update_busy_share(self, prefill_seconds: float, now: float) -> None:
         if self._last_prefill is not None and (elapsed := now - self._last_prefill[0]) > 0:
             share = min((prefill_seconds - self._last_prefill[1]) / elapsed, 1.0)
-            self._busy += (1 - exp(-elapsed / _BUSY_SECONDS)) * (share - self._busy)
+            self._busy_share += (1 - exp(-elapsed / _BUSY_SECONDS)) * (share - self._busy_share)
         self._last_prefill = (now, prefill_seconds)

@@ -11,7 +11,7 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.eligibility import ServingGroup, compute_same_tokens
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
-from coatcheck.router.groups.group_failures import Ejected, GroupFailures
+from coatcheck.router.groups.group_failures import GroupEjected, GroupFailures
 from coatcheck.router.groups.outlier_detection import OutlierDetection
 from coatcheck.router.routing.prefix_index import PrefixIndex
 
@@ -86,8 +86,8 @@ class GroupRegistry:
                 )
         await asyncio.gather(*closing)
         for endpoint in endpoints:
-            if endpoint.predecessor is not None:
-                self.failures.record_cause(endpoint.name, endpoint.incarnation - 1, endpoint.predecessor)
+            if endpoint.previous_crash is not None:
+                self.failures.record_cause(endpoint.name, endpoint.incarnation - 1, endpoint.previous_crash)
         self.notify()
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class GroupRegistry:
         self._changed = asyncio.Event()
         if not serving:
             for connection in self._connections.values():
-                connection.recall()
+                connection.end_ejection_pause()
         # With the same groups on_room suffices. This happens often: hundreds of requests may become less suspect at
         # once.
         same = serving == self._serving_before
@@ -129,8 +129,8 @@ class GroupRegistry:
     def _notify_room(self) -> None:
         self._on_room()
 
-    def _detect_outlier(self, connection: GroupConnection) -> Ejected | None:
-        """Called after each load report; returns an Ejected if the group is much slower than its peers."""
+    def _detect_outlier(self, connection: GroupConnection) -> GroupEjected | None:
+        """Called after each load report; returns a GroupEjected if the group is much slower than its peers."""
         status = connection.load.last.status
         if (
             connection.registration is None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import Final
 
-from coatcheck.router.groups.group_failures import Ejected
+from coatcheck.router.groups.group_failures import GroupEjected
 
 _SLOW_FACTOR: Final = 5.0
 _FIRST_PAUSE: Final = 30.0  # seconds
@@ -32,8 +32,8 @@ class OutlierDetection:
         """Whether the group is slow compared with its own past. Cheap; call it before `detect`."""
         return slowness >= _SLOW_FACTOR
 
-    def detect(self, group: str, slowness: float, peers: Sequence[float], now: float) -> Ejected | None:
-        """An Ejected if the group is slow, else None. `peers`: slowness of the other groups that compute the same
+    def detect(self, group: str, slowness: float, peers: Sequence[float], now: float) -> GroupEjected | None:
+        """A GroupEjected if the group is slow, else None. `peers`: slowness of the other groups that compute the same
         tokens. `now`: seconds."""
         if not peers:
             return None
@@ -44,7 +44,7 @@ class OutlierDetection:
         is_forgotten = now - began > last + _FORGET_SECONDS
         pause = _FIRST_PAUSE if is_forgotten or not last else min(2 * last, _LONGEST_PAUSE)
         self._pauses[group] = (pause, now)
-        return Ejected(
+        return GroupEjected(
             f"its steps take {slowness:.1f} times as long as they used to, those of the groups beside it "
             f"{peer_slowness:.1f} times; it is let in again after {pause:g} s, or when no other serves",
             pause=pause,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import Ejected, FailureCause, GroupFailure, GroupLost
+from coatcheck.router.groups.group_failures import FailureCause, GroupEjected, GroupFailure, GroupLost
 from coatcheck.router.groups.submission import Submission
 
 _LONGEST_WAIT_SECONDS: Final = 0.025
@@ -57,7 +57,7 @@ class OutputDelivery:
         """Drops further outputs of the submission; changes nothing if it was removed before."""
         if self._submissions.get(submission.id) is submission:
             del self._submissions[submission.id]
-            self._record_return(submission.wake_round)
+            self._record_return(submission.woken_in_round)
         if not self._submissions:
             self._is_idle.set()
 
@@ -65,27 +65,27 @@ class OutputDelivery:
         """Waits until no submission is open."""
         await self._is_idle.wait()
 
-    def fail_all(self, loss: GroupFailure, unbegun: Collection[int] = ()) -> None:
-        """Fails every submission with GroupLost. `unbegun`: ids of the submissions that the group had not begun to
+    def fail_all(self, loss: GroupFailure, unstarted: Collection[int] = ()) -> None:
+        """Fails every submission with GroupLost. `unstarted`: ids of the submissions that the group had not begun to
         compute, and that therefore cannot have caused the loss."""
         submissions, self._submissions = self._submissions, {}
         self._is_idle.set()
-        unbegun = frozenset(unbegun)
+        unstarted = frozenset(unstarted)
         suspects = sum(submission.suspicion > 0 for submission in submissions.values())
-        innocent = GroupFailure(loss.group, loss.reason, FailureCause.WANTED)
+        innocent = GroupFailure(loss.group, loss.reason, FailureCause.PLANNED)
         for id, submission in submissions.items():
-            apart = suspects == (submission.suspicion > 0)
-            submission.fail(GroupLost(innocent if id in unbegun else loss, apart=apart))
+            was_only_suspect = suspects == (submission.suspicion > 0)
+            submission.fail(GroupLost(innocent if id in unstarted else loss, was_only_suspect=was_only_suspect))
 
     def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Delivers one step's outputs; those of unknown submissions and of earlier attempts are dropped. Raises Ejected
-        for a choice that the request does not have."""
+        """Delivers one step's outputs; those of unknown submissions and of earlier attempts are dropped. Raises
+        GroupEjected for a choice that the request does not have."""
         submissions, fresh = self._submissions, self._fresh
         for output in outputs:
             submission = submissions.get(output.id)
             if submission is not None and submission.attempt == output.attempt:
                 if output.choice >= submission.choices:
-                    raise Ejected(
+                    raise GroupEjected(
                         f"the group answered choice {output.choice} of a request that has {submission.choices}"
                     )
                 submission.deliver(output)

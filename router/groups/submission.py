@@ -44,10 +44,10 @@ class Connection(Protocol):
     def request_snapshot(self, reason: str) -> None:
         """Asks the group for all the blocks that it holds."""
 
-    def notify_room(self) -> None:
+    def on_room(self) -> None:
         """Tells the owner that the group may have room for another request."""
 
-    def notify_change(self) -> None:
+    def on_change(self) -> None:
         """Tells the owner that a suspect may run on the group."""
 
 
@@ -55,8 +55,8 @@ class Submission:
     """`async for outputs in submission` reads it, and `close` ends it.
 
     `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute. `suspicion`:
-    see PoisonSuspicion.level. `wake_round`: the round of OutputDelivery in which the reader was woken. When the reader
-    reads again, `on_return` is called with this round, and `wake_round` becomes 0.
+    see PoisonSuspicion.level. `woken_in_round`: the round of OutputDelivery in which the reader was woken. When the
+    reader reads again, `on_return` is called with this round, and `woken_in_round` becomes 0.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Submission:
         "on_return",
         "suspicion",
         "uncached_tokens",
-        "wake_round",
+        "woken_in_round",
     )
 
     def __init__(
@@ -97,7 +97,7 @@ class Submission:
         self.choices = request.sampling.n
         self.uncached_tokens = len(request.prompt_token_ids) - decision.chosen.cached_tokens
         self.suspicion = 0
-        self.wake_round = 0
+        self.woken_in_round = 0
         self.on_return: Callable[[int], None] | None = None
         self._connection = connection
         self._load = connection.load
@@ -115,8 +115,8 @@ class Submission:
     async def __anext__(self) -> list[SequenceOutput]:
         """Waits for outputs and returns all that were not read yet. Raises GroupLost once the stream has ended,
         SlowReader, and the group's error if the group has refused the request."""
-        if self.wake_round and self.on_return is not None:
-            round, self.wake_round = self.wake_round, 0
+        if self.woken_in_round and self.on_return is not None:
+            round, self.woken_in_round = self.woken_in_round, 0
             self.on_return(round)
         while not self._outputs:
             if self._failure is not None:
@@ -130,7 +130,7 @@ class Submission:
         """Records the cached prompt tokens that the group has found; only the first choice's report counts. If the
         group diverges from the index for long, a snapshot of its blocks is requested."""
         self._load.record_first_output(self._load_number)
-        self._connection.notify_room()
+        self._connection.on_room()
         if not self._is_pending:
             return
         self._remove_pending()
@@ -142,7 +142,7 @@ class Submission:
         """Sets how suspect the request is. Other suspects may then run on the group, so waiting ones are woken."""
         if self.suspicion != level:
             self.suspicion = level
-            self._connection.notify_change()
+            self._connection.on_change()
 
     def abort_choice(self, choice: int) -> None:
         """Tells the group to abort one choice."""
@@ -160,7 +160,7 @@ class Submission:
             self._open_choices = 0
         self._connection.remove_submission(self)
         self.set_suspicion(0)
-        self._connection.notify_room()
+        self._connection.on_room()
 
     def deliver(self, output: SequenceOutput) -> None:
         """Keeps an output for the reader; `wake_reader` follows. A choice that finishes is taken out of the GroupLoad
@@ -180,7 +180,7 @@ class Submission:
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return False
-        self.wake_round = round
+        self.woken_in_round = round
         waiter.set_result(None)
         return True
 

@@ -4,8 +4,8 @@
     queue    = prompt tokens queued at the group / prefill rate
     prefill  = tokens of this prompt that no tier of the group holds / prefill rate
     restore  = tokens of this prompt that only the host tier holds / restore rate
-    decode   = chunks that the queue and the prompt take × seconds of a step at the group's batch size
-    eviction = tokens of cold blocks that the prompt evicts × probability that they are wanted again / prefill rate,
+    decode   = steps that the queue and the prompt take × seconds of a step at the group's batch size
+    eviction = tokens of evictable blocks that the prompt evicts × chance that they are needed again / prefill rate,
                plus tokens of blocks in use that the prompt evicts / prefill rate
     stall    = prefill × streams that decode there × a price per stream that grows with the mean busy share
     delay    = (prefill + restore + eviction) × requests that will wait behind this one at the group
@@ -37,7 +37,7 @@ from typing import Final, NamedTuple
 
 # Used until a group has measured its own rates. They only weigh the terms of the cost against each other.
 _GUESSED_PREFILL_RATE: Final = 2000.0
-_GUESSED_CHUNK: Final = 2048
+_GUESSED_BATCH_TOKENS: Final = 2048
 _GUESSED_RESTORE_SPEEDUP: Final = 10.0  # restore rate / prefill rate
 # The requests that wait behind a prompt are those that queue now, and at a busy share of b, b / (1 - b) later ones for
 # each of them. Those that queue now count _BEHIND times, because a burst of arrivals ends before its work is done.
@@ -76,10 +76,10 @@ class Candidate(NamedTuple):
     prefill_tokens_per_second: float = 0.0
     restore_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
-    chunk: int = 0  # max tokens in a step; 0 if unknown
-    busy: float = 0.0  # share of the last minute spent on prompts, from 0 to 1
+    max_batch_tokens: int = 0  # max tokens in a step; 0 if unknown
+    busy_share: float = 0.0  # share of the last minute spent on prompts, from 0 to 1
     free_tokens: float = 0.0  # capacity of blocks that hold nothing
-    cold_tokens: float = 0.0  # capacity of blocks that no sequence uses, whose prefix may be used again
+    evictable_tokens: float = 0.0  # capacity of blocks that no sequence uses, whose prefix may be used again
     # Tokens of this prompt that the group holds, by tier, or computes for other prompts before this one.
     device_tokens: int = 0
     host_tokens: int = 0
@@ -88,26 +88,26 @@ class Candidate(NamedTuple):
     has_room: bool = True  # see GroupLoad.has_room
 
 
-class CostTerms(NamedTuple):
-    """One candidate's cost in seconds, term by term, and the prompt tokens that it holds by tier."""
+class GroupCost(NamedTuple):
+    """One candidate's cost, term by term, and the prompt tokens that it holds by tier. Fields as in the message."""
 
     group: str
-    queue: float
-    prefill: float
-    restore: float
-    decode: float
-    eviction: float
-    stall: float
-    delay: float
+    queue_seconds: float
+    prefill_seconds: float
+    restore_seconds: float
+    decode_seconds: float
+    eviction_seconds: float
+    stall_seconds: float
+    delay_seconds: float
+    total_seconds: float  # sum of the seconds above: what is compared
     device_tokens: int
     host_tokens: int
     expected_tokens: int
     has_room: bool
-    cached_tokens: int  # sum of the three: tokens that the group need not compute
-    total: float  # sum of the seconds: what is compared
+    cached_tokens: int  # sum of device, host and expected: tokens that the group need not compute
 
 
-_NAMES: Final = CostTerms._fields[1:8]
+_NAMES: Final = [field.removesuffix("_seconds") for field in GroupCost._fields[1:8]]
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class Decision:
     """The chosen group, and the cost of every candidate."""
 
     group: str
-    terms: tuple[CostTerms, ...]
+    costs: tuple[GroupCost, ...]
     prompt_tokens: int
 
     @cached_property
-    def chosen(self) -> CostTerms:
-        """The terms of the chosen group."""
-        return next(term for term in self.terms if term.group == self.group)
+    def chosen(self) -> GroupCost:
+        """The cost of the chosen group."""
+        return next(cost for cost in self.costs if cost.group == self.group)
 
     @property
     def why(self) -> str:
@@ -129,16 +129,16 @@ class Decision:
         best = self.chosen
         named = (f"{name} {value:.3f}" for name, value in zip(_NAMES, best[1:8], strict=False))
         cached = f"{best.cached_tokens} of {self.prompt_tokens} prompt tokens cached"
-        others = [term for term in self.terms if term.group != self.group]
-        cheaper = [term for term in others if term.total < best.total]
+        others = [cost for cost in self.costs if cost.group != self.group]
+        cheaper = [cost for cost in others if cost.total_seconds < best.total_seconds]
         if cheaper:
-            names = ", ".join(sorted(term.group for term in cheaper)[:_MAX_NAMED])
+            names = ", ".join(sorted(cost.group for cost in cheaper)[:_MAX_NAMED])
             against = f"; cheaper, but without room or with too long a queue: {names}"
         elif others:
-            against = f"; the next best costs {min(term.total for term in others):.3f} s"
+            against = f"; the next best costs {min(cost.total_seconds for cost in others):.3f} s"
         else:
             against = "; no other group"
-        return f"{self.group}: {best.total:.3f} s ({' + '.join(named)}), {cached}{against}"
+        return f"{self.group}: {best.total_seconds:.3f} s ({' + '.join(named)}), {cached}{against}"
 
 
 def choose(
@@ -155,62 +155,67 @@ def choose(
     `reuse_rate`: chance that an evicted block is needed again, from 0 to 1. `queued_in_router`: requests that wait in
     the router. `session`: of groups with equal cost, requests of one session go to the same one.
     """
-    measured = [(c.prefill_tokens_per_second, c.busy + _IDLE) for c in candidates if c.prefill_tokens_per_second > 0]
+    measured = [
+        (c.prefill_tokens_per_second, c.busy_share + _IDLE) for c in candidates if c.prefill_tokens_per_second > 0
+    ]
     weights = sum([weight for _, weight in measured])
     mean_rate = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
-    busy = min(fmean([c.busy for c in candidates]), _BUSIEST)
+    busy = min(fmean([c.busy_share for c in candidates]), _BUSIEST)
     later_per_queued = busy / (1 - busy)
     behind_per_queued = _BEHIND + later_per_queued
     stall = _STALL * (_STALL_IDLE + later_per_queued)
     mean_queue = fmean([c.queued_requests for c in candidates]) + queued_in_router / len(candidates)
     fully_busy = busy / _BUSY_MARGIN + _UNUSED
     behind = [
-        behind_per_queued * max(mean_queue * min((c.busy + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
+        behind_per_queued
+        * max(mean_queue * min((c.busy_share + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
         for c in candidates
     ]
-    terms = tuple(
+    costs = tuple(
         [
-            _cost_terms(c, prompt_tokens, mean_rate, requests_behind, stall, reuse_rate)
+            _group_cost(c, prompt_tokens, mean_rate, requests_behind, stall, reuse_rate)
             for c, requests_behind in zip(candidates, behind, strict=True)
         ]
     )
-    allowed = _apply_gates(terms, [c.streams for c in candidates])
-    least = min([term.total for term in allowed])
-    best = [term.group for term in allowed if term.total == least]
+    allowed = _apply_gates(costs, [c.streams for c in candidates])
+    least = min([cost.total_seconds for cost in allowed])
+    best = [cost.group for cost in allowed if cost.total_seconds == least]
     if len(best) == 1:
         group = best[0]
     elif session:
         group = min(best, key=lambda name: blake2b(f"{session}/{name}".encode(), digest_size=8).digest())
     else:
         group = rng.choice(best)
-    return Decision(group, terms, prompt_tokens)
+    return Decision(group, costs, prompt_tokens)
 
 
-def _apply_gates(terms: Sequence[CostTerms], streams: Sequence[float]) -> list[CostTerms]:
-    """The terms of the groups that neither gate excludes; at least one. `streams`: open streams of each group, in the
-    order of `terms`."""
-    cached_with_room = max([term.cached_tokens for term in terms if term.has_room], default=-1)
+def _apply_gates(costs: Sequence[GroupCost], streams: Sequence[float]) -> list[GroupCost]:
+    """The costs of the groups that neither gate excludes; at least one. `streams`: open streams of each group, in the
+    order of `costs`."""
+    cached_with_room = max([cost.cached_tokens for cost in costs if cost.has_room], default=-1)
     passed = [
-        (term, count)
-        for term, count in zip(terms, streams, strict=True)
-        if term.has_room or term.cached_tokens > cached_with_room
+        (cost, count)
+        for cost, count in zip(costs, streams, strict=True)
+        if cost.has_room or cost.cached_tokens > cached_with_room
     ]
-    longest_queue = min([_longest_queue(term, count) for term, count in passed])
-    return [term for term, _ in passed if term.queue <= longest_queue]
+    longest_queue = min([_longest_queue(cost, count) for cost, count in passed])
+    return [cost for cost, _ in passed if cost.queue_seconds <= longest_queue]
 
 
-def _longest_queue(elsewhere: CostTerms, streams: float) -> float:
+def _longest_queue(elsewhere: GroupCost, streams: float) -> float:
     """The longest queue, in seconds, with which another group is still a candidate beside the group `elsewhere`, which
     has `streams` open streams. If `elsewhere` is idle, this is the time in which it computes the whole prompt."""
-    computes = elsewhere.prefill + elsewhere.restore + elsewhere.decode + elsewhere.eviction
-    return computes * (1 + _STREAM_WEIGHT * streams) + elsewhere.queue * _QUEUE_RATIO
+    computes = (
+        elsewhere.prefill_seconds + elsewhere.restore_seconds + elsewhere.decode_seconds + elsewhere.eviction_seconds
+    )
+    return computes * (1 + _STREAM_WEIGHT * streams) + elsewhere.queue_seconds * _QUEUE_RATIO
 
 
-def _cost_terms(
+def _group_cost(
     candidate: Candidate, prompt_tokens: int, mean_rate: float, behind: float, stall: float, reuse_rate: float
-) -> CostTerms:
+) -> GroupCost:
     (
-        group, queued, _, rate, restore_rate, step, chunk, busy, free, cold, device, host, expected,
+        group, queued, _, rate, restore_rate, step, max_batch, busy, free, evictable, device, host, expected,
         streams, has_room,
     ) = candidate  # fmt: skip
     rate = mean_rate + (rate - mean_rate) * busy / (busy + _BUSY_ENOUGH) if rate else mean_rate
@@ -219,17 +224,17 @@ def _cost_terms(
     queue = queued / rate
     prefill = uncached / rate
     restore = host / (restore_rate or rate * _GUESSED_RESTORE_SPEEDUP) if host else 0.0
-    decode = (queued + uncached) / (chunk or _GUESSED_CHUNK) * step
+    decode = (queued + uncached) / (max_batch or _GUESSED_BATCH_TOKENS) * step
     eviction = 0.0
     short = queued + uncached + host - free  # tokens without a free block; the queue takes free blocks first
     if short > 0:
         eviction = (short - max(queued - free, 0.0)) * reuse_rate / rate
-        if short > cold:  # running sequences lose blocks, which they certainly need again
-            eviction += (short - max(queued - free, cold)) * (1 - reuse_rate) / rate
+        if short > evictable:  # running sequences lose blocks, which they certainly need again
+            eviction += (short - max(queued - free, evictable)) * (1 - reuse_rate) / rate
     stall_cost = prefill * streams * stall
     delay = (prefill + restore + eviction) * behind
     total = queue + prefill + restore + decode + eviction + stall_cost + delay
-    return CostTerms(
+    return GroupCost(
         group,
         queue,
         prefill,
@@ -238,10 +243,10 @@ def _cost_terms(
         eviction,
         stall_cost,
         delay,
+        total,
         device,
         host,
         expected,
         has_room,
         cached,
-        total,
     )

@@ -144,18 +144,18 @@ def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupS
     endpoint = connection.endpoint
     if connection.registration is None:
         # This router may know that the group is lost before the supervisor does.
-        state = "lost" if endpoint.state == "serving" and connection.reason else "starting"
-        return _endpoint_status(endpoint, state, connection.reason or endpoint.reason)
+        state = "lost" if endpoint.state == "serving" and connection.detached_because else "starting"
+        return _endpoint_status(endpoint, state, connection.detached_because or endpoint.reason)
     state = endpoint.state
     if is_draining:
         state = "draining" if len(connection.submissions) else "drained"
     # Shown also after the group is attached again, because a group may be ejected again and again.
     ejected = (
-        f"serves again; ejections: {connection.ejections}, the last for: {connection.ejected}"
+        f"serves again; ejections: {connection.ejections}, the last for: {connection.last_ejection}"
         if connection.ejections
         else ""
     )
-    crashed = f"serves again; it had ended by itself: {endpoint.predecessor}" if endpoint.predecessor else ""
+    crashed = f"serves again; it had ended by itself: {endpoint.previous_crash}" if endpoint.previous_crash else ""
     status = _endpoint_status(endpoint, state, endpoint.reason or ejected or crashed)
     if status.state == "starting":
         status.state = "serving"  # the group has registered, so every rank has run a step

@@ -100,7 +100,7 @@ class AdmissionQueue:
             raise self._full(now)
         if deadline is None or self._moved < _MIN_MOVED:
             return
-        ahead = self._queue.ahead(tenant, priority, now, eligible)
+        ahead = self._queue.count_ahead(tenant, priority, now, eligible)
         seconds = ahead * (now - self._formed_at) / self._moved
         if now + seconds / _MAX_SPEEDUP > deadline:
             raise DeadlineExceeded(

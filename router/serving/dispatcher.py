@@ -30,7 +30,7 @@ from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Grant, QueuedAttempt
 from coatcheck.router.serving.attempt import Attempt
-from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places_for_suspect
+from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is serving; try again shortly"
@@ -141,7 +141,7 @@ class Dispatcher:
                 await is_next.wait()
                 change = self._groups.next_change
                 able = self._require_able_groups(attempt)
-                free = places_for_suspect(
+                free = groups_for_suspect(
                     attempt.suspicion, ((group, group[0].submissions.suspicion) for group in able)
                 )
                 if free or not able:
@@ -201,7 +201,7 @@ class Dispatcher:
         able = self._require_able_groups(attempt)
         if not able:
             return 0.0
-        return min(terms.prefill + terms.restore for terms in self._decide(attempt.request, able).terms)
+        return min(cost.prefill_seconds + cost.restore_seconds for cost in self._decide(attempt.request, able).costs)
 
     def _decide(self, request: Request, groups: list[ServingGroup]) -> Decision:
         # Groups of one model have the same block hashes; one walk along the chain matches them all.

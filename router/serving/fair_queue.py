@@ -102,13 +102,15 @@ class FairQueue(Generic[Waiting]):
         """Whether `add` would accept a request of this tenant now."""
         return len(self._entries) < self.max_size or self._victim(tenant, priority) is not None
 
-    def ahead(self, tenant: Tenant, priority: int, due: float, scheduling_class: Hashable = None) -> int:
+    def count_ahead(self, tenant: Tenant, priority: int, due: float, scheduling_class: Hashable = None) -> int:
         """The number of requests that are certainly taken before a new one: those of the same tenant and class whose
         `priority` value and due time are not higher."""
         share = self._shares.get(tenant.name)
         if share is None:
             return 0
-        return sum(queue.due_by(due, scheduling_class) for other, queue in share.queues.items() if other <= priority)
+        return sum(
+            queue.count_due_by(due, scheduling_class) for other, queue in share.queues.items() if other <= priority
+        )
 
     def waiting_in_class(self, scheduling_class: Hashable) -> int:
         """The number of waiting requests of the class."""
@@ -116,7 +118,7 @@ class FairQueue(Generic[Waiting]):
 
     def add(
         self,
-        what: Waiting,
+        request: Waiting,
         tenant: Tenant,
         *,
         priority: int = 0,
@@ -142,7 +144,7 @@ class FairQueue(Generic[Waiting]):
         if not share.size:
             share.time = max(share.time, self._now)
         id = next(self._ids)
-        entry = self._entries[id] = _Entry(what, tenant.name, priority, tokens, due, scheduling_class)
+        entry = self._entries[id] = _Entry(request, tenant.name, priority, tokens, due, scheduling_class)
         self._add_to_queue(id, entry)
         share.size += 1
         return id, displaced
@@ -336,7 +338,7 @@ class _TenantQueue:
         """The id that came last; the queue must not be empty."""
         return next(reversed(self._places))
 
-    def due_by(self, when: float, scheduling_class: Hashable) -> int:
+    def count_due_by(self, when: float, scheduling_class: Hashable) -> int:
         """The number of requests of the class that are due at `when` or before."""
         return sum(due <= when for due, own_class in self._places.values() if own_class == scheduling_class)
 

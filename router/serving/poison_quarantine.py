@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 class _Loss(NamedTuple):
     failure: GroupFailure
-    apart: bool  # no other suspect ran on the group
+    was_only_suspect: bool  # no other suspect ran on the group
     answered: bool  # the group had sent some of the answer
 
 
@@ -49,11 +49,11 @@ class PoisonSuspicion:
         """Whether any loss counts against the request."""
         return bool(self._losses)
 
-    def record_loss(self, failure: GroupFailure, *, apart: bool, answered: bool = False) -> None:
-        """Records that the request has lost its group. `apart`: no other suspect ran on the group. `answered`: the
-        group had sent some of the answer."""
-        if failure.cause is not FailureCause.WANTED:
-            self._losses.append(_Loss(failure, apart, answered))
+    def record_loss(self, failure: GroupFailure, *, was_only_suspect: bool, answered: bool = False) -> None:
+        """Records that the request has lost its group. `was_only_suspect`: no other suspect ran on the group.
+        `answered`: the group had sent some of the answer."""
+        if failure.cause is not FailureCause.PLANNED:
+            self._losses.append(_Loss(failure, was_only_suspect, answered))
             self._tokens = 0
 
     def record_answer(self, tokens: int) -> None:
@@ -80,7 +80,7 @@ class PoisonSuspicion:
     def refusal(self) -> str:
         """Why the request is refused; "" if it is sent to another group."""
         row = self._losses[self._row_start :]
-        if not row or not row[-1].apart:
+        if not row or not row[-1].was_only_suspect:
             return ""
         reason = row[-1].failure.reason
         if self._is_guilty(FailureCause.CRASH):
@@ -94,7 +94,7 @@ class PoisonSuspicion:
     def undecided(self) -> list[GroupFailure]:
         """The failures of unknown cause, if the request would be refused should all of them be crashes; else none."""
         row = self._losses[self._row_start :]
-        if not row or not row[-1].apart or self._is_guilty(FailureCause.CRASH):
+        if not row or not row[-1].was_only_suspect or self._is_guilty(FailureCause.CRASH):
             return []
         if not self._is_guilty(FailureCause.CRASH, FailureCause.UNKNOWN):
             return []
@@ -165,7 +165,7 @@ class PoisonQuarantine:
             assert [turn.is_next.is_set() for turn in turns] == [True, *[False] * (len(turns) - 1)], "one is next"
 
 
-def places_for_suspect(level: int, groups: Iterable[tuple[_T, int]]) -> list[_T]:
+def groups_for_suspect(level: int, groups: Iterable[tuple[_T, int]]) -> list[_T]:
     """The groups where a suspect of this level may run now. `groups`: each group with the level of the most suspect
     request that runs there."""
     groups = list(groups)

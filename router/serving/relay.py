@@ -164,7 +164,7 @@ class Relay:
         self._submission = None
         self._lost_groups.add(submission.group)
         self._lifecycle.record_group_lost(submission.group, str(lost))
-        self._suspicion.record_loss(lost.failure, apart=lost.apart, answered=self._has_answered)
+        self._suspicion.record_loss(lost.failure, was_only_suspect=lost.was_only_suspect, answered=self._has_answered)
         await self._suspicion.wait_for_causes(self._config.cause_wait_seconds)
         if refusal := self._suspicion.refusal:
             raise Poisoned(f"{refusal}; it is not sent to another") from lost

@@ -82,8 +82,8 @@ class RequestLifecycle:
             chosen = decision.chosen
             self._spans.set_attributes(
                 group=decision.group,
-                candidates=len(decision.terms),
-                cost_seconds=chosen.total,
+                candidates=len(decision.costs),
+                cost_seconds=chosen.total_seconds,
                 cached_tokens=chosen.cached_tokens,
             )
             self._spans.start_part("group.submit", "CLIENT", group=decision.group, attempt=attempt)

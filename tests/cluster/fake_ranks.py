@@ -49,7 +49,7 @@ class FakeRanks:
         if self._kind == "ends early":
             raise RankEnded("rank 0 could not start: ValueError: the name is taken")
 
-    async def read_predecessor_crash(self) -> str | None:
+    async def read_previous_crash(self) -> str | None:
         return self._records.get(self.starts[-1][1] - 1)
 
     async def run_ranks(self) -> None:

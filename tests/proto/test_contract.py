@@ -9,7 +9,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan
-from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
+from coatcheck.proto.contract import CONTRACT, VERSION, contract_mismatch
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -32,8 +32,8 @@ PICKLED = (
 
 def test_only_another_contract_is_refused() -> None:
     """Versions of one contract work together; a refusal names both versions, both contracts and what to do."""
-    assert disagreement("the group", CONTRACT, "9.9.9") == ""
-    refusal = disagreement("the group", CONTRACT + 1, "9.9.9")
+    assert contract_mismatch("the group", CONTRACT, "9.9.9") == ""
+    refusal = contract_mismatch("the group", CONTRACT + 1, "9.9.9")
     assert f"the group runs coatcheck 9.9.9 with contract {CONTRACT + 1}" in refusal
     assert f"this side {VERSION} with contract {CONTRACT}" in refusal and "install one version on every node" in refusal
 

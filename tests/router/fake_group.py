@@ -25,10 +25,10 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
     Cached,
+    FailureNotice,
     FromGroup,
     KvEvent,
     KvEvents,
-    LastWord,
     Load,
     Refused,
     Registration,
@@ -56,7 +56,7 @@ class FakeGroup(WorkerServicer):
     prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those.
     It finds cached what the router foresees, as a group does that keeps its word, or up to `finds` tokens of a prompt.
     Log-probabilities come `with_tops`, the most likely tokens, if it says so.
-    `last_word` is said ahead of an end by `die_on_submit` or `poison`."""
+    `failure_notice` is said ahead of an end by `die_on_submit` or `poison`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FakeGroup(WorkerServicer):
         refuse: tuple[int, str] | None = None,
         die_on_submit: bool = False,
         poison: int | None = None,
-        last_word: str = "",
+        failure_notice: str = "",
         chunk: int = 0,
         score_at_most: int | None = None,
         finds: int | None = None,
@@ -89,7 +89,7 @@ class FakeGroup(WorkerServicer):
         self.refuse = refuse
         self.die_on_submit = die_on_submit
         self.poison = poison
-        self.last_word = last_word
+        self.failure_notice = failure_notice
         self.chunk = chunk
         self.score_at_most = score_at_most
         self.finds = finds
@@ -135,9 +135,9 @@ class FakeGroup(WorkerServicer):
         for stream in self._streams:
             stream.put_nowait(None)
 
-    def crash(self, reason: str, unbegun: Iterable[int] = ()) -> None:
-        """Every stream ends behind a last word, and those submissions have no part in that."""
-        self.send(FromGroup(last_word=LastWord(reason=reason, waiting=unbegun)))
+    def crash(self, reason: str, unstarted: Iterable[int] = ()) -> None:
+        """Every stream ends behind a failure notice, and those submissions have no part in that."""
+        self.send(FromGroup(failure_notice=FailureNotice(reason=reason, unstarted=unstarted)))
         self.hang_up()
 
     async def attached(self) -> None:
@@ -203,9 +203,9 @@ class FakeGroup(WorkerServicer):
                     self.submits.append(message.submit)
                     self._taken[outbox] += 1
                     if self.die_on_submit or list(message.submit.prompt_token_ids) == [self.poison]:
-                        if self.last_word:
-                            word = LastWord(reason=self.last_word)
-                            outbox.put_nowait(FromGroup(last_word=word))
+                        if self.failure_notice:
+                            word = FailureNotice(reason=self.failure_notice)
+                            outbox.put_nowait(FromGroup(failure_notice=word))
                         outbox.put_nowait(None)
                     elif self.refuse:
                         code, text = self.refuse

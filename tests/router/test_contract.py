@@ -3,7 +3,7 @@
 import asyncio
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
+from coatcheck.proto.contract import CONTRACT, VERSION, contract_mismatch
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -39,7 +39,7 @@ async def test_a_group_of_another_contract_is_refused(start_router: StartRouter)
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
-    assert status.state == "lost" and status.reason == disagreement("the group", CONTRACT + 1, "9.9.9")
+    assert status.state == "lost" and status.reason == contract_mismatch("the group", CONTRACT + 1, "9.9.9")
     assert "coatcheck 9.9.9 with contract 1" in status.reason and "install one version on every node" in status.reason
     await router.generation.Generate(ask())
     assert len(known.submits) == 1 and not strange.submits

@@ -1,8 +1,8 @@
 """WorkerService: the gRPC service of a group's rank 0. Each router attaches with one stream, a RouterSession.
 
 The service has a thread of its own with an event loop. The engine's thread calls `publish` after each step and
-`send_last_word` when the engine fails. `publish` builds the step's messages, wakes the event loop once, and never waits
-for a stream. A router gets at most one batch of tokens for each step.
+`send_failure_notice` when the engine fails. `publish` builds the step's messages, wakes the event loop once, and never
+waits for a stream. A router gets at most one batch of tokens for each step.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Final
 
 import grpc.aio
 
-from coatcheck.proto.contract import disagreement
+from coatcheck.proto.contract import contract_mismatch
 from coatcheck.proto.internal_tls import ClusterCertificate, add_internal_port
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -26,7 +26,7 @@ from coatcheck.workers.service.request_log import RequestLog
 from coatcheck.workers.service.router_session import Outgoing, RouterSession, SessionTable
 
 BUFFER_BYTES: Final = 16 << 20
-_LAST_WORD_SECONDS: Final = 0.25
+_FAILURE_NOTICE_SECONDS: Final = 0.25
 _END_STREAMS_SECONDS: Final = 2.0
 
 _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
@@ -85,12 +85,12 @@ class WorkerService(WorkerServicer):
         messages = self.table.build_messages(output)
         self._loop.call_soon_threadsafe(self._put_messages, messages, stats, num_processed)
 
-    def send_last_word(self, reason: str, unstarted: Collection[str]) -> None:
+    def send_failure_notice(self, reason: str, unstarted: Collection[str]) -> None:
         """Tell every router why the group ends and which of the router's requests had not started. End every stream.
-        `unstarted`: engine request ids. In the engine's thread; takes at most _LAST_WORD_SECONDS."""
-        sent = asyncio.run_coroutine_threadsafe(self._send_last_word(reason, unstarted), self._loop)
+        `unstarted`: engine request ids. In the engine's thread; takes at most _FAILURE_NOTICE_SECONDS."""
+        sent = asyncio.run_coroutine_threadsafe(self._send_failure_notice(reason, unstarted), self._loop)
         with suppress(TimeoutError):
-            sent.result(_LAST_WORD_SECONDS)
+            sent.result(_FAILURE_NOTICE_SECONDS)
 
     async def Attach(self, requests: AsyncIterator[wire.ToGroup], stream: _Stream) -> None:
         """Serve one router until either side ends the stream; then abort its requests."""
@@ -113,7 +113,7 @@ class WorkerService(WorkerServicer):
         if first is None or not first.HasField("hello"):
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a Hello")
         assert first is not None  # abort raises
-        if reason := disagreement(f"router {first.hello.router}", first.hello.contract, first.hello.version):
+        if reason := contract_mismatch(f"router {first.hello.router}", first.hello.contract, first.hello.version):
             await stream.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         return first.hello
 
@@ -140,11 +140,13 @@ class WorkerService(WorkerServicer):
         if self._streams:  # gRPC does not wait until its handlers have returned
             await asyncio.wait(self._streams, timeout=_END_STREAMS_SECONDS)
 
-    async def _send_last_word(self, reason: str, unstarted: Collection[str]) -> None:
+    async def _send_failure_notice(self, reason: str, unstarted: Collection[str]) -> None:
         for session in self.table.sessions.values():
             ids = [self.table.requests[key].submit_id for key in session.open_requests() if key in unstarted]
-            session.outbox.put_last_message(wire.FromGroup(last_word=wire.LastWord(reason=reason, waiting=ids)))
-        await self._server.stop(grace=_LAST_WORD_SECONDS)
+            session.outbox.put_last_message(
+                wire.FromGroup(failure_notice=wire.FailureNotice(reason=reason, unstarted=ids))
+            )
+        await self._server.stop(grace=_FAILURE_NOTICE_SECONDS)
 
     def _put_messages(self, messages: Sequence[Outgoing], stats: EngineStats, num_processed: dict[int, int]) -> None:
         # Messages first, so that a load report follows the outputs of its own step.

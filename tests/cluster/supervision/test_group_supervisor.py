@@ -80,7 +80,7 @@ async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(sup
     group.ranks.crash(crash)
     state = await group.until(serves(3))
     assert group.ranks.starts == [(0, 0), (1, 1), (2, 1), (3, 1)], "each start has names of its own"
-    assert (state.incarnation, state.predecessor) == (1, crash)
+    assert (state.incarnation, state.previous_crash) == (1, crash)
     failures.record_cause("g", state.incarnation - 1, crash)
     assert loss.cause is (FailureCause.CRASH if crash else FailureCause.KILLED)
 
@@ -93,9 +93,9 @@ async def test_a_start_that_fails_late_is_an_incarnation(supervise: Supervise) -
     group.ranks.crash(FAULT)
     state = await group.until(serves(2))
     assert group.ranks.starts == [(0, 0), (1, 1), (2, 2)]
-    told = {state.incarnation: state.predecessor for state in group.told if state.predecessor is not None}
+    told = {state.incarnation: state.previous_crash for state in group.told if state.previous_crash is not None}
     assert told == {1: FAULT, 2: "rank 0: OutOfMemoryError"}
-    assert state.predecessor == "rank 0: OutOfMemoryError"
+    assert state.previous_crash == "rank 0: OutOfMemoryError"
 
 
 @pytest.mark.parametrize("how", ["ends early", "ends late"])
@@ -116,7 +116,7 @@ async def test_a_requested_restart_is_no_failure(supervise: Supervise) -> None:
     await group.until(serves(0))
     await group.supervisor.restart_group()
     assert group.ranks.graceful_stops == 1 and group.ranks.starts == [(0, 0), (1, 1)]
-    assert (group.supervisor.state.state, group.supervisor.state.predecessor) == ("serving", "")
+    assert (group.supervisor.state.state, group.supervisor.state.previous_crash) == ("serving", "")
     group.supervisor.drain_group()
     assert group.supervisor.state.state == "draining"
     group.supervisor.undrain_group()

@@ -46,8 +46,8 @@ class OfflineConnection:
     def request_snapshot(self, reason: str) -> None:
         self.snapshots.append(reason)
 
-    def notify_room(self) -> None:
+    def on_room(self) -> None:
         self.room_notices += 1
 
-    def notify_change(self) -> None:
+    def on_change(self) -> None:
         self.change_notices += 1

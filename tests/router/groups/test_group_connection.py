@@ -129,7 +129,7 @@ async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: p
             await changed.wait()
             changed.clear()
     await asyncio.sleep(0)
-    assert link.registration is None and link.reason == "its stream could not be read: a defect"
+    assert link.registration is None and link.detached_because == "its stream could not be read: a defect"
     assert "group g0 is ejected: its stream could not be read: a defect" in caplog.text
     await link.close("taken away")
     await group.kill()
@@ -146,7 +146,7 @@ async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
     await asyncio.wait([watch])
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         await link.close("taken away")
-    assert link.registration is None and link.reason == "taken away"
+    assert link.registration is None and link.detached_because == "taken away"
     await group.kill()
 
 

@@ -44,7 +44,12 @@ def test_room_is_what_was_registered_until_the_group_says_more() -> None:
         now=1.0,
     )
     seen = load.candidate("a", PrefixMatch(3, 2, 1))
-    assert (seen.free_tokens, seen.cold_tokens, seen.chunk, seen.restore_tokens_per_second) == (160, 960, 512, 9)
+    assert (seen.free_tokens, seen.evictable_tokens, seen.max_batch_tokens, seen.restore_tokens_per_second) == (
+        160,
+        960,
+        512,
+        9,
+    )
     assert (seen.device_tokens, seen.host_tokens, seen.expected_tokens) == (48, 32, 16)
 
 
@@ -52,13 +57,13 @@ def test_the_busy_share_follows_what_the_group_counts() -> None:
     """A group that spends its time on prompts is soon seen as busy, and as idle again when it does not."""
     load = GroupLoad(REGISTRATION)
     load.report(Load(prefill_seconds=1000.0), now=0.0)
-    assert load.candidate("a").busy == 0.0  # what was before is not known to be lately
+    assert load.candidate("a").busy_share == 0.0  # what was before is not known to be lately
     for second in range(1, 301):
         load.report(Load(prefill_seconds=1000.0 + 0.8 * second), now=float(second))
-    assert load.candidate("a").busy == pytest.approx(0.8, abs=0.01)
+    assert load.candidate("a").busy_share == pytest.approx(0.8, abs=0.01)
     for second in range(301, 601):
         load.report(Load(prefill_seconds=1240.0), now=float(second))
-    assert load.candidate("a").busy < 0.01
+    assert load.candidate("a").busy_share < 0.01
 
 
 def test_room_follows_what_begins_and_ends_between_reports() -> None:

@@ -90,4 +90,4 @@ async def test_a_lost_group_costs_no_stream_and_is_counted(start_router: StartRo
     assert 20 <= values["coatcheck_retry_budget_requests"] + where.count(lost) <= 20 + 2 * 50
     causes = {s.labels["cause"]: s.value for f in text_string_to_metric_families(page) for s in f.samples
               if s.name == "coatcheck_group_losses_total"}  # fmt: skip
-    assert causes == pytest.approx({"wanted": 0, "crash": 0, "killed": 0, "unknown": 1})
+    assert causes == pytest.approx({"planned": 0, "crash": 0, "killed": 0, "unknown": 1})

@@ -19,10 +19,10 @@ CANDIDATES = st.lists(
         prefill_tokens_per_second=st.sampled_from([0.0, 100.0, 10_000.0]),
         restore_tokens_per_second=st.sampled_from([0.0, 1_000_000.0]),
         step_seconds=st.floats(0, 1),
-        chunk=st.sampled_from([0, 512, 2048]),
-        busy=st.floats(0, 1),
+        max_batch_tokens=st.sampled_from([0, 512, 2048]),
+        busy_share=st.floats(0, 1),
         free_tokens=TOKENS,
-        cold_tokens=TOKENS,
+        evictable_tokens=TOKENS,
         device_tokens=TOKENS,
         host_tokens=TOKENS,
         expected_tokens=TOKENS,
@@ -62,15 +62,15 @@ SCENARIOS: dict[str, tuple[list[Candidate], str]] = {
     "short steps beat long ones": ([a_group("slow", step_seconds=0.2), a_group("fast", step_seconds=0.02)], "fast"),
     "a faster group takes a longer queue": (
         [
-            a_group("fast", prefill_tokens_per_second=4000.0, busy=0.5, queued_prefill_tokens=500),
-            a_group("slow", prefill_tokens_per_second=500.0, busy=0.5),
+            a_group("fast", prefill_tokens_per_second=4000.0, busy_share=0.5, queued_prefill_tokens=500),
+            a_group("slow", prefill_tokens_per_second=500.0, busy_share=0.5),
         ],
         "fast",
     ),
     "while all are busy a prefix is worth a longer queue": (
         [
-            a_group("holder", busy=0.9, device_tokens=800, queued_prefill_tokens=4000, queued_requests=4),
-            a_group("other", busy=0.9, queued_prefill_tokens=2000, queued_requests=4),
+            a_group("holder", busy_share=0.9, device_tokens=800, queued_prefill_tokens=4000, queued_requests=4),
+            a_group("other", busy_share=0.9, queued_prefill_tokens=2000, queued_requests=4),
         ],
         "holder",
     ),
@@ -88,15 +88,15 @@ SCENARIOS: dict[str, tuple[list[Candidate], str]] = {
     ),
     "queue gate: a queue longer than the prompt takes elsewhere is excluded": (
         [
-            a_group("holder", busy=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
-            a_group("idle", busy=0.9),
+            a_group("holder", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
+            a_group("idle", busy_share=0.9),
         ],
         "idle",
     ),
     "queue gate: while the others have queues too, the holder is compared": (
         [
-            a_group("holder", busy=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
-            a_group("other", busy=0.9, queued_prefill_tokens=200, queued_requests=2),
+            a_group("holder", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
+            a_group("other", busy_share=0.9, queued_prefill_tokens=200, queued_requests=2),
         ],
         "holder",
     ),
@@ -113,34 +113,34 @@ def test_which_group_is_chosen(name: str) -> None:
 def test_gates_are_thresholds_and_costs_are_not() -> None:
     """At a gate the choice changes although no cost changes by more than a little; `why` says which group a gate has
     excluded."""
-    holder = a_group("holder", busy=0.9, device_tokens=1000, queued_requests=5)
-    other = a_group("other", busy=0.9, device_tokens=1000, queued_prefill_tokens=100, queued_requests=5)
-    cold = a_group("other", busy=0.9)
+    holder = a_group("holder", busy_share=0.9, device_tokens=1000, queued_requests=5)
+    other = a_group("other", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=100, queued_requests=5)
+    cold = a_group("other", busy_share=0.9)
     for groups, beyond in (
         ([holder, other], holder._replace(has_room=False)),
         ([holder._replace(queued_prefill_tokens=999), cold], holder._replace(queued_prefill_tokens=1001)),
     ):
         before, after = choose(groups, 1000, DICE), choose([beyond, groups[1]], 1000, DICE)
         assert (before.group, after.group) == ("holder", "other")
-        excluded = next(terms for terms in after.terms if terms.group == "holder")
-        assert before.chosen.total == pytest.approx(excluded.total, rel=0.01)
+        excluded = next(cost for cost in after.costs if cost.group == "holder")
+        assert before.chosen.total_seconds == pytest.approx(excluded.total_seconds, rel=0.01)
         assert after.why.endswith("; cheaper, but without room or with too long a queue: holder")
 
 
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1))
 def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, reuse_rate: float) -> None:
-    """The decision has one row of terms per candidate, none negative. No other group's total is lower, except groups
+    """The decision has one row of cost per candidate, none negative. No other group's total is lower, except groups
     without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
     decision = choose(candidates, prompt, random.Random(0), reuse_rate=reuse_rate)
-    totals = {terms.group: terms.total for terms in decision.terms}
+    totals = {cost.group: cost.total_seconds for cost in decision.costs}
     assert totals.keys() == {candidate.group for candidate in candidates}
-    ready = max((terms.cached_tokens for terms in decision.terms if terms.has_room), default=-1)
-    compared = [terms for terms in decision.terms if terms.has_room or terms.cached_tokens > ready]
-    cheaper = [terms for terms in compared if terms.total < decision.chosen.total]
-    assert decision.chosen in compared and totals[decision.group] == decision.chosen.total
-    assert all(terms.queue > decision.chosen.queue for terms in cheaper)
-    assert all(seconds >= 0 for terms in decision.terms for seconds in terms[1:8])
-    assert all(terms.total == pytest.approx(sum(terms[1:8])) for terms in decision.terms)
+    ready = max((cost.cached_tokens for cost in decision.costs if cost.has_room), default=-1)
+    compared = [cost for cost in decision.costs if cost.has_room or cost.cached_tokens > ready]
+    cheaper = [cost for cost in compared if cost.total_seconds < decision.chosen.total_seconds]
+    assert decision.chosen in compared and totals[decision.group] == decision.chosen.total_seconds
+    assert all(cost.queue_seconds > decision.chosen.queue_seconds for cost in cheaper)
+    assert all(seconds >= 0 for cost in decision.costs for seconds in cost[1:8])
+    assert all(cost.total_seconds == pytest.approx(sum(cost[1:8])) for cost in decision.costs)
     assert decision.why.startswith(f"{decision.group}: ")
 
 
@@ -152,13 +152,13 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, reuse_rate: flo
     old = candidates[place]
     changed = [*candidates]
     changed[place] = old._replace(**{field: getattr(old, field) * 1.001})
-    before = choose(candidates, prompt, DICE, reuse_rate=reuse_rate).terms
-    after = choose(changed, prompt, DICE, reuse_rate=reuse_rate).terms
+    before = choose(candidates, prompt, DICE, reuse_rate=reuse_rate).costs
+    after = choose(changed, prompt, DICE, reuse_rate=reuse_rate).costs
     for one, other in zip(before, after, strict=True):
         # Eviction is a difference of what is queued and what is free, so it moves by their size and not its own.
         moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
         behind = 40 * (1 + max(candidate.queued_requests for candidate in candidates))
-        assert abs(one.total - other.total) <= 0.01 * one.total + moved * behind + 1e-9
+        assert abs(one.total_seconds - other.total_seconds) <= 0.01 * one.total_seconds + moved * behind + 1e-9
 
 
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 1000), st.floats(0, 1))
@@ -167,29 +167,33 @@ def test_nobody_waits_longer_than_an_idle_group_computes(
 ) -> None:
     """A group whose queue alone is longer than computing the whole prompt on an idle group is never chosen, however
     much of the prompt it holds, however many wait, and however busy the idle group was before."""
-    idle = Candidate("idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy=idle_busy, free_tokens=prompt)
+    idle = Candidate(
+        "idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy_share=idle_busy, free_tokens=prompt
+    )
     decision = choose(
         [*candidates, idle], prompt, random.Random(0), reuse_rate=reuse_rate, queued_in_router=queued_in_router
     )
-    (alone,) = [terms for terms in decision.terms if terms.group == "idle"]
-    assert alone.queue == alone.restore == alone.eviction == 0.0
-    assert decision.chosen.queue <= alone.prefill + alone.decode
+    (alone,) = [cost for cost in decision.costs if cost.group == "idle"]
+    assert alone.queue_seconds == alone.restore_seconds == alone.eviction_seconds == 0.0
+    assert decision.chosen.queue_seconds <= alone.prefill_seconds + alone.decode_seconds
 
 
 def test_one_long_queue_does_not_make_idle_groups_look_expensive() -> None:
     """With 1,000 requests (50 s) queued at the group that holds the prompt, an idle group computes it in 0.46 s."""
     rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000}
-    holder = a_group("g0", queued_prefill_tokens=500_000, queued_requests=1000, device_tokens=4096, busy=1.0, **rates)
+    holder = a_group(
+        "g0", queued_prefill_tokens=500_000, queued_requests=1000, device_tokens=4096, busy_share=1.0, **rates
+    )
     idle = [a_group(f"g{place}", **rates) for place in range(1, 8)]
     decision = choose([holder, *idle], 4596, DICE)
-    assert decision.group != "g0" and decision.chosen.delay < 1.0
+    assert decision.group != "g0" and decision.chosen.delay_seconds < 1.0
     assert choose([holder._replace(queued_prefill_tokens=1000, queued_requests=2), *idle], 4596, DICE).group == "g0"
 
 
 def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() -> None:
     """The idle groups were as busy as the holder until now: a queue that is longer than the prompt still sends the
     request to an idle group, and so does a queue of eight times as many seconds as one elsewhere."""
-    rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000, "busy": 0.9}
+    rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000, "busy_share": 0.9}
     holder = a_group("g0", queued_prefill_tokens=10_000, queued_requests=20, device_tokens=4096, **rates)
     others = [a_group(f"g{place}", **rates) for place in range(1, 8)]
     decision = choose([holder, *others], 4596, DICE)
@@ -244,7 +248,7 @@ def test_busy_groups_expect_more_to_come() -> None:
     """The same queues weigh more while the groups are busier."""
 
     def delay(busy: float) -> float:
-        return choose([a_group("a", queued_requests=1, busy=busy)], 1000, DICE).chosen.delay
+        return choose([a_group("a", queued_requests=1, busy_share=busy)], 1000, DICE).chosen.delay_seconds
 
     assert 0 < delay(0.0) < delay(0.5) < delay(0.9) < delay(1.0) < float("inf")
 
@@ -256,19 +260,19 @@ def test_restoring_costs_its_bandwidth() -> None:
     assert choose([nothing, fast], 1000, DICE).group == "host"
     assert choose([nothing, fast._replace(restore_tokens_per_second=800.0)], 1000, DICE).group == "nothing"
     unmeasured = choose([fast._replace(restore_tokens_per_second=0.0)], 1000, DICE).chosen
-    assert 0 < unmeasured.restore < 0.8
+    assert 0 < unmeasured.restore_seconds < 0.8
 
 
 def test_eviction_is_priced_by_what_is_wanted_again() -> None:
     """A group with free blocks is cheaper than one that must evict, by what the evicted ones are worth; the blocks of
     running sequences are worth all of themselves."""
-    free, full = a_group("free"), a_group("full", free_tokens=0, cold_tokens=100_000)
+    free, full = a_group("free"), a_group("full", free_tokens=0, evictable_tokens=100_000)
     used = a_group("used", free_tokens=0)
-    costs = {terms.group: terms for terms in choose([free, full, used], 1000, DICE, reuse_rate=0.25).terms}
-    assert [costs[name].eviction for name in ("free", "full", "used")] == [0.0, 0.25, 1.0]
-    assert choose([full], 1000, DICE).chosen.eviction == 0.0
-    half = a_group("half", free_tokens=1500, cold_tokens=100_000, queued_prefill_tokens=1000)
-    assert choose([half], 1000, DICE, reuse_rate=1.0).chosen.eviction == pytest.approx(
+    costs = {cost.group: cost for cost in choose([free, full, used], 1000, DICE, reuse_rate=0.25).costs}
+    assert [costs[name].eviction_seconds for name in ("free", "full", "used")] == [0.0, 0.25, 1.0]
+    assert choose([full], 1000, DICE).chosen.eviction_seconds == 0.0
+    half = a_group("half", free_tokens=1500, evictable_tokens=100_000, queued_prefill_tokens=1000)
+    assert choose([half], 1000, DICE, reuse_rate=1.0).chosen.eviction_seconds == pytest.approx(
         0.5
     )  # the queue takes its room first
 
@@ -285,13 +289,15 @@ def test_prompts_are_drawn_to_where_few_are_answered() -> None:
     many, few = a_group("many", streams=40), a_group("few", streams=10)
 
     def gap(busy: float) -> float:
-        costs = {t.group: t for t in choose([g._replace(busy=busy) for g in (many, few)], 1000, DICE).terms}
-        return costs["many"].stall - costs["few"].stall
+        costs = {t.group: t for t in choose([g._replace(busy_share=busy) for g in (many, few)], 1000, DICE).costs}
+        return costs["many"].stall_seconds - costs["few"].stall_seconds
 
     assert 0.0 < gap(0.0) < gap(0.5) < gap(0.9) < gap(1.0) < float("inf")
-    assert choose([g._replace(busy=0.5) for g in (many, few)], 1000, DICE).group == "few"
-    cached = many._replace(busy=0.5, device_tokens=1000)
-    assert choose([cached, few._replace(busy=0.5)], 1000, DICE).group == "many"  # what is cached makes nobody wait
+    assert choose([g._replace(busy_share=0.5) for g in (many, few)], 1000, DICE).group == "few"
+    cached = many._replace(busy_share=0.5, device_tokens=1000)
+    assert (
+        choose([cached, few._replace(busy_share=0.5)], 1000, DICE).group == "many"
+    )  # what is cached makes nobody wait
 
 
 def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
@@ -319,14 +325,14 @@ def test_who_waits_in_line_waits_behind_as_well() -> None:
 def test_an_idle_group_is_not_known_by_what_it_once_measured() -> None:
     """A slow measurement counts the less the less a group computes: one that did it at its start gets the requests
     that would measure it anew, and one that is slow at work is passed over."""
-    fast = a_group("fast", streams=1, busy=0.5)
+    fast = a_group("fast", streams=1, busy_share=0.5)
     once = a_group("slow", prefill_tokens_per_second=700.0)
     assert choose([fast, once], 64, DICE).group == "slow"
-    assert choose([fast, once._replace(busy=0.5)], 64, DICE).group == "fast"
+    assert choose([fast, once._replace(busy_share=0.5)], 64, DICE).group == "fast"
 
 
 def test_a_group_without_measurements_is_assumed_average() -> None:
     """A new group is tried like the others, whatever their rate."""
     new = Candidate("new")
     decision: Decision = choose([a_group("old", prefill_tokens_per_second=50.0), new], 1000, DICE)
-    assert {terms.prefill for terms in decision.terms} == {20.0}
+    assert {cost.prefill_seconds for cost in decision.costs} == {20.0}

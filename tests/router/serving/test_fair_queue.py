@@ -76,7 +76,11 @@ def test_the_first_due_of_a_tenant_is_next() -> None:
     queue: FairQueue[str] = FairQueue(1000)
     for name, due in (("long", 30.0), ("short", 5.0), ("short too", 5.0), ("late", 40.0)):
         queue.add(name, LIGHT, due=due)
-    assert queue.ahead(LIGHT, 0, math.inf) == 4 and queue.ahead(LIGHT, 0, 5.0) == 2 and queue.ahead(LIGHT, 0, 4.9) == 0
+    assert (
+        queue.count_ahead(LIGHT, 0, math.inf) == 4
+        and queue.count_ahead(LIGHT, 0, 5.0) == 2
+        and queue.count_ahead(LIGHT, 0, 4.9) == 0
+    )
     placed = queue.add("dropped", LIGHT, due=1.0)
     assert placed is not None and queue.remove(placed[0])
     assert queue.peek() == "short" and queue.oldest() == "long", "who waits longest is not who is next"
@@ -141,7 +145,11 @@ def test_classes_may_change_while_requests_wait() -> None:
         queue.add(number, LIGHT, due=float(number), scheduling_class="any")
     queue.reclassify(lambda number: "even" if number % 2 == 0 else "odd")
     queue.check()
-    assert (queue.waiting_in_class("any"), queue.waiting_in_class("even"), queue.ahead(LIGHT, 0, 2.0, "even")) == (
+    assert (
+        queue.waiting_in_class("any"),
+        queue.waiting_in_class("even"),
+        queue.count_ahead(LIGHT, 0, 2.0, "even"),
+    ) == (
         0,
         3,
         2,

@@ -41,7 +41,7 @@ async def test_two_groups_that_end_by_themselves_are_enough(
     """A request that ends two groups in a row, as their last words say, is refused; no third one sees it. It has moved
     once, says the log."""
     caplog.set_level(logging.INFO)
-    groups = [FakeGroup(name, poison=POISON, last_word=CRASH) for name in ("a", "b", "c")]
+    groups = [FakeGroup(name, poison=POISON, failure_notice=CRASH) for name in ("a", "b", "c")]
     router = await start_router(*groups)
     said = await refusal(asyncio.ensure_future(router.generation.Generate(poisonous())))
     assert "2 groups in a row ended by themselves" in said and CRASH in said
@@ -66,7 +66,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(
         if len(lost) > 1:
             assert not asking.done(), "it waits to learn how they ended"
             for group in lost:
-                ended = replace(addresses[group.name], state="lost", incarnation=1, predecessor=crash)
+                ended = replace(addresses[group.name], state="lost", incarnation=1, previous_crash=crash)
                 addresses[group.name] = ended
             await router.server.set_groups(list(addresses.values()))
     said = await refusal(asking)
@@ -83,11 +83,11 @@ async def next_to_receive(groups: list[FakeGroup]) -> FakeGroup:
     return groups[waits.index(done.pop())]
 
 
-@pytest.mark.parametrize("last_word", [CRASH, ""], ids=["known", "unknown"])
-async def test_who_was_beside_a_poisonous_request_is_answered(start_router: StartRouter, last_word: str) -> None:
+@pytest.mark.parametrize("failure_notice", [CRASH, ""], ids=["known", "unknown"])
+async def test_who_was_beside_a_poisonous_request_is_answered(start_router: StartRouter, failure_notice: str) -> None:
     """Of the requests on the lost groups only the one that ended them is refused: the second group is enough where
     each says that it ends by itself, else it takes a third, on which it runs apart."""
-    groups = [FakeGroup(name, hold_after=0, poison=POISON, last_word=last_word) for name in ("a", "b")]
+    groups = [FakeGroup(name, hold_after=0, poison=POISON, failure_notice=failure_notice) for name in ("a", "b")]
     router = await start_router(*groups)
     _, ids = await undisturbed(start_router, ask())
     innocent = [Stream(router, ask()) for _ in range(12)]  # some on either
@@ -96,18 +96,18 @@ async def test_who_was_beside_a_poisonous_request_is_answered(start_router: Star
     asking = asyncio.ensure_future(router.generation.Generate(poisonous()))
     for group in groups:
         group.go()
-    assert ("by themselves" in await refusal(asking)) == bool(last_word)
+    assert ("by themselves" in await refusal(asking)) == bool(failure_notice)
     for stream in innocent:
         await stream.finish()
         assert stream.ids == ids
     tries = sum(list(submit.prompt_token_ids) == [POISON] for group in groups for submit in group.submits)
-    assert tries == (2 if last_word else 3)
+    assert tries == (2 if failure_notice else 3)
 
 
 async def test_streams_that_had_come_far_go_first(start_router: StartRouter) -> None:
     """After a crash its suspects run one after the other: those that had been answered before the one that had not, so
     that they are answered again before it ends the next group."""
-    group = FakeGroup(hold_after=3, last_word=CRASH, poison=POISON)
+    group = FakeGroup(hold_after=3, failure_notice=CRASH, poison=POISON)
     _, ids = await undisturbed(start_router, ask())
     router = await start_router(group)
     streams = [Stream(router, ask()) for _ in range(5)]
@@ -213,7 +213,7 @@ async def test_who_had_not_begun_has_no_part_in_it(start_router: StartRouter) ->
     for stream in streams:
         await stream.read()
     await group.until(lambda: len(group.submits) == 6)
-    group.crash(CRASH, unbegun=range(2, 7))
+    group.crash(CRASH, unstarted=range(2, 7))
     await group.until(lambda: len(group.submits) == 12)
     group.go()
     for stream in streams:

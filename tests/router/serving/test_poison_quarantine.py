@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupFailures
-from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, PoisonSuspicion, places_for_suspect
+from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, PoisonSuspicion, groups_for_suspect
 
 
 def loss(cause: FailureCause) -> GroupFailure:
     return GroupFailure("a", f"group a is lost: {cause.value}", cause)
 
 
-def suspected(*causes: FailureCause, apart: bool = True) -> PoisonSuspicion:
+def suspected(*causes: FailureCause, was_only_suspect: bool = True) -> PoisonSuspicion:
     """After such losses in a row."""
     made = PoisonSuspicion()
     for cause in causes:
-        made.record_loss(loss(cause), apart=apart)
+        made.record_loss(loss(cause), was_only_suspect=was_only_suspect)
     return made
 
 
@@ -27,7 +27,7 @@ def suspected(*causes: FailureCause, apart: bool = True) -> PoisonSuspicion:
     ("causes", "level", "refused"),
     [
         ((), 0, False),
-        ((FailureCause.WANTED,) * 5, 0, False),
+        ((FailureCause.PLANNED,) * 5, 0, False),
         ((FailureCause.UNKNOWN,), 1, False),
         ((FailureCause.CRASH,), 2, False),
         ((FailureCause.CRASH, FailureCause.CRASH), 2, True),
@@ -36,7 +36,7 @@ def suspected(*causes: FailureCause, apart: bool = True) -> PoisonSuspicion:
         ((FailureCause.KILLED, FailureCause.UNKNOWN), 2, False),
         ((FailureCause.CRASH, FailureCause.KILLED, FailureCause.CRASH), 2, True),
         ((FailureCause.KILLED, FailureCause.KILLED, FailureCause.UNKNOWN), 2, True),
-        ((FailureCause.CRASH, FailureCause.WANTED, FailureCause.CRASH), 2, True),
+        ((FailureCause.CRASH, FailureCause.PLANNED, FailureCause.CRASH), 2, True),
     ],
     ids=str,
 )
@@ -50,9 +50,9 @@ def test_two_crashes_are_evidence_and_three_losses_are(
 
 def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
     """What was twice beside another suspect goes on, by itself; the next loss, alone, is held against it."""
-    suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, apart=False)
+    suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, was_only_suspect=False)
     assert not suspicion.refusal and suspicion.level == 2
-    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
     assert suspicion.refusal.startswith("4 groups in a row ended by themselves")
 
 
@@ -61,7 +61,9 @@ def test_a_cause_that_becomes_known_later_counts() -> None:
     failures = GroupFailures()
     suspicion = PoisonSuspicion()
     for name in ("a", "b"):
-        suspicion.record_loss(failures.record_loss(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), apart=True)
+        suspicion.record_loss(
+            failures.record_loss(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
+        )
     failures.record_cause("a", 2, "of another incarnation")
     failures.record_cause("a", 3, "rank 0: Segmentation fault")
     assert not suspicion.refusal and failures.explained == {FailureCause.CRASH: 1}
@@ -77,7 +79,7 @@ def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
     """How a group ends is no sign against what had lost it before while it lived on: that may stay unknown."""
     failures = GroupFailures()
     suspicion = suspected(FailureCause.CRASH)
-    suspicion.record_loss(failures.record_loss("b", 3, "group b is lost", FailureCause.UNKNOWN), apart=True)
+    suspicion.record_loss(failures.record_loss("b", 3, "group b is lost", FailureCause.UNKNOWN), was_only_suspect=True)
     failures.record_loss("b", 3, "group b is lost again", FailureCause.CRASH)
     failures.record_cause("b", 3, "rank 0: Segmentation fault")
     assert not suspicion.refusal and not failures.explained
@@ -89,11 +91,11 @@ def test_progress_clears_a_request() -> None:
     suspicion = suspected(FailureCause.CRASH)
     suspicion.record_answer(1)
     assert suspicion.level == 0 and suspicion
-    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
     assert not suspicion.refusal
     suspicion.record_answer(1)
     assert suspicion.level == 2, "it runs apart until it has come far"
-    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
     assert suspicion.refusal
     suspicion.record_answer(100)
     assert suspicion.level == 0 and not suspicion and not suspicion.refusal
@@ -106,14 +108,14 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
         failures, suspicion = GroupFailures(), PoisonSuspicion()
         for name in ("a", "b"):
             suspicion.record_loss(
-                failures.record_loss(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), apart=True
+                failures.record_loss(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
             )
             assert not suspicion.undecided, "it goes on whatever the cause was"
             suspicion.record_answer(5)
             failures.record_cause(name, 0, crash)
         assert suspicion.level == (2 if crash else 0)
         third = failures.record_loss("c", 0, "group c is lost", FailureCause.UNKNOWN)
-        suspicion.record_loss(third, apart=True)
+        suspicion.record_loss(third, was_only_suspect=True)
         assert not suspicion.refusal and suspicion.undecided == ([third] if crash else [])
         failures.record_cause("c", 0, "rank 0: Segmentation fault")
         assert suspicion.refusal.startswith("3 groups in a row ended by themselves") == bool(crash)
@@ -125,15 +127,15 @@ def test_only_what_decides_is_waited_for() -> None:
     shared with another suspect; what was answered far is not held against a request, whatever becomes known."""
     failures, suspicion = GroupFailures(), PoisonSuspicion()
     first, second = (failures.record_loss(name, 0, "lost", FailureCause.UNKNOWN) for name in ("a", "b"))
-    suspicion.record_loss(first, apart=True)
-    suspicion.record_loss(second, apart=False)
+    suspicion.record_loss(first, was_only_suspect=True)
+    suspicion.record_loss(second, was_only_suspect=False)
     assert not suspicion.undecided
     suspicion.record_answer(64)
-    suspicion.record_loss(second, apart=True)
+    suspicion.record_loss(second, was_only_suspect=True)
     failures.record_cause("a", 0, "rank 0: Segmentation fault")
     assert not suspicion.undecided and suspicion.level == 1
     third = failures.record_loss("c", 0, "lost", FailureCause.UNKNOWN)
-    suspicion.record_loss(third, apart=True)
+    suspicion.record_loss(third, was_only_suspect=True)
     assert suspicion.undecided == [second, third]
     failures.record_cause("b", 0, "")
     assert not suspicion.undecided and not suspicion.refusal
@@ -143,16 +145,16 @@ def test_streams_that_were_being_answered_need_not_run_apart() -> None:
     """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
     having got anything there does from then on, and is refused if it was the only suspect there."""
     suspicion = PoisonSuspicion()
-    suspicion.record_loss(loss(FailureCause.CRASH), apart=True, answered=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True, answered=True)
     assert suspicion.level == 1 and not suspicion.refusal
     other = PoisonSuspicion()
-    other.record_loss(loss(FailureCause.CRASH), apart=True, answered=True)
-    suspicion.record_loss(loss(FailureCause.CRASH), apart=False)
+    other.record_loss(loss(FailureCause.CRASH), was_only_suspect=True, answered=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=False)
     assert suspicion.level == 2 and not suspicion.refusal
     other.record_answer(3)
-    other.record_loss(loss(FailureCause.CRASH), apart=False, answered=True)
+    other.record_loss(loss(FailureCause.CRASH), was_only_suspect=False, answered=True)
     assert other.level == 1 and not other.refusal, "it was answered in between: it ended neither"
-    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
     assert suspicion.refusal
 
 
@@ -161,7 +163,7 @@ def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) 
     """Whoever comes and goes: beside a request that is very suspect there is no other suspect."""
     groups: dict[str, list[int]] = {"a": [], "b": []}
     for level, preferred, leaves in requests:
-        free = places_for_suspect(level, [(name, max(there, default=0)) for name, there in groups.items()])
+        free = groups_for_suspect(level, [(name, max(there, default=0)) for name, there in groups.items()])
         if free:
             groups[preferred if preferred in free else free[0]].append(level)
         assert all(2 not in there or len(there) == 1 for there in groups.values())
@@ -202,5 +204,5 @@ def test_one_is_next_of_each_level_and_kind(steps: list[tuple[int, ...]]) -> Non
 
 def test_few_are_together_on_two_lost_groups() -> None:
     """One that is a little suspect runs alone where it can, else beside others that are as little so."""
-    assert places_for_suspect(1, [("a", 1), ("b", 0), ("c", 2)]) == ["b"]
-    assert places_for_suspect(1, [("a", 1), ("c", 2)]) == ["a"] and places_for_suspect(2, [("a", 1), ("c", 2)]) == []
+    assert groups_for_suspect(1, [("a", 1), ("b", 0), ("c", 2)]) == ["b"]
+    assert groups_for_suspect(1, [("a", 1), ("c", 2)]) == ["a"] and groups_for_suspect(2, [("a", 1), ("c", 2)]) == []

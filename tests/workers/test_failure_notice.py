@@ -1,4 +1,4 @@
-"""A group that fails: the last word to its routers and the crash records, with real processes that crash."""
+"""A group that fails: the failure notice to its routers and the crash records, with real processes that crash."""
 
 import signal
 import subprocess
@@ -42,8 +42,8 @@ def start(checkpoint_directory: Path, tmp_path: Path) -> Iterator[Start]:
         group.kill()
 
 
-def last_word(address: str, *prompts: int) -> wire.LastWord | None:
-    """The last word of a group that these submissions end, or None if the stream breaks without one."""
+def failure_notice(address: str, *prompts: int) -> wire.FailureNotice | None:
+    """The failure notice of a group that these submissions end, or None if the stream breaks without one."""
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     submits = [
         wire.Submit(id=number, prompt_token_ids=[token, 5, 6], sampling=sampling)
@@ -54,8 +54,8 @@ def last_word(address: str, *prompts: int) -> wire.LastWord | None:
     with grpc.insecure_channel(address) as channel:
         try:
             for message in WorkerStub(channel).Attach(_then_wait(sent, ended)):
-                if message.HasField("last_word"):
-                    said = message.last_word
+                if message.HasField("failure_notice"):
+                    said = message.failure_notice
         except grpc.RpcError:
             return said
         finally:
@@ -86,18 +86,18 @@ def test_a_failing_group_tells_its_routers_why(
     """A router gets the reason, whichever rank failed. A fault of rank 0 is only in its crash record. A killed rank
     gives no reason."""
     group, base = start(tp)
-    said = last_word(group.wait_ready(), token)
+    said = failure_notice(group.wait_ready(), token)
     assert (said.reason if said else None) == word
     assert None not in group.exit_codes()
     assert read_crash(base, list(range(tp)), tp) == record
     assert read_crash(f"{base}9", list(range(tp)), tp) is None, "on another host nothing is known"
 
 
-def test_the_last_word_names_unstarted_requests(start: Start) -> None:
+def test_the_failure_notice_names_unstarted_requests(start: Start) -> None:
     """With room for one sequence, the submission behind the one that ends the group has not started."""
     group, _ = start(1, max_num_seqs=1)
-    said = last_word(group.wait_ready(), 5, RAISES, 5)  # all three arrive before the first ends
-    assert said is not None and list(said.waiting) == [3]
+    said = failure_notice(group.wait_ready(), 5, RAISES, 5)  # all three arrive before the first ends
+    assert said is not None and list(said.unstarted) == [3]
 
 
 def test_an_abort_of_one_of_several_ranks_is_no_crash(tmp_path: Path) -> None:
