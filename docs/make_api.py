@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the .proto files' own comments: `python docs/make_api.py`. A test keeps it fresh."""
+"""Writes docs/api.md from the comments of coatcheck.proto: `python docs/make_api.py`. A test compares the two."""
 
 import sys
 import tempfile
@@ -16,17 +16,17 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[1]
 _SOURCE = "coatcheck/proto/stubs/coatcheck.proto"
-# Field numbers within descriptor.proto, of which comments' paths are made.
+# Field numbers in descriptor.proto. The path of a comment consists of them and of indices.
 _MESSAGES, _ENUMS, _SERVICES, _METHODS, _FIELDS, _VALUES = 4, 5, 6, 2, 2, 2
 _TITLE = """# The API
 
 Generated from [proto/stubs/coatcheck.proto](../proto/stubs/coatcheck.proto) by `python docs/make_api.py`. Package:
-`coatcheck.v1`. The default of an optional scalar stands in its comment. Unknown fields are refused.
+`coatcheck.v1`. The router refuses unknown fields.
 """
 
 
 def describe() -> str:
-    """The page."""
+    """The text of docs/api.md."""
     file = _descriptor()
     comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
     return "\n".join([_TITLE, *_services(file, comments), *_messages(file, comments), *_enums(file, comments)])
@@ -34,12 +34,12 @@ def describe() -> str:
 
 def _descriptor() -> FileDescriptorProto:
     with tempfile.TemporaryDirectory() as name:
-        made = Path(name) / "set"
+        output = Path(name) / "set"
         include = f"-Icoatcheck/proto={ROOT / 'proto'}"
-        flags = ["--include_source_info", f"--descriptor_set_out={made}"]
+        flags = ["--include_source_info", f"--descriptor_set_out={output}"]
         if protoc.main(["protoc", include, *flags, _SOURCE]):
             sys.exit("protoc has failed")
-        return FileDescriptorSet.FromString(made.read_bytes()).file[0]
+        return FileDescriptorSet.FromString(output.read_bytes()).file[0]
 
 
 Comments = dict[tuple[int, ...], str]
@@ -48,34 +48,34 @@ Comments = dict[tuple[int, ...], str]
 def _services(file: FileDescriptorProto, comments: Comments) -> Iterator[str]:
     for number, service in enumerate(file.service):
         yield f"## Service {service.name}\n"
-        yield from _said(comments, _SERVICES, number)
-        yield "| method | takes | gives | |\n|---|---|---|---|"
+        yield from _paragraph(comments, _SERVICES, number)
+        yield "| method | request | response | description |\n|---|---|---|---|"
         for index, method in enumerate(service.method):
-            gives = ("a stream of " if method.server_streaming else "") + _link(method.output_type)
-            said = _line(comments, _SERVICES, number, _METHODS, index)
-            yield f"| `{method.name}` | {_link(method.input_type)} | {gives} | {said} |"
+            response = ("a stream of " if method.server_streaming else "") + _link(method.output_type)
+            text = _line(comments, _SERVICES, number, _METHODS, index)
+            yield f"| `{method.name}` | {_link(method.input_type)} | {response} | {text} |"
         yield ""
 
 
 def _messages(file: FileDescriptorProto, comments: Comments) -> Iterator[str]:
     for number, message in enumerate(file.message_type):
         yield f"## {message.name}\n"
-        yield from _said(comments, _MESSAGES, number)
+        yield from _paragraph(comments, _MESSAGES, number)
         if not message.field:
             yield "No fields.\n"
             continue
-        yield "| field | type | |\n|---|---|---|"
+        yield "| field | type | description |\n|---|---|---|"
         for index, field in enumerate(message.field):
-            said = _line(comments, _MESSAGES, number, _FIELDS, index)
-            yield f"| `{field.name}` | {_type(message, field)} | {said} |"
+            text = _line(comments, _MESSAGES, number, _FIELDS, index)
+            yield f"| `{field.name}` | {_type(message, field)} | {text} |"
         yield ""
 
 
 def _enums(file: FileDescriptorProto, comments: Comments) -> Iterator[str]:
     for number, enum in enumerate(file.enum_type):
         yield f"## {enum.name}\n"
-        yield from _said(comments, _ENUMS, number)
-        yield "| value | |\n|---|---|"
+        yield from _paragraph(comments, _ENUMS, number)
+        yield "| value | description |\n|---|---|"
         yield from _values(enum, comments, number)
         yield ""
 
@@ -110,9 +110,9 @@ def _link(type_name: str) -> str:
     return f"[{name}](#{name.lower()})"
 
 
-def _said(comments: Comments, *path: int) -> Iterator[str]:
-    if said := _line(comments, *path):
-        yield f"{said}\n"
+def _paragraph(comments: Comments, *path: int) -> Iterator[str]:
+    if text := _line(comments, *path):
+        yield f"{text}\n"
 
 
 def _line(comments: Comments, *path: int) -> str:
