@@ -16,28 +16,20 @@ from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
+from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
 
 KVPools = list[KVCache]  # by layer
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """The attention parameters of one layer, found by attention_probe.py. Head counts are of all ranks together.
-
-    module: the attention module's name in the model
-    sliding_window, softcap: 0 for none
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer(LayerSpec):
+    """The attention parameters of one layer, found by attention_probe.py. `module`: the attention module's name."""
 
     module: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     scale: float
-    sliding_window: int
-    softcap: float
-    has_sinks: bool
+    has_sinks: bool = False
 
 
 def register_attention() -> None:

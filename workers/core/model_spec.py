@@ -8,7 +8,7 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer as one rank holds it.
+    """One attention layer, with the heads of one rank, or of all ranks together.
 
     `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
     values are part of the keys (MLA's latent cache), so that nothing is stored for them.

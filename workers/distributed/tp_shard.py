@@ -5,29 +5,21 @@ Attention is split by whole heads. With more ranks than KV heads, size / num_kv_
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeVar
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 
-
-class HeadCounts(Protocol):
-    """A layer's head counts, of all ranks together."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
+_Layer = TypeVar("_Layer", bound=LayerSpec)
 
 
 @dataclass(frozen=True, slots=True)
 class TpShard:
-    """Rank `rank` of `size`. Methods raise InvalidConfig if `size` does not fit the model."""
+    """Rank `rank` of `size`. Methods take a layer with the heads of all ranks together.
+
+    They raise InvalidConfig if `size` does not fit the model.
+    """
 
     rank: int
     size: int
@@ -39,12 +31,12 @@ class TpShard:
         part = total // self.size
         return self.rank * part, (self.rank + 1) * part
 
-    def query_rows(self, layer: HeadCounts) -> Range:
+    def query_rows(self, layer: LayerSpec) -> Range:
         """The rows of the query projection that hold this rank's query heads."""
         first, last = self.split_evenly(layer.num_heads, "the attention heads")
         return first * layer.head_dim, last * layer.head_dim
 
-    def kv_rows(self, layer: HeadCounts) -> Range:
+    def kv_rows(self, layer: LayerSpec) -> Range:
         """The rows of the key (or value) projection that hold this rank's KV heads."""
         if self.size <= layer.num_kv_heads:
             first, last = self.split_evenly(layer.num_kv_heads, "the KV heads")
@@ -58,13 +50,13 @@ class TpShard:
             last = first + 1
         return first * layer.head_dim, last * layer.head_dim
 
-    def local_heads(self, layer: HeadCounts) -> tuple[int, int]:
+    def local_heads(self, layer: LayerSpec) -> tuple[int, int]:
         """(query heads, KV heads) of this rank."""
         (q0, q1), (k0, k1) = self.query_rows(layer), self.kv_rows(layer)
         return (q1 - q0) // layer.head_dim, (k1 - k0) // layer.head_dim
 
-    def shard_layer(self, layer: LayerSpec) -> LayerSpec:
-        """`layer`, which has all ranks' heads, with this rank's heads."""
+    def shard_layer(self, layer: _Layer) -> _Layer:
+        """`layer` with this rank's heads."""
         heads, kv_heads = self.local_heads(layer)
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads)
 

@@ -20,7 +20,6 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.model.packed_linears import pack_linears, pack_merged, pack_row_parallel
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
@@ -49,13 +48,10 @@ class DecoderLayer:
     A plain object, not a module: at one token a step, a module call costs as much as a small kernel.
     """
 
-    def __init__(
-        self, layer: Any, attention_layer: AttentionLayer, spec: LayerSpec, family: Family, *, batch_invariant: bool
-    ) -> None:
+    def __init__(self, layer: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
         """`layer`: transformers' module. `spec`: with this rank's heads."""
         attention = layer.self_attn
         self.spec = spec
-        self.scale = attention_layer.scale
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
         self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
@@ -124,7 +120,7 @@ class DecoderLayer:
             seq_lens=metadata.seq_lens,
             cu_seqlens_q=metadata.cu_seqlens_q,
             max_seqlen_q=metadata.max_seqlen_q,
-            scale=self.scale,
+            scale=spec.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
             batch_invariant=metadata.batch_invariant,
@@ -145,7 +141,7 @@ class DecoderLayer:
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            scale=self.scale,
+            scale=spec.scale,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             sliding_window=spec.sliding_window,

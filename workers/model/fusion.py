@@ -14,7 +14,6 @@ from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, KVPools
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.model.decoder_layer import (
     ACTIVATIONS,
     DecoderLayer,
@@ -87,17 +86,18 @@ class FusedBody:
         return RotaryTables(cos, sin, StepTables(cos, sin, *tables))
 
 
-def is_fusable(model: PreTrainedModel, layers: list[AttentionLayer]) -> bool:
+def is_fusable(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> bool:
     """Whether `fuse` supports the model."""
     config: Any = model.config
     has_sinks = any(layer.has_sinks for layer in layers)
     return config.model_type in _FAMILIES and activation_name(config) in ACTIVATIONS and not has_sinks
 
 
-def fuse(
-    model: PreTrainedModel, layers: list[AttentionLayer], specs: Sequence[LayerSpec], *, batch_invariant: bool
-) -> FusedBody | None:
-    """Move the model's weights into a FusedBody. Returns None for an architecture that is not fusable."""
+def fuse(model: PreTrainedModel, layers: Sequence[AttentionLayer], *, batch_invariant: bool) -> FusedBody | None:
+    """Move the model's weights into a FusedBody. Returns None for an architecture that is not fusable.
+
+    `layers`: with this rank's heads.
+    """
     config: Any = model.config
     if not is_fusable(model, layers):
         return None
@@ -105,7 +105,7 @@ def fuse(
     base: Any = model.base_model
     rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(layers)
     fused = []
-    for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
-        fused.append(DecoderLayer(base.layers[index], layer, spec, family, batch_invariant=batch_invariant))
+    for index, layer in enumerate(layers):
+        fused.append(DecoderLayer(base.layers[index], layer, family, batch_invariant=batch_invariant))
         base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
     return FusedBody(base, fused, rope_types, read_norm(base.norm, family))

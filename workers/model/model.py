@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
-from coatcheck.workers.attention.attention import AttentionLayer, KVPools
+from coatcheck.workers.attention.attention import KVPools
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
@@ -109,10 +109,10 @@ def load_model(
         directory = checkpoint.directory
         eos_token_ids = _eos_token_ids(directory, config)
     check_complete(causal)
+    layers = tuple(shard.shard_layer(layer) for layer in prepared.layers)
     if shard.size > 1:
-        apply_tensor_parallel(causal, prepared.plan, prepared.layers, config.vocab_size, communicator)
-    layers = tuple(_local_layer_spec(layer, shard) for layer in prepared.layers)
-    body = fuse(causal, prepared.layers, layers, batch_invariant=deterministic) or TransformersBody(
+        apply_tensor_parallel(causal, prepared.plan, layers, config.vocab_size, communicator)
+    body = fuse(causal, layers, batch_invariant=deterministic) or TransformersBody(
         causal.base_model, layers, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
     )
     head = LmHead(causal)
@@ -144,11 +144,6 @@ def _eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
         return tuple(token for token in tokens if 0 <= token < config.vocab_size)
 
     return in_vocabulary(end_token_ids(directory)) or in_vocabulary(check_end_tokens(directory, config.eos_token_id))
-
-
-def _local_layer_spec(layer: AttentionLayer, shard: TpShard) -> LayerSpec:
-    heads, kv_heads = shard.local_heads(layer)
-    return LayerSpec(heads, kv_heads, layer.head_dim, layer.sliding_window, layer.softcap)
 
 
 class TransformersBody:

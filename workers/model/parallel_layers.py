@@ -4,6 +4,7 @@
 wrapper: it is a plain linear with fewer rows.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -14,20 +15,21 @@ from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.checkpoint.sharding_plan import ParallelRole, ShardingPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
-from coatcheck.workers.distributed.tp_shard import TpShard
 
 
 def apply_tensor_parallel(
     model: nn.Module,
     plan: ShardingPlan,
-    layers: list[AttentionLayer],
+    layers: Sequence[AttentionLayer],
     vocab_size: int,
     communicator: Communicator,
 ) -> None:
-    """Replace every module that has a role in `plan`. The parameters must hold this rank's slices already."""
-    shard = TpShard(communicator.rank, communicator.size)
+    """Replace every module that has a role in `plan`. The parameters must hold this rank's slices already.
+
+    `layers`: with this rank's heads.
+    """
     for layer in layers:
-        _set_local_heads(model.get_submodule(layer.module), layer, shard)
+        _set_local_heads(model.get_submodule(layer.module), layer)
     for name, role in plan.roles.items():
         parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         module = getattr(parent, leaf)
@@ -47,9 +49,9 @@ def apply_tensor_parallel(
         setattr(parent, leaf, wrapped)
 
 
-def _set_local_heads(attention: nn.Module, layer: AttentionLayer, shard: TpShard) -> None:
+def _set_local_heads(attention: nn.Module, layer: AttentionLayer) -> None:
     """Set an attention module's head counts to this rank's: phi3 splits its fused projection by them."""
-    heads, kv_heads = shard.local_heads(layer)
+    heads, kv_heads = layer.num_heads, layer.num_kv_heads
     attention.config = copy(attention.config)  # RoPE and the other layers read the unsharded counts from the original
     for owner in (attention, attention.config):
         for name, count in (("num_attention_heads", heads), ("num_heads", heads), ("num_key_value_heads", kv_heads)):

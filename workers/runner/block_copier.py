@@ -7,11 +7,11 @@ threads, before the step: a CPU has no copy engine. On a GPU see cuda_block_copi
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,16 +26,6 @@ _NANO = 1e9
 Pairs = Sequence[tuple[int, int]]
 
 
-class BlockCopier(Protocol):
-    """What a ModelRunner needs for a host tier."""
-
-    def start_copies(self, plan: StepPlan) -> None:
-        """Start the plan's demotes and restores after all earlier steps. The plan's own step waits for the demotes."""
-
-    def report_copies(self) -> CopyReport | None:
-        """The status over all ranks of the copies that were not reported as ended; None if there are none."""
-
-
 @dataclass(slots=True, eq=False)
 class BlockCopy:
     """The status of one block's copy."""
@@ -43,14 +33,21 @@ class BlockCopy:
     status: CopyStatus = CopyStatus.IN_PROGRESS
 
 
-class CopyLog:
-    """The copies of one rank that are in progress, and the recent copy times per block."""
+class BlockCopier(ABC):
+    """`pool`, `host`: uint8 [blocks, bytes_per_block]."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator) -> None:
+        self.host = host
+        self._pool = pool
         self._communicator = communicator
+        self._checksums = torch.zeros(len(host), dtype=torch.int64)
         self._copies: list[BlockCopy] = []  # not yet reported as ended, oldest first
-        # Seconds per block.
+        # Recent seconds per block.
         self._demote_times, self._restore_times = deque[float](maxlen=_NUM_MEASURED), deque[float](maxlen=_NUM_MEASURED)
+
+    @abstractmethod
+    def start_copies(self, plan: StepPlan) -> None:
+        """Start the plan's demotes and restores after all earlier steps. The plan's own step waits for the demotes."""
 
     def add_copies(self, count: int) -> list[BlockCopy]:
         """Add copies in progress. All ranks add the same copies in the same order."""
@@ -70,8 +67,11 @@ class CopyLog:
         for copy, good in zip(copies, is_intact, strict=True):
             copy.status = CopyStatus.DONE if good else CopyStatus.CORRUPT
 
-    def agree_on_report(self) -> CopyReport | None:
-        """The minimum status of each copy over ranks, and the largest time per block. Ended copies are removed."""
+    def report_copies(self) -> CopyReport | None:
+        """The minimum status over ranks of each copy that was not reported as ended, and the largest time per block.
+
+        None if there are no such copies.
+        """
         if not self._copies:
             return None
         statuses = [copy.status for copy in self._copies]
@@ -84,32 +84,21 @@ class CopyLog:
         return CopyReport(agreed, -demote / _NANO, -restore / _NANO)
 
 
-class CpuBlockCopier:
-    """`pool`, `host`: uint8 [blocks, bytes_per_block], both in host memory."""
-
-    def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator) -> None:
-        self.host = host
-        self._pool = pool
-        self._log = CopyLog(communicator)
-        self._checksums = torch.zeros(len(host), dtype=torch.int64)
+class CpuBlockCopier(BlockCopier):
+    """`pool` and `host` are both in host memory. Every copy is done when `start_copies` returns."""
 
     def start_copies(self, plan: StepPlan) -> None:
-        """See BlockCopier. Every copy is done when this returns."""
         if plan.demotes:
             began = time.perf_counter()
             blocks, slots = split_pairs(plan.demotes)
             self._checksums[slots] = move_blocks(self._pool, blocks, self.host, slots)
-            self._log.record_demotes(self._log.add_copies(len(blocks)), time.perf_counter() - began)
+            self.record_demotes(self.add_copies(len(blocks)), time.perf_counter() - began)
         if plan.restores:
             began = time.perf_counter()
             slots, blocks = split_pairs(plan.restores)
             is_intact = move_blocks(self.host, slots, self._pool, blocks) == self._checksums[slots]
-            copies = self._log.add_copies(len(blocks))
-            self._log.record_restores(copies, is_intact.tolist(), time.perf_counter() - began)
-
-    def report_copies(self) -> CopyReport | None:
-        """See BlockCopier."""
-        return self._log.agree_on_report()
+            copies = self.add_copies(len(blocks))
+            self.record_restores(copies, is_intact.tolist(), time.perf_counter() - began)
 
 
 def split_pairs(pairs: Pairs) -> tuple[Tensor, Tensor]:

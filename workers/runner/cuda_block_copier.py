@@ -21,7 +21,7 @@ from coatcheck.kernels.kv.move_blocks import sum_blocks
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.block_copier import BlockCopier, BlockCopy, CopyLog, CpuBlockCopier, Pairs, split_pairs
+from coatcheck.workers.runner.block_copier import BlockCopier, BlockCopy, CpuBlockCopier, Pairs, split_pairs
 
 _IDLE_WAIT_SECONDS = 0.001
 
@@ -31,21 +31,18 @@ def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> Block
     return (CudaBlockCopier if pool.device.type == "cuda" else CpuBlockCopier)(pool, host, communicator)
 
 
-class CudaBlockCopier:
+class CudaBlockCopier(BlockCopier):
     """`pool`: on the GPU. `host`: pinned. `thread`: must run tasks in order, to keep copies of one slot ordered."""
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None) -> None:
-        self.host = host
-        self._pool = pool
-        self._log = CopyLog(communicator)
-        self._checksums = torch.zeros(len(host), dtype=torch.int64)
+        super().__init__(pool, host, communicator)
         self._stream = torch.cuda.Stream(pool.device)
         self._thread = thread or ThreadPoolExecutor(1, "copier", initializer=lambda: torch.set_num_threads(1))
         self._tasks: deque[Future[None]] = deque()
         self._is_idle_step = False
 
     def start_copies(self, plan: StepPlan) -> None:
-        """See BlockCopier. Demotes are queued here; restores are queued by the thread once they are verified."""
+        """Queue the demotes. The thread queues the restores once they are verified."""
         self._is_idle_step = not plan.rows
         if not (plan.demotes or plan.restores):
             return
@@ -54,19 +51,19 @@ class CudaBlockCopier:
         if plan.demotes:
             began, done = self._queue([(self.host[slot], self._pool[block]) for block, slot in plan.demotes])
             compute_stream.wait_event(done)
-            copies = self._log.add_copies(len(plan.demotes))
+            copies = self.add_copies(len(plan.demotes))
             self._tasks.append(self._thread.submit(self._finish_demotes, plan.demotes, copies, began, done))
         if plan.restores:
-            copies = self._log.add_copies(len(plan.restores))
+            copies = self.add_copies(len(plan.restores))
             self._tasks.append(self._thread.submit(self._restore, plan.restores, copies))
 
     def report_copies(self) -> CopyReport | None:
-        """See BlockCopier. In a step that computes nothing, wait up to 1 ms for a copy, because the rank is idle."""
+        """In a step that computes nothing, first wait up to 1 ms for a copy, because the rank is idle."""
         if self._is_idle_step and self._tasks:
             wait(self._tasks, timeout=_IDLE_WAIT_SECONDS)
         while self._tasks and self._tasks[0].done():
             self._tasks.popleft().result()  # raises the task's exception
-        return self._log.agree_on_report()
+        return super().report_copies()
 
     def _queue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Queue copies of (target, source). Returns events before the first and after the last."""
@@ -85,7 +82,7 @@ class CudaBlockCopier:
         started = time.perf_counter()
         _, slots = split_pairs(pairs)
         self._checksums[slots] = sum_blocks(self.host, slots)
-        self._log.record_demotes(copies, _seconds_between(began, done) + time.perf_counter() - started)
+        self.record_demotes(copies, _seconds_between(began, done) + time.perf_counter() - started)
 
     def _restore(self, pairs: Pairs, copies: list[BlockCopy]) -> None:
         started = time.perf_counter()
@@ -95,7 +92,7 @@ class CudaBlockCopier:
         intact = [pair for pair, is_good in zip(pairs, is_intact, strict=True) if is_good]
         began, done = self._queue([(self._pool[block], self.host[slot]) for slot, block in intact])
         done.synchronize()
-        self._log.record_restores(copies, is_intact, checksum_seconds + _seconds_between(began, done))
+        self.record_restores(copies, is_intact, checksum_seconds + _seconds_between(began, done))
 
 
 def _seconds_between(began: torch.cuda.Event, done: torch.cuda.Event) -> float:

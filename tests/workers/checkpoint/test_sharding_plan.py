@@ -16,7 +16,7 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.meta_model import build_meta_model
 from tests.workers.checkpoints import ARCHITECTURES, tiny_config
 
-LAYER = AttentionLayer("a", 8, 2, head_dim=4, scale=1.0, sliding_window=0, softcap=0.0, has_sinks=False)
+LAYER = AttentionLayer(module="a", num_heads=8, num_kv_heads=2, head_dim=4, scale=1.0)
 
 
 @cache

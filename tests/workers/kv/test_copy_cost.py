@@ -1,10 +1,11 @@
 """When copying a block is faster than computing it."""
 
 import pytest
+import torch
 
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.copy_cost import CopyCost
-from coatcheck.workers.runner.block_copier import CopyLog
+from coatcheck.workers.runner.block_copier import CpuBlockCopier
 
 CHEAP = CopyCost(16, demote=1e-4, restore=1e-4, prefill=1e-3, step=0.02)
 DEAR = CopyCost(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
@@ -49,12 +50,12 @@ def test_a_loss_is_the_cheaper_of_copying_and_computing() -> None:
 
 def test_one_bad_moment_is_no_price() -> None:
     """A single slow copy does not change the measured cost, even if it is the first. Several do."""
-    log = CopyLog(Communicator())
+    copier = CpuBlockCopier(torch.zeros(2, 8), torch.zeros(2, 8), Communicator())
 
     def price(*seconds: float) -> float:
         for taken in seconds:
-            log.record_demotes(log.add_copies(2), 2 * taken)
-        report = log.agree_on_report()
+            copier.record_demotes(copier.add_copies(2), 2 * taken)
+        report = copier.report_copies()
         assert report is not None and report.restore_seconds == 0
         return report.demote_seconds
 
