@@ -67,12 +67,12 @@ async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]
     }  # fmt: skip
     for turn in range(rounds + 1):
         work = Workload(VOCABULARY, seed=turn, input_len=16, output_len=128)
-        jobs, few = work.jobs(32), work.jobs(16)
+        requests, few = work.build_requests(32), work.build_requests(16)
         figures = [
-            time_per_token(await over_grpc(server.address, jobs), skip=1),
-            time_per_token(await run_sse(server.http_address, jobs, 32), skip=0),
+            time_per_token(await over_grpc(server.address, requests), skip=1),
+            time_per_token(await run_sse(server.http_address, requests, 32), skip=0),
             throughput(await over_grpc(server.address, few)),
-            throughput(await over_grpc(server.address, [structured(job) for job in few])),
+            throughput(await over_grpc(server.address, [structured(request) for request in few])),
         ]
         if turn:
             for runs, figure in zip(found.values(), figures, strict=True):
@@ -80,20 +80,20 @@ async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]
     return found
 
 
-async def over_grpc(address: str, jobs: Sequence[BenchRequest]) -> list[Recording]:
-    """Run all jobs at once."""
+async def over_grpc(address: str, requests: Sequence[BenchRequest]) -> list[Recording]:
+    """Run all requests at once."""
     async with LoadGenerator([address]) as load:
-        await load.run_closed_loop(jobs, len(jobs))
+        await load.run_closed_loop(requests, len(requests))
         assert all(recording.status == "OK" for recording in load.recordings), load.recordings[0].details
         return load.recordings
 
 
-def structured(job: BenchRequest) -> BenchRequest:
+def structured(request: BenchRequest) -> BenchRequest:
     """The same request with a schema whose JSON does not end before max_tokens."""
-    request = pb.GenerateRequest.FromString(job.request)
-    request.sampling.ClearField("ignore_eos")
-    request.sampling.structured.json_schema = json.dumps(_SCHEMA)
-    return BenchRequest(job.at, request.SerializeToString(), job.output_len)
+    message = pb.GenerateRequest.FromString(request.message)
+    message.sampling.ClearField("ignore_eos")
+    message.sampling.structured.json_schema = json.dumps(_SCHEMA)
+    return BenchRequest(request.at, message.SerializeToString(), request.output_len)
 
 
 def time_per_token(recordings: Sequence[Recording], skip: int) -> float:

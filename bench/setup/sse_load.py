@@ -40,17 +40,17 @@ class Stream(asyncio.Protocol):
         self.done.set()
 
 
-async def run_sse(address: str, jobs: Sequence[BenchRequest], concurrency: int) -> list[Recording]:
-    """Keep `concurrency` streams running until all jobs are answered. Raises RuntimeError if one was not."""
+async def run_sse(address: str, requests: Sequence[BenchRequest], concurrency: int) -> list[Recording]:
+    """Keep `concurrency` streams running until all requests are answered. Raises RuntimeError if one was not."""
     host, _, port = address.rpartition(":")
-    loop, began, waiting = asyncio.get_running_loop(), time.perf_counter(), iter(jobs)
+    loop, began, waiting = asyncio.get_running_loop(), time.perf_counter(), iter(requests)
     recordings: list[Recording] = []
 
     async def client() -> None:
-        for job in waiting:
+        for request in waiting:
             now = time.perf_counter() - began
-            recording = Recording(now, now, job.output_len)
-            stream = Stream(_request(address, job), began, recording)
+            recording = Recording(now, now, request.output_len)
+            stream = Stream(_request(address, request), began, recording)
             await loop.create_connection(lambda stream=stream: stream, host, int(port))  # type: ignore[misc]
             await stream.done.wait()
             recordings.append(recording)
@@ -63,8 +63,8 @@ async def run_sse(address: str, jobs: Sequence[BenchRequest], concurrency: int) 
     return recordings
 
 
-def _request(address: str, job: BenchRequest) -> bytes:
-    asked = pb.GenerateRequest.FromString(job.request)
+def _request(address: str, request: BenchRequest) -> bytes:
+    asked = pb.GenerateRequest.FromString(request.message)
     body = json.dumps({
         "prompt": list(asked.token_ids.ids), "max_tokens": asked.sampling.max_tokens, "stream": True,
         "temperature": asked.sampling.temperature, "ignore_eos": True,

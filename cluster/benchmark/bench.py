@@ -27,7 +27,7 @@ from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
-from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, credentials_from_options
+from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto.errors import InvalidConfig, error_of
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -38,6 +38,7 @@ _LOAD = partial(typer.Option, rich_help_panel="Load")
 _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
 
 
+@with_credentials
 def bench(
     address: Annotated[
         list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
@@ -76,36 +77,33 @@ def bench(
     timeout: Annotated[
         float | None, _LOAD(min=0.001, max=LONGEST_TIMEOUT, help="Timeout of a request in seconds.")
     ] = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the run to this file.")] = None,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Send load to a server and measure it."""
     if rate is not None and trace is not None:
         raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own arrival times")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
-    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     if plot is not None:
         check_plot(plot)  # before the run
     entries = read_trace(trace, num_requests) if trace is not None else None
-    model = asyncio.run(_get_model(addresses, access))
+    model = asyncio.run(_get_model(addresses, credentials))
     salt = "" if reuse_cache else secrets.token_hex(8)
     workload = Workload(
         vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
         num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
     )  # fmt: skip
     if entries is not None:
-        jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
+        requests = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
     else:
-        jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
+        requests = workload.build_requests(num_requests or 10 * (concurrency or 1), rate=rate)
     # Another seed, so that the warm-up leaves no measured prompt in a cache.
-    warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
+    warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).build_requests(warmup)
     open_loop = rate is not None or trace is not None
     report, samples = asyncio.run(
-        _run(addresses, access, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
+        _run(addresses, credentials, requests, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
     )
     if as_json:
         print(json.dumps(report.to_json()))
@@ -120,11 +118,11 @@ def bench(
         raise typer.Exit(1)
 
 
-async def _get_model(addresses: list[str], access: Credentials) -> pb.GetModelResponse:
+async def _get_model(addresses: list[str], credentials: Credentials) -> pb.GetModelResponse:
     """The served model. Raise InvalidConfig if the routers serve different models; every router must answer."""
     answers = []
     for address in addresses:
-        async with AsyncClient([address], access) as client:
+        async with AsyncClient([address], credentials) as client:
             answers.append(await client.get_model(timeout=20.0))
     if len({answer.fingerprint for answer in answers}) > 1:
         raise InvalidConfig("the addresses serve different models; measure one at a time")
@@ -133,22 +131,24 @@ async def _get_model(addresses: list[str], access: Credentials) -> pb.GetModelRe
 
 async def _run(
     addresses: list[str],
-    access: Credentials,
-    jobs: list[BenchRequest],
+    credentials: Credentials,
+    requests: list[BenchRequest],
     warm: list[BenchRequest],
     open_loop: bool,
     concurrency: int | None,
     timeout: float | None,
     objectives: tuple[float | None, float | None],
 ) -> tuple[Report, list[RequestSample]]:
-    async with LoadGenerator(addresses, access, timeout=timeout) as load:
+    async with LoadGenerator(addresses, credentials, timeout=timeout) as load:
         await load.run_closed_loop(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
         load.recordings, load.finished = [], 0
         began, cpu = time.perf_counter(), time.process_time()
-        bar = asyncio.create_task(_show_progress(load, len(jobs)))
-        loop = load.run_open_loop(jobs, concurrency) if open_loop else load.run_closed_loop(jobs, concurrency or 1)
-        run = asyncio.create_task(loop)
+        bar = asyncio.create_task(_show_progress(load, len(requests)))
+        if open_loop:
+            run = asyncio.create_task(load.run_open_loop(requests, concurrency))
+        else:
+            run = asyncio.create_task(load.run_closed_loop(requests, concurrency or 1))
         # Ctrl-C ends the run; what was measured until then is reported.
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.cancel)
         try:
@@ -164,7 +164,7 @@ async def _run(
         cpu = time.process_time() - cpu
         measured = [measure(recording) for recording in load.recordings if recording.status != INTERRUPTED]
     ttft, tpot = objectives
-    unfinished = len(jobs) - len(measured)
+    unfinished = len(requests) - len(measured)
     report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu, unfinished=unfinished)
     return report, [sample for sample in measured if isinstance(sample, RequestSample)]
 

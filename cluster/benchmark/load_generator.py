@@ -39,11 +39,11 @@ class LoadGenerator:
     """Sends requests round-robin over one channel per address. An async context manager, which closes the channels."""
 
     def __init__(
-        self, addresses: Sequence[str], access: Credentials | None = None, *, timeout: float | None = None
+        self, addresses: Sequence[str], credentials: Credentials | None = None, *, timeout: float | None = None
     ) -> None:
-        access = access or Credentials()
-        self._metadata = access.metadata
-        self._channels = [access.channel(address, OPTIONS) for address in addresses]
+        credentials = credentials or Credentials()
+        self._metadata = credentials.metadata
+        self._channels = [credentials.channel(address, OPTIONS) for address in addresses]
         # Without serializers grpc passes bytes through.
         self._calls = [channel.unary_stream(METHOD, None, None) for channel in self._channels]
         self._timeout = timeout
@@ -57,42 +57,40 @@ class LoadGenerator:
         for channel in self._channels:
             await channel.close(None)
 
-    async def run_closed_loop(self, jobs: Sequence[BenchRequest], concurrency: int) -> float:
+    async def run_closed_loop(self, requests: Sequence[BenchRequest], concurrency: int) -> float:
         """Keep `concurrency` requests running until all have ended. Return the duration in seconds."""
         begin = time.perf_counter()
-        waiting = iter(enumerate(jobs))
+        waiting = iter(enumerate(requests))
 
         async def client() -> None:
-            for index, job in waiting:
-                await self._send(index, job, begin, time.perf_counter() - begin)
+            for index, request in waiting:
+                await self._send(index, request, begin, time.perf_counter() - begin)
 
-        await asyncio.gather(*(client() for _ in range(min(concurrency, len(jobs)))))
+        await asyncio.gather(*(client() for _ in range(min(concurrency, len(requests)))))
         return time.perf_counter() - begin
 
-    async def run_open_loop(self, jobs: Sequence[BenchRequest], concurrency: int | None = None) -> float:
-        """Send each job at its time `at`, at most `concurrency` at once if given. Return the duration in seconds."""
+    async def run_open_loop(self, requests: Sequence[BenchRequest], concurrency: int | None = None) -> float:
+        """Send each request at its time `at`, with at most `concurrency` running. Return the duration in seconds."""
         begin = time.perf_counter()
-        room = asyncio.Semaphore(concurrency) if concurrency else None
+        room = asyncio.Semaphore(concurrency or len(requests))
 
-        async def client(index: int, job: BenchRequest) -> None:
-            if room is None:
-                await self._send(index, job, begin, job.at)
-            else:
-                async with room:
-                    await self._send(index, job, begin, job.at)
+        async def client(index: int, request: BenchRequest) -> None:
+            async with room:
+                await self._send(index, request, begin, request.at)
 
         async with asyncio.TaskGroup() as clients:
-            for index, job in enumerate(jobs):
-                await asyncio.sleep(max(0.0, begin + job.at - time.perf_counter()))
-                clients.create_task(client(index, job))
+            for index, request in enumerate(requests):
+                await asyncio.sleep(max(0.0, begin + request.at - time.perf_counter()))
+                clients.create_task(client(index, request))
         return time.perf_counter() - begin
 
-    async def _send(self, index: int, job: BenchRequest, begin: float, due: float) -> None:
+    async def _send(self, index: int, request: BenchRequest, begin: float, due: float) -> None:
         clock: Callable[[], float] = time.perf_counter
-        recording = Recording(due, clock() - begin, job.output_len)
+        recording = Recording(due, clock() - begin, request.output_len)
         self.recordings.append(recording)
         add_time, add_message = recording.times.append, recording.messages.append
-        call: Any = self._calls[index % len(self._calls)](job.request, timeout=self._timeout, metadata=self._metadata)
+        method = self._calls[index % len(self._calls)]
+        call: Any = method(request.message, timeout=self._timeout, metadata=self._metadata)
         try:
             async for message in call:
                 add_time(clock() - begin)

@@ -20,10 +20,10 @@ _PREFIX, _SUFFIX, _BLOCK, _ARRIVAL = range(4)
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One serialized request, due `at` seconds after the start, and the number of tokens to expect."""
+    """`message`: a serialized GenerateRequest, due `at` seconds after the start. `output_len`: tokens to expect."""
 
     at: float
-    request: bytes
+    message: bytes
     output_len: int
 
 
@@ -46,7 +46,7 @@ class Workload:
     model: str = ""
     cache_salt: str = ""
 
-    def jobs(self, count: int, *, rate: float | None = None, first: int = 0) -> list[BenchRequest]:
+    def build_requests(self, count: int, *, rate: float | None = None, first: int = 0) -> list[BenchRequest]:
         """`count` requests from number `first` on: all due at once, or as a Poisson stream of `rate` per second."""
         if rate is None:
             arrivals = np.zeros(count)
@@ -54,7 +54,7 @@ class Workload:
             # The first request is due at 0; the gaps after it are exponential.
             arrivals = np.cumsum(self._generator(_ARRIVAL, first).exponential(1 / rate, count))
             arrivals -= arrivals[:1]
-        return [self._job(float(at), self._prompt(first + i), self.output_len) for i, at in enumerate(arrivals)]
+        return [self._request(float(at), self._prompt(first + i), self.output_len) for i, at in enumerate(arrivals)]
 
     def replay(
         self, trace: Sequence[TraceEntry], *, time_scale: float = 1.0, length_scale: float = 1.0
@@ -62,7 +62,7 @@ class Workload:
         """The requests of a trace, with scaled times and lengths. Equal block ids give equal tokens."""
         stride = max(1, round(BLOCK_TOKENS * length_scale))
         blocks: dict[int, NDArray[np.uint32]] = {}
-        jobs = []
+        requests = []
         for index, entry in enumerate(trace):
             length = max(1, round(entry.input_len * length_scale))
             for block in entry.blocks:
@@ -71,8 +71,10 @@ class Workload:
             shared = [blocks[block] for block in entry.blocks]
             missing = max(0, length - stride * len(shared))
             tokens = np.concatenate([*shared, self._tokens(missing, _SUFFIX, index)])[:length]
-            jobs.append(self._job(entry.at * time_scale, tokens, max(1, round(entry.output_len * length_scale))))
-        return jobs
+            requests.append(
+                self._request(entry.at * time_scale, tokens, max(1, round(entry.output_len * length_scale)))
+            )
+        return requests
 
     def _prompt(self, index: int) -> NDArray[np.uint32] | str:
         if self.text is not None:
@@ -84,7 +86,7 @@ class Workload:
             return unique
         return np.concatenate([self._tokens(self.prefix_len, _PREFIX, index % self.num_prefixes), unique])
 
-    def _job(self, at: float, prompt: NDArray[np.uint32] | str, output_len: int) -> BenchRequest:
+    def _request(self, at: float, prompt: NDArray[np.uint32] | str, output_len: int) -> BenchRequest:
         sampling = pb.SamplingParams(max_tokens=output_len, temperature=self.temperature, ignore_eos=True)
         if self.temperature > 0:
             sampling.seed = self.seed

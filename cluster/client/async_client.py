@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -64,9 +63,7 @@ class AsyncGenerationStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -87,8 +84,8 @@ class AsyncClient:
     to the environment variable COATCHECK_API_KEY. `tls_ca` turns TLS on: a PEM file, or "system" for the host's own
     authorities. `tls_cert` and `tls_key`: the client's own certificate, where routers ask for one.
 
-    `max_resumes`: how often one stream may move to another router without a new event in between. `patience`: seconds
-    for which a stream looks for a router.
+    `max_resumes`: how often one stream may move to another router without a new event in between. `resume_timeout`:
+    seconds for which a stream looks for a router.
 
     Raises InvalidConfig for addresses or credentials that cannot be used.
     """
@@ -103,7 +100,7 @@ class AsyncClient:
         tls_cert: str | None = None,
         tls_key: str | None = None,
         max_resumes: int = 128,
-        patience: float = 120.0,
+        resume_timeout: float = 120.0,
     ) -> None:
         self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self._addresses:
@@ -114,7 +111,7 @@ class AsyncClient:
             credentials = Credentials.build(tls_ca, tls_cert, tls_key, api_key or os.environ.get(API_KEY_VARIABLE))
         self._credentials = credentials
         self._max_resumes = max_resumes
-        self._patience = patience
+        self._resume_timeout = resume_timeout
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
 
@@ -131,61 +128,42 @@ class AsyncClient:
             await channel.close(None)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationResult:
         """Generate from a text or from token ids. Return the whole answer.
 
         `sampling` fixes every sampling field. `options` sets single fields; other fields have the model's
-        default. `timeout` in seconds bounds the whole request.
+        default.
 
         Raises InvalidRequest, Overloaded, Unavailable or another CoatcheckError with the server's message.
         """
-        return await self.stream(prompt, sampling, timeout=timeout, **options).read_all()
+        return await self.stream(prompt, sampling, **options).read_all()
 
     async def chat(
-        self,
-        messages: Conversation,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, messages: Conversation, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationResult:
         """Answer a conversation by the model's chat template: `[{"role": "user", "content": "Hello"}]`."""
-        return await self.stream_chat(messages, sampling, timeout=timeout, **options).read_all()
+        return await self.stream_chat(messages, sampling, **options).read_all()
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerationStream:
         """The answer to a prompt, chunk by chunk, as the server makes it."""
+        timeout = options.pop("timeout", None)
         request = build_request(prompt, sampling=sampling, options=options)
         return AsyncGenerationStream(self.stream_events(request, timeout=timeout))
 
     def stream_chat(
-        self,
-        messages: Conversation,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, messages: Conversation, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerationStream:
         """The answer to a conversation, chunk by chunk."""
+        timeout = options.pop("timeout", None)
         request = build_request(messages=messages, sampling=sampling, options=options)
         return AsyncGenerationStream(self.stream_events(request, timeout=timeout))
 
-    async def explain(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[RequestOptions]
-    ) -> pb.Explanation:
+    async def explain(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> pb.Explanation:
         """Which group would answer the prompt now, and each group's cost in seconds. Nothing is generated."""
+        timeout = options.pop("timeout", None)
         request = build_request(prompt, options=options)
         explanation: pb.Explanation = await self._call(AdminStub, "Explain", request, timeout)
         return explanation
@@ -241,13 +219,13 @@ class AsyncClient:
                 lost_since = time.monotonic()
             # Before the first event each router is tried once. A started stream is retried for longer.
             budget = self._max_resumes if delivered.started else len(self._addresses) - 1
-            if losses > budget or time.monotonic() - lost_since > self._patience:
+            if losses > budget or time.monotonic() - lost_since > self._resume_timeout:
                 if delivered.started:
                     raise Unavailable(f"lost the router after {counted(delivered.num_tokens, 'token')}: {loss}")
                 raise loss
             self._current += 1
             if losses >= len(self._addresses):
-                await asyncio.sleep(min(0.05 * 2 ** min(losses, 5), self._patience))
+                await asyncio.sleep(min(0.05 * 2 ** min(losses, 5), self._resume_timeout))
 
     @property
     def address(self) -> str:

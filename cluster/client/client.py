@@ -11,7 +11,7 @@ Every call runs on an event loop in the client's own thread, so several threads 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from coatcheck.cluster.client.async_client import AsyncClient, AsyncGenerationStream
 from coatcheck.cluster.client.credentials import Credentials
@@ -22,20 +22,15 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 T = TypeVar("T")
-_Run = Callable[[Coroutine[Any, Any, T]], T]
 
 
 class GenerationStream:
     """An iterator over the chunks of one request. `result` holds what has come so far."""
 
-    def __init__(self, stream: AsyncGenerationStream, run: "_Run[Any]") -> None:
+    def __init__(self, stream: AsyncGenerationStream, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self.result = stream.result
         self._stream = stream
         self._run = run
-
-    @property
-    def result(self) -> GenerationResult:
-        """The answer as far as it has come; the whole answer after the last chunk."""
-        return self._stream.result
 
     def __iter__(self) -> Self:
         return self
@@ -60,31 +55,27 @@ class GenerationStream:
         return await anext(self._stream, None)
 
 
+class ClientOptions(TypedDict, total=False):
+    """See AsyncClient."""
+
+    api_key: str
+    tls_ca: str
+    tls_cert: str
+    tls_key: str
+    max_resumes: int
+    resume_timeout: float
+
+
 class Client:
-    """A blocking client of one or several routers of one cluster. See AsyncClient for the arguments."""
+    """A blocking client of one or several routers of one cluster. The arguments and methods are AsyncClient's."""
 
     def __init__(
         self,
         addresses: str | Sequence[str] = DEFAULT_ADDRESS,
         credentials: Credentials | None = None,
-        *,
-        api_key: str | None = None,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        max_resumes: int = 128,
-        patience: float = 120.0,
+        **options: Unpack[ClientOptions],
     ) -> None:
-        self._client = AsyncClient(
-            addresses,
-            credentials,
-            api_key=api_key,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            max_resumes=max_resumes,
-            patience=patience,
-        )
+        self._client = AsyncClient(addresses, credentials, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="coatcheck-client", daemon=True)
         self._thread.start()
@@ -105,54 +96,32 @@ class Client:
         self._loop.close()
 
     def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationResult:
-        """Generate from a text or from token ids. See AsyncClient.generate."""
-        return self._run(self._client.generate(prompt, sampling, timeout=timeout, **options))
+        """Generate from a text or from token ids. Return the whole answer. See AsyncClient.generate."""
+        return self._run(self._client.generate(prompt, sampling, **options))
 
     def chat(
-        self,
-        messages: Conversation,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, messages: Conversation, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationResult:
         """Answer a conversation by the model's chat template: `[{"role": "user", "content": "Hello"}]`."""
-        return self._run(self._client.chat(messages, sampling, timeout=timeout, **options))
+        return self._run(self._client.chat(messages, sampling, **options))
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationStream:
         """The answer to a prompt, chunk by chunk, as the server makes it."""
-        return GenerationStream(self._client.stream(prompt, sampling, timeout=timeout, **options), self._run)
+        return GenerationStream(self._client.stream(prompt, sampling, **options), self._run)
 
     def stream_chat(
-        self,
-        messages: Conversation,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, messages: Conversation, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationStream:
         """The answer to a conversation, chunk by chunk."""
-        return GenerationStream(self._client.stream_chat(messages, sampling, timeout=timeout, **options), self._run)
+        return GenerationStream(self._client.stream_chat(messages, sampling, **options), self._run)
 
-    def explain(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[RequestOptions]
-    ) -> pb.Explanation:
+    def explain(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> pb.Explanation:
         """Which group would answer the prompt now, and each group's cost in seconds. Nothing is generated."""
-        return self._run(self._client.explain(prompt, timeout=timeout, **options))
+        return self._run(self._client.explain(prompt, **options))
 
     def tokenize(self, prompt: str | Conversation, *, timeout: float | None = None) -> list[int]:
         """The token ids of a text, or of a conversation by the model's chat template."""

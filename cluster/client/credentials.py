@@ -1,14 +1,16 @@
 """Credentials: the TLS authority, client certificate and API key with which a client connects to a router."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
 import grpc
 import typer
 
+from coatcheck.cluster.config.settings import set_parameters
 from coatcheck.proto.errors import InvalidConfig
 
 _SYSTEM: Final = "system"
@@ -16,22 +18,18 @@ _SYSTEM: Final = "system"
 _ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
 
 # The options of every command that calls a router.
-TlsCa = Annotated[
-    str | None,
-    _ACCESS(envvar="COATCHECK_TLS_CA", help="Use TLS and trust this authority (a PEM file; system: the host's)."),
-]
-TlsCert = Annotated[
-    str | None, _ACCESS(envvar="COATCHECK_TLS_CERT", help="The client's certificate, if the router requires one.")
-]
-TlsKey = Annotated[str | None, _ACCESS(envvar="COATCHECK_TLS_KEY", help="The key of --tls-cert.")]
-ApiKey = Annotated[
-    str | None,
-    _ACCESS(
+_OPTIONS: Final = {
+    "tls_ca": _ACCESS(
+        envvar="COATCHECK_TLS_CA", help="Use TLS and trust this authority (a PEM file; system: the host's)."
+    ),
+    "tls_cert": _ACCESS(envvar="COATCHECK_TLS_CERT", help="The client's certificate, if the router requires one."),
+    "tls_key": _ACCESS(envvar="COATCHECK_TLS_KEY", help="The key of --tls-cert."),
+    "api_key": _ACCESS(
         envvar="COATCHECK_API_KEY",
         help="The API key. Prefer the environment: other users see arguments.",
         show_envvar=True,
     ),
-]
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +74,27 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.roots, key, certificate)
 
 
-def credentials_from_options(
-    tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None
-) -> Credentials:
-    """Credentials.build for a command: raise typer.BadParameter instead of InvalidConfig."""
-    try:
-        return Credentials.build(tls_ca, tls_cert, tls_key, api_key)
-    except InvalidConfig as error:
-        raise typer.BadParameter(str(error)) from None
+def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a Typer command so that its parameter `credentials` comes from the options of _OPTIONS."""
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name != "credentials":
+            parameters.append(parameter)
+            continue
+        for name, option in _OPTIONS.items():
+            annotation = Annotated[str | None, option]
+            parameters.append(parameter.replace(name=name, annotation=annotation, default=None))
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        given = {name: arguments.pop(name) for name in _OPTIONS}
+        try:
+            credentials = Credentials.build(**given)
+        except InvalidConfig as error:
+            raise typer.BadParameter(str(error)) from None
+        command(credentials=credentials, **arguments)
+
+    return set_parameters(run, parameters)
 
 
 def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:

@@ -47,7 +47,7 @@ class RequestOptions(SamplingOptions, total=False):
 
     `cache_salt`: prefix blocks are shared only between requests of one salt. `session_id`: among groups of equal cost,
     all requests of a session use the same one. `priority`: lower values are served first. `retention`: how long the
-    prompt's blocks are kept.
+    prompt's blocks are kept. `timeout`: seconds for the whole request.
     """
 
     model: str
@@ -56,6 +56,7 @@ class RequestOptions(SamplingOptions, total=False):
     session_id: str
     priority: int
     retention: Retention
+    timeout: float | None
 
 
 _MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, credentials_from_options
+from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.commands.generate import put_prompt
 from coatcheck.cluster.commands.status import call_admin, make_table
@@ -24,6 +24,7 @@ _SECONDS: Final = ("queue", "prefill", "restore", "decode", "eviction", "stall",
 _TOKENS: Final = {"device_tokens": "cached", "host_tokens": "in host", "expected_tokens": "coming"}
 
 
+@with_credentials
 def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
@@ -34,17 +35,14 @@ def explain(
     system: Annotated[str | None, typer.Option(help="A system message before PROMPT; needs --chat.")] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
     cache_salt: Annotated[str, typer.Option(help="Requests share cached prefixes only if their salts are equal.")] = "",
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Show which group would get PROMPT, and every group's cost in seconds, term by term. Sends no request."""
     request = pb.GenerateRequest(cache_salt=cache_salt, sampling=build_sampling({"max_tokens": max_tokens}))
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
-    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
-    explanation: pb.Explanation = call_admin(access, address, "Explain", request, _CALL_SECONDS)
+    explanation: pb.Explanation = call_admin(credentials, address, "Explain", request, _CALL_SECONDS)
     if as_json:
         fields = MessageToDict(explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         print(json.dumps(fields))

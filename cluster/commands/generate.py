@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
-from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, credentials_from_options
+from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
@@ -29,6 +29,7 @@ _LENGTH = partial(typer.Option, rich_help_panel="Answers and their end")
 _CACHE = partial(typer.Option, rich_help_panel="Cache")
 
 
+@with_credentials
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     address: Annotated[
@@ -68,11 +69,9 @@ def generate(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until the request is cancelled.")
     ] = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Generate from PROMPT and stream the text to stdout."""
     given: dict[str, Any] = dict(
@@ -86,7 +85,6 @@ def generate(
     if not as_json and (logprobs is not None or prompt_logprobs is not None):
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
-    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     if retain_seconds is not None and retain is None:
         raise typer.BadParameter("--retain-seconds needs --retain")
@@ -96,7 +94,7 @@ def generate(
         ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
         request.retention.CopyFrom(Retention(retain, ttl).to_message())
     show: Callable[[str], None] = _write if streams_text else lambda text: None
-    answer = asyncio.run(_stream(addresses, access, request, timeout, show))
+    answer = asyncio.run(_stream(addresses, credentials, request, timeout, show))
     if as_json:
         wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
         _write(json.dumps(wanted, ensure_ascii=False) + "\n")
@@ -107,13 +105,13 @@ def generate(
 
 async def _stream(
     addresses: list[str],
-    access: Credentials,
+    credentials: Credentials,
     request: pb.GenerateRequest,
     timeout: float | None,
     show: Callable[[str], None],
 ) -> GenerationResult:
     answer = GenerationResult(time.perf_counter())
-    async with AsyncClient(addresses, access) as client:
+    async with AsyncClient(addresses, credentials) as client:
         async for event in client.stream_events(request, timeout=timeout):
             answer.add(event, time.perf_counter())
             if event.HasField("delta"):

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT
 from coatcheck.cluster.client.connection_errors import explain_error
-from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, credentials_from_options
+from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -24,23 +24,22 @@ _CALL_SECONDS = 10.0
 _COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow", "starting": "yellow"}
 
 
+@with_credentials
 def status(
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Show groups, ranks, health, load, KV block usage, prefix cache hit ratio, TTFT and TPOT."""
-    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
-    answer = call_admin(access, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
+    answer = call_admin(credentials, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
     if as_json:
         print(json.dumps(as_json_object(answer)))
     else:
         _print(answer)
 
 
+@with_credentials
 def drain(
     group: Annotated[str, typer.Argument(help="The name of a group. Default: the whole router.")] = "",
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
@@ -49,10 +48,8 @@ def drain(
         typer.Option(min=0.0, max=LONGEST_TIMEOUT, help="Seconds to wait for running requests. Default: no limit."),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Accept new requests again.")] = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    api_key: ApiKey = None,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Drain GROUP, or the whole router: send no new requests there, and wait until the running ones have ended.
 
@@ -61,18 +58,17 @@ def drain(
     """
     if undo and timeout is not None:
         raise typer.BadParameter("--undo waits for nothing; leave --timeout out")
-    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     what = group or "the router"
     if undo:
-        call_admin(access, address, "Drain", pb.DrainRequest(group=group, undo=True), _CALL_SECONDS)
+        call_admin(credentials, address, "Drain", pb.DrainRequest(group=group, undo=True), _CALL_SECONDS)
         print(f"{what} takes new work again")
         return
-    answer = call_admin(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _CALL_SECONDS)
+    answer = call_admin(credentials, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _CALL_SECONDS)
     # Before the wait, because Ctrl-C ends only the wait and not the draining.
     again = " ".join(["coatcheck drain", *filter(None, [group]), "--undo"])
     print(f"{what} takes no new work until `{again}`", file=sys.stderr)
     if not answer.drained:
-        answer = call_admin(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
+        answer = call_admin(credentials, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
     if answer.drained:
         print(f"{what} is drained")
         return
@@ -81,13 +77,13 @@ def drain(
     raise typer.Exit(1)
 
 
-def call_admin(access: Credentials, address: str, method: str, request: Any, timeout: float | None) -> Any:
+def call_admin(credentials: Credentials, address: str, method: str, request: Any, timeout: float | None) -> Any:
     """Call `method` of the router's Admin service. Raises a CoatcheckError if it fails."""
     check_addresses([address])
-    with access.blocking_channel(address) as channel:
+    with credentials.blocking_channel(address) as channel:
         try:
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-            return getattr(stub, method)(request, timeout=timeout, metadata=access.metadata)
+            return getattr(stub, method)(request, timeout=timeout, metadata=credentials.metadata)
         except grpc.RpcError as error:
             raise explain_error(error, address, timeout) from None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, credentials_from_options
+from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.commands.status import as_json_object, call_admin, colour_of, make_table
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS
 from coatcheck.cluster.plural import counted
@@ -25,27 +25,25 @@ _MAX_BAR, _MIN_BAR, _BESIDE_BAR = 28, 6, 76  # widths in columns: of a bar, and 
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
+@with_credentials
 def top(
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen and exit; the token rate is measured over --every seconds.")
     ] = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each update, one a line.")] = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Show groups, ranks, KV blocks by tier, prefix cache hit ratio, queue, TTFT, TPOT and ITL, until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
     history = History()
-    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
 
     def read_status() -> pb.StatusResponse:
-        status: pb.StatusResponse = call_admin(access, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
+        status: pb.StatusResponse = call_admin(credentials, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
         history.add_sample(status, time.monotonic())
         return status
 

@@ -10,7 +10,7 @@ A field is written once, with `setting(panel, description, default, **bounds)`. 
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -76,11 +76,16 @@ def with_flags(settings: type[Settings]) -> Callable[[Callable[..., None]], Call
             *(_parameter(name, field, has_file="config" in own) for name, field in settings.model_fields.items()),
             *(parameter for parameter in own.values() if parameter.kind is not parameter.VAR_KEYWORD),
         ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
+        return set_parameters(command, parameters)
 
     return decorate
+
+
+def set_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Make Typer see `parameters` instead of the command's own. Return `command`."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def _parameter(name: str, field: FieldInfo, *, has_file: bool) -> inspect.Parameter:

@@ -1,4 +1,4 @@
-"""KV cache sizes, memory budgets and the lower bound of a decode step's time. Pure arithmetic.
+"""KvCacheSpec: the bytes of a KV cache, and the blocks of it that fit on a GPU. Pure arithmetic.
 
 Sizes come from the BlockLayout and TpShard that ranks use, so they equal what a running group reports.
 """
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from coatcheck.cluster.planner.model_shape import ModelShape
-from coatcheck.cluster.planner.weight_count import WeightCount
+from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.kv_dtype import KV_DTYPES, KvDtype
+from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -20,13 +20,21 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class KvCacheSpec:
     """The KV cache of `layers`. `whole`: layout of all heads. `rank`: layout of the heads on each of `tp` ranks."""
 
     layers: tuple[LayerSpec, ...]
     whole: BlockLayout
     rank: BlockLayout
     tp: int
+
+    @classmethod
+    def of_or_none(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self | None:
+        """Like `of`, but None instead of InvalidConfig."""
+        try:
+            return cls.of(layers, tp, block_size, kv_dtype)
+        except InvalidConfig:
+            return None
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self:
@@ -76,96 +84,40 @@ class Cache:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """A rank's memory in bytes. `kv_memory`: bytes, or a share of what the weights leave free."""
-
-    gpu_memory: float
-    rank_weight_bytes: float
-    kv_memory: float
-
-    def num_blocks(self, cache: Cache) -> int:
-        """Blocks in a group's pool. Raise InvalidConfig if the weights or one block do not fit."""
-        free = int(self.gpu_memory - self.rank_weight_bytes)
-        if free <= 0:
-            least_tp = -(-self.rank_weight_bytes * cache.tp // self.gpu_memory)
-            raise InvalidConfig(
-                f"the weights take {self.rank_weight_bytes / 2**30:,.1f} GiB on each of {cache.tp} ranks, and "
-                f"gpu-memory is {self.gpu_memory / 2**30:,.1f} GiB; raise tp (to {least_tp:.0f} or more) or "
-                "gpu-memory"
-            )
-        return choose_num_blocks(
-            self.kv_memory,
-            free_bytes=free,
-            sharing_ranks=1,
-            bytes_per_block=cache.rank.bytes_per_block,
-            block_size=cache.block_size,
-            max_model_len=None,
+def count_pool_blocks(cache: KvCacheSpec, settings: PlanSettings, rank_weight_bytes: float) -> int:
+    """Blocks in a group's KV pool. Raise InvalidConfig if the weights or one block do not fit."""
+    gpu_memory = settings.gpu_memory
+    free = int(gpu_memory - rank_weight_bytes)
+    if free <= 0:
+        least_tp = -(-rank_weight_bytes * cache.tp // gpu_memory)
+        raise InvalidConfig(
+            f"the weights take {rank_weight_bytes / 2**30:,.1f} GiB on each of {cache.tp} ranks, and gpu-memory is "
+            f"{gpu_memory / 2**30:,.1f} GiB; raise tp (to {least_tp:.0f} or more) or gpu-memory"
         )
+    return choose_num_blocks(
+        settings.kv_memory,
+        free_bytes=free,
+        sharing_ranks=1,
+        bytes_per_block=cache.rank.bytes_per_block,
+        block_size=cache.block_size,
+        max_model_len=None,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The model with another number of KV heads, or with latents instead of keys and values."""
+def attention_variants(shape: ModelShape) -> list[tuple[str, int, tuple[LayerSpec, ...]]]:
+    """(name, number of KV heads, layers) of the model's own attention and, for comparison, of MHA, GQA-8 and MQA.
 
-    name: str
-    kv_heads: int
-    cache: Cache | None  # None: tp does not divide kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimeFloor:
-    """Lower bound of a decode step's time: the bytes of weights and KV that it reads, divided by the bandwidth."""
-
-    batch: int
-    weights_seconds: float
-    kv_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.weights_seconds + self.kv_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.batch / self.seconds
-
-
-def attention_variants(shape: ModelShape, tp: int, block_size: int, kv_dtype: KvDtype) -> list[Variant]:
-    """The cache of the model's own attention and, for comparison, of MHA, GQA-8 and MQA.
-
-    For a model with latent attention: the cache of latents, and that of keys and values of every head.
+    For a model with latent attention: keys and values of every head, and the latents.
     """
     heads, own = shape.expanded[0].num_heads, shape.expanded[0].num_kv_heads
     if shape.is_latent:
-        names = [("MLA, every head", heads, shape.expanded), ("MLA, latent", 1, shape.layers)]
-    else:
-        numbers = {heads, own, 1} | ({8} if heads > 8 and heads % 8 == 0 else set())
-        names = [
-            (_attention_name(n, heads) + (", its own" if n == own else ""), n, shape.with_kv_heads(n))
-            for n in sorted(numbers, reverse=True)
-        ]
-    return [Variant(name, n, _cache_or_none(layers, tp, block_size, kv_dtype)) for name, n, layers in names]
-
-
-def caches_by_kv_dtype(layers: Sequence[LayerSpec], tp: int, block_size: int) -> dict[str, Cache | None]:
-    """A cache for each kv-dtype; None if the dtype does not support the layers."""
-    return {name: _cache_or_none(layers, tp, block_size, kv_dtype) for name, kv_dtype in KV_DTYPES.items()}
-
-
-def step_time_floor(
-    cache: Cache, weights: WeightCount, weight_bytes: float, bandwidth: float, batch: int, context: int
-) -> StepTimeFloor:
-    """`weight_bytes`: bytes of one weight. `bandwidth`: bytes per second. `context`: tokens of each sequence."""
-    kv = batch * cache.rank_bytes_read(context)
-    return StepTimeFloor(batch, weights.read_per_step(batch) * weight_bytes / bandwidth, kv / bandwidth)
+        return [("MLA, every head", heads, shape.expanded), ("MLA, latent", 1, shape.layers)]
+    numbers = {heads, own, 1} | ({8} if heads > 8 and heads % 8 == 0 else set())
+    return [
+        (_attention_name(n, heads) + (", its own" if n == own else ""), n, shape.with_kv_heads(n))
+        for n in sorted(numbers, reverse=True)
+    ]
 
 
 def _attention_name(kv_heads: int, heads: int) -> str:
     return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
-
-
-def _cache_or_none(layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Cache | None:
-    try:
-        return Cache.of(layers, tp, block_size, kv_dtype)
-    except InvalidConfig:
-        return None

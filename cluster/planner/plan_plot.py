@@ -18,11 +18,11 @@ def plot_sizing(sizing: Sizing, path: Path) -> None:
         raise InvalidConfig("--plot needs matplotlib: pip install 'coatcheck[plot]'") from None
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    ((fits, heads), (waste, floors)) = figure.subplots(2, 2)
+    ((fits, heads), (waste, step_times)) = figure.subplots(2, 2)
     _plot_sequences(fits, sizing)
     _plot_kv_heads(heads, sizing)
     _plot_waste(waste, sizing)
-    _plot_step_times(floors, sizing)
+    _plot_step_times(step_times, sizing)
     figure.suptitle(
         f"{sizing.shape.name} · tp {sizing.cache.tp} · {sizing.settings.gpu_memory / 2**30:,.0f} GiB a GPU · "
         f"{sizing.sequences:,} sequences of {sizing.context:,} tokens in {sizing.cache.whole.kv_dtype}"
@@ -39,8 +39,8 @@ def _plot_sequences(axes: Any, sizing: Sizing) -> None:
     longest = max(sizing.context, sizing.shape.max_model_len or 0)
     contexts = _log_spaced(min(256, longest), longest)
     names: dict[int, list[str]] = {}  # kv-dtypes of one size share a line
-    for name, _, num_blocks in sizing.by_kv_dtype():
-        names.setdefault(num_blocks, []).append(name)
+    for row in sizing.kv_dtype_rows():
+        names.setdefault(row["num_blocks"], []).append(row["kv_dtype"])
     for num_blocks, same in names.items():
         counts = [sizing.sequences_of(num_blocks, context) or float("nan") for context in contexts]
         axes.plot(contexts, counts, label=", ".join(same))
@@ -53,18 +53,18 @@ def _plot_kv_heads(axes: Any, sizing: Sizing) -> None:
     concurrency, context = sizing.settings.concurrency, sizing.context
     axes.set(title=f"KV of {concurrency:,} × {context:,} tokens", xlabel="GiB, all heads once")
     axes.grid(alpha=0.3, axis="x")
-    known = [(variant.name, variant.cache) for variant in reversed(sizing.variants()) if variant.cache is not None]
-    sizes = [concurrency * cache.sequence_bytes(context) / 2**30 for _, cache in known]
-    bars = axes.barh([name.replace(", ", ",\n") for name, _ in known], sizes, alpha=0.7)
+    rows = [row for row in reversed(sizing.variant_rows()) if row["concurrent_bytes"] is not None]
+    names = [row["name"].replace(", ", ",\n") for row in rows]
+    bars = axes.barh(names, [row["concurrent_bytes"] / 2**30 for row in rows], alpha=0.7)
     axes.bar_label(bars, fmt="{:,.1f}", padding=3)
     axes.margins(x=0.15)
 
 
 def _plot_waste(axes: Any, sizing: Sizing) -> None:
-    rows = sizing.by_block_size()
+    rows = sizing.block_size_rows()
     axes.set(title=f"slots wasted, lengths {sizing.lengths.source}", xlabel="block size", ylabel="percent")
     axes.grid(alpha=0.3, axis="y")
-    bars = axes.bar([str(block_size) for block_size, _, _ in rows], [waste * 100 for _, waste, _ in rows], alpha=0.7)
+    bars = axes.bar([str(row["block_size"]) for row in rows], [row["waste"] * 100 for row in rows], alpha=0.7)
     axes.bar_label(bars, fmt="{:.2g}%")
     axes.margins(y=0.1)
 
@@ -76,8 +76,8 @@ def _plot_step_times(axes: Any, sizing: Sizing) -> None:
     )  # fmt: skip
     axes.grid(alpha=0.3)
     batches = _log_spaced(1, max(sizing.sequences, sizing.settings.concurrency, 2))
-    floors = [sizing.floor(batch) for batch in batches]
-    weights, kv = ([getattr(f, name) * 1e3 for f in floors] for name in ("weights_seconds", "kv_seconds"))
+    rows = [sizing.step_time_row(batch) for batch in batches]
+    weights, kv = ([row[field] * 1e3 for row in rows] for field in ("weights_seconds", "kv_seconds"))
     axes.stackplot(batches, weights, kv, labels=["weights", f"KV of {sizing.context:,} tokens each"], alpha=0.7)
     if 0 < sizing.sequences < batches[-1]:
         axes.axvline(sizing.sequences, linestyle=":", color="red", label="what fits")

@@ -1,7 +1,10 @@
 """plan_tables: a Sizing as tables for a terminal."""
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -12,19 +15,56 @@ def plan_tables(sizing: Sizing) -> Group:
     """Whether the requested sequences fit, the memory that they take, and the same for other settings."""
     context, concurrency = sizing.context, sizing.settings.concurrency
     bandwidth = f"{sizing.settings.bandwidth / 1e12:g} TB/s"
-    parts: list[RenderableType] = [_answer(sizing)]
-    for title, table in (
-        ("Bytes of one token", _layers(sizing)),
-        ("Memory", _memory(sizing)),
-        ("By kv-dtype", _kv_dtypes(sizing)),
-        (f"With other KV heads: {concurrency:,} sequences of {context:,} tokens", _variants(sizing)),
-        (f"By block size: lengths {sizing.lengths.source}", _block_sizes(sizing)),
-        (f"Lower bound of a decode step: {context:,} tokens each, {bandwidth}", _floors(sizing)),
-    ):
-        parts += [Text(f"\n{title}", style="bold"), table]
-    parts.insert(-2, _paging(sizing))
-    parts += [Text(f"note: {note}", style="yellow") for note in sizing.notes]
-    return Group(*parts)
+    does_not_divide = f"tp {sizing.cache.tp} does not divide it"
+    kv_dtypes = _table(
+        sizing.kv_dtype_rows(),
+        ("kv-dtype", "kv_dtype", str),
+        ("bytes a token", "bytes_per_token", _number),
+        ("of them scales", "scale_bytes_per_token", _number),
+        ("blocks", "num_blocks", _number),
+        ("sequences", "sequences", _number),
+    )
+    variants = _table(
+        sizing.variant_rows(),
+        ("attention", "name", str),
+        ("KV heads", "kv_heads", str),
+        ("bytes a token", "bytes_per_token", lambda count: "-" if count is None else _number(count)),
+        ("all heads once", "concurrent_bytes", lambda count: "-" if count is None else size(count)),
+        ("per rank", "rank_concurrent_bytes", lambda count: does_not_divide if count is None else size(count)),
+    )
+    block_sizes = _table(
+        sizing.block_size_rows(),
+        ("block size", "block_size", str),
+        ("wasted", "waste", "{:.2%}".format),
+        ("sequences that fit", "sequences", _number),
+    )
+    step_times = _table(
+        sizing.step_time_rows(),
+        ("sequences", "batch", lambda batch: f"{batch:,}{' (do not fit)' if batch > sizing.sequences else ''}"),
+        ("weights", "weights_seconds", duration),
+        ("KV", "kv_seconds", duration),
+        ("step", "seconds", duration),
+        ("tokens/s", "tokens_per_second", _number),
+    )
+    return Group(
+        _answer(sizing),
+        *_titled("Bytes of one token", _layers(sizing)),
+        *_titled("Memory", _memory(sizing)),
+        *_titled("By kv-dtype", kv_dtypes),
+        *_titled(f"With other KV heads: {concurrency:,} sequences of {context:,} tokens", variants),
+        *_titled(f"By block size: lengths {sizing.lengths.source}", block_sizes),
+        _paging(sizing),
+        *_titled(f"Lower bound of a decode step: {context:,} tokens each, {bandwidth}", step_times),
+        *(Text(f"note: {note}", style="yellow") for note in sizing.notes),
+    )
+
+
+def _titled(title: str, table: Table) -> tuple[Text, Table]:
+    return Text(f"\n{title}", style="bold"), table
+
+
+def _number(count: float) -> str:
+    return f"{count:,.0f}"
 
 
 def size(count: float) -> str:
@@ -56,33 +96,41 @@ def _answer(sizing: Sizing) -> Text:
     return text
 
 
-def _table(*columns: str) -> Table:
+def _table(rows: Iterable[Mapping[str, Any]], *columns: tuple[str, str, Callable[[Any], str]]) -> Table:
+    """A line for each row. A column is its heading, the row's field, and the field's text."""
+    table = _empty_table(*(heading for heading, _, _ in columns))
+    for row in rows:
+        table.add_row(*(show(row[field]) for _, field, show in columns))
+    return table
+
+
+def _empty_table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right")
     return table
 
 
 def _layers(sizing: Sizing) -> Table:
-    cache, tp = sizing.cache, sizing.cache.tp
-    table = _table("layers", "KV heads", "elements", "all heads once", "per rank")
-    for layer, count in sizing.layer_kinds():
-        dims = f"{layer.head_dim} + {layer.value_dim}" if layer.value_dim else f"{layer.head_dim} latent"
-        window = f", window {layer.sliding_window:,}" if layer.sliding_window else ""
-        whole, rank = sizing.layer_bytes(layer, 1), sizing.layer_bytes(layer, tp)
-        table.add_row(f"each of {count}{window}", str(layer.num_kv_heads), dims, f"{whole:,.0f}", f"{rank:,.0f}")
-    whole, rank = cache.whole.bytes_per_token, cache.rank.bytes_per_token
-    scales = cache.whole.scale_bytes_per_token
-    table.add_row(f"all {len(cache.layers)}", "", "", f"{whole:,.0f}", f"{rank:,.0f}", style="bold")
-    if scales:
-        table.add_row("of that, scales", "", "", f"{scales:,.0f}", f"{cache.rank.scale_bytes_per_token:,.0f}")
+    whole, rank = sizing.cache.whole, sizing.cache.rank
+    table = _empty_table("layers", "KV heads", "elements", "all heads once", "per rank")
+    for row in sizing.layer_rows():
+        dims = f"{row['head_dim']} + {row['value_dim']}" if row["value_dim"] else f"{row['head_dim']} latent"
+        window = f", window {row['sliding_window']:,}" if row["sliding_window"] else ""
+        sizes = _number(row["bytes_per_token"]), _number(row["rank_bytes_per_token"])
+        table.add_row(f"each of {row['count']}{window}", str(row["kv_heads"]), dims, *sizes)
+    sizes = _number(whole.bytes_per_token), _number(rank.bytes_per_token)
+    table.add_row(f"all {len(sizing.cache.layers)}", "", "", *sizes, style="bold")
+    if whole.scale_bytes_per_token:
+        sizes = _number(whole.scale_bytes_per_token), _number(rank.scale_bytes_per_token)
+        table.add_row("of that, scales", "", "", *sizes)
     return table
 
 
 def _memory(sizing: Sizing) -> Table:
     cache, context, concurrency = sizing.cache, sizing.context, sizing.settings.concurrency
-    table = _table("", "all heads once", "per rank")
-    table.add_row("weights", size(sizing.weight_bytes), size(sizing.budget.rank_weight_bytes))
+    table = _empty_table("", "all heads once", "per rank")
+    table.add_row("weights", size(sizing.weight_bytes), size(sizing.rank_weight_bytes))
     pool = sizing.num_blocks * cache.rank.bytes_per_block
     what = f"KV pool, {sizing.num_blocks:,} blocks of {cache.block_size} tokens"
     table.add_row(what, "", size(pool))
@@ -96,44 +144,6 @@ def _memory(sizing: Sizing) -> Table:
     return table
 
 
-def _kv_dtypes(sizing: Sizing) -> Table:
-    table = _table("kv-dtype", "bytes a token", "of them scales", "blocks", "sequences")
-    for name, cache, num_blocks in sizing.by_kv_dtype():
-        table.add_row(
-            name,
-            f"{cache.whole.bytes_per_token:,.0f}",
-            f"{cache.whole.scale_bytes_per_token:,.0f}",
-            f"{num_blocks:,}",
-            f"{sizing.sequences_of(num_blocks, sizing.context):,}",
-        )
-    return table
-
-
-def _variants(sizing: Sizing) -> Table:
-    context, concurrency = sizing.context, sizing.settings.concurrency
-    table = _table("attention", "KV heads", "bytes a token", "all heads once", "per rank")
-    for variant in sizing.variants():
-        if variant.cache is None:
-            table.add_row(variant.name, str(variant.kv_heads), "-", "-", f"tp {sizing.cache.tp} does not divide it")
-            continue
-        whole, rank = variant.cache.sequence_bytes(context), variant.cache.rank_sequence_bytes(context)
-        table.add_row(
-            variant.name,
-            str(variant.kv_heads),
-            f"{variant.cache.whole.bytes_per_token:,.0f}",
-            size(concurrency * whole),
-            size(concurrency * rank),
-        )
-    return table
-
-
-def _block_sizes(sizing: Sizing) -> Table:
-    table = _table("block size", "wasted", "sequences that fit")
-    for block_size, waste, fit in sizing.by_block_size():
-        table.add_row(str(block_size), f"{waste:.2%}", f"{fit:,}")
-    return table
-
-
 def _paging(sizing: Sizing) -> Text:
     lengths, block_size = sizing.lengths, sizing.cache.block_size
     paged = lengths.fit_paged(sizing.num_blocks, block_size)
@@ -144,17 +154,3 @@ def _paging(sizing: Sizing) -> Text:
         f"Paged, {paged:,} sequences of these lengths (mean {lengths.mean:,.0f}) fit: {ratio} with "
         f"{sizing.context:,} tokens reserved for each.{left_out}"
     )
-
-
-def _floors(sizing: Sizing) -> Table:
-    table = _table("sequences", "weights", "KV", "step", "tokens/s")
-    for floor in sizing.floors():
-        beyond = " (do not fit)" if floor.batch > sizing.sequences else ""
-        table.add_row(
-            f"{floor.batch:,}{beyond}",
-            duration(floor.weights_seconds),
-            duration(floor.kv_seconds),
-            duration(floor.seconds),
-            f"{floor.tokens_per_second:,.0f}",
-        )
-    return table

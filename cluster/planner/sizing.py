@@ -1,27 +1,17 @@
 """Sizing: every figure that `coatcheck plan` shows for one model on one kind of GPU."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from coatcheck.cluster.planner.capacity import (
-    WEIGHT_BYTES,
-    Budget,
-    Cache,
-    StepTimeFloor,
-    Variant,
-    attention_variants,
-    caches_by_kv_dtype,
-    step_time_floor,
-)
+from coatcheck.cluster.planner.capacity import WEIGHT_BYTES, KvCacheSpec, attention_variants, count_pool_blocks
 from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.kv_dtype import choose_kv_dtype
-from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 
@@ -31,17 +21,19 @@ _DEFAULT_CONTEXT: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool."""
+    """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool.
+
+    A method that returns rows returns a list of the JSON object of `coatcheck plan --json`, which is a table too.
+    """
 
     settings: PlanSettings
     shape: ModelShape
     dtype: str
     context: int
-    cache: Cache
+    cache: KvCacheSpec
     weight_bytes: float
     bytes_per_weight: float
     rank_weights: WeightCount
-    budget: Budget
     num_blocks: int
     lengths: LengthDistribution
     notes: tuple[str, ...]
@@ -55,12 +47,11 @@ class Sizing:
         kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
         context = settings.context or min(_DEFAULT_CONTEXT, shape.max_model_len or _DEFAULT_CONTEXT)
         layers = shape.layers if settings.latent else shape.expanded
-        cache = Cache.of(layers, settings.tp, settings.block_size, kv_dtype)
+        cache = KvCacheSpec.of(layers, settings.tp, settings.block_size, kv_dtype)
         whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
         part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp))
         weight_bytes = settings.weights or float(whole.total * WEIGHT_BYTES[dtype])
         bytes_per_weight = weight_bytes / whole.total
-        budget = Budget(settings.gpu_memory, part.total * bytes_per_weight, settings.kv_memory)
         return cls(
             settings=settings,
             shape=shape,
@@ -70,8 +61,7 @@ class Sizing:
             weight_bytes=weight_bytes,
             bytes_per_weight=bytes_per_weight,
             rank_weights=part,
-            budget=budget,
-            num_blocks=budget.num_blocks(cache),
+            num_blocks=count_pool_blocks(cache, settings, part.total * bytes_per_weight),
             lengths=_lengths(settings.lengths, context),
             notes=(*shape.notes, *_notes(cache, context, shape.max_model_len)),
         )
@@ -89,45 +79,92 @@ class Sizing:
     def sequences_of(self, num_blocks: int, context: int) -> int:
         return num_blocks // self.cache.count_blocks(context)
 
-    def layer_kinds(self) -> list[tuple[LayerSpec, int]]:
-        """(layer, number of equal layers) for each distinct layer, in order."""
-        kinds = dict.fromkeys(self.cache.layers)
-        return [(kind, self.cache.layers.count(kind)) for kind in kinds]
+    @property
+    def rank_weight_bytes(self) -> float:
+        return self.rank_weights.total * self.bytes_per_weight
 
-    def layer_bytes(self, layer: LayerSpec, tp: int) -> float:
-        """Bytes of one token in `layer` on each of `tp` ranks."""
-        part = TpShard(0, tp).shard_layer(layer)
-        return BlockLayout.of([part], self.cache.block_size, self.cache.whole.kv_dtype).bytes_per_token
+    def layer_rows(self) -> list[dict[str, Any]]:
+        """What each kind of layer stores for a token, in order. `count`: number of equal layers."""
+        kv_dtype, block_size, shard = self.cache.whole.kv_dtype, self.cache.block_size, TpShard(0, self.cache.tp)
+        return [
+            {
+                "count": self.cache.layers.count(layer),
+                "kv_heads": layer.num_kv_heads,
+                "head_dim": layer.head_dim,
+                "value_dim": layer.value_dim,
+                "sliding_window": layer.sliding_window,
+                "bytes_per_token": BlockLayout.of([layer], block_size, kv_dtype).bytes_per_token,
+                "rank_bytes_per_token": BlockLayout.of(
+                    [shard.shard_layer(layer)], block_size, kv_dtype
+                ).bytes_per_token,
+            }
+            for layer in dict.fromkeys(self.cache.layers)
+        ]
 
-    def by_kv_dtype(self) -> list[tuple[str, Cache, int]]:
-        """(name, cache, blocks in the pool) for every kv-dtype that the model supports."""
-        caches = caches_by_kv_dtype(self.cache.layers, self.settings.tp, self.settings.block_size)
-        return [(name, cache, self.budget.num_blocks(cache)) for name, cache in caches.items() if cache is not None]
+    def kv_dtype_rows(self) -> list[dict[str, Any]]:
+        """The pool with every kv-dtype that the model supports."""
+        rows = []
+        for name, kv_dtype in KV_DTYPES.items():
+            cache = KvCacheSpec.of_or_none(self.cache.layers, self.cache.tp, self.cache.block_size, kv_dtype)
+            if cache is not None:
+                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes)
+                rows.append(
+                    {
+                        "kv_dtype": name,
+                        "bytes_per_token": cache.whole.bytes_per_token,
+                        "scale_bytes_per_token": cache.whole.scale_bytes_per_token,
+                        "num_blocks": num_blocks,
+                        "sequences": self.sequences_of(num_blocks, self.context),
+                    }
+                )
+        return rows
 
-    def variants(self) -> list[Variant]:
-        return attention_variants(self.shape, self.settings.tp, self.settings.block_size, self.cache.whole.kv_dtype)
+    def variant_rows(self) -> list[dict[str, Any]]:
+        """The KV cache of `concurrency` sequences with other KV heads. Bytes are None if tp does not divide them."""
+        rows = []
+        for name, kv_heads, layers in attention_variants(self.shape):
+            cache = KvCacheSpec.of_or_none(layers, self.cache.tp, self.cache.block_size, self.cache.whole.kv_dtype)
+            concurrency = self.settings.concurrency
+            rows.append(
+                {
+                    "name": name,
+                    "kv_heads": kv_heads,
+                    "bytes_per_token": cache and cache.whole.bytes_per_token,
+                    "concurrent_bytes": cache and concurrency * cache.sequence_bytes(self.context),
+                    "rank_concurrent_bytes": cache and concurrency * cache.rank_sequence_bytes(self.context),
+                }
+            )
+        return rows
 
-    def by_block_size(self) -> list[tuple[int, float, int]]:
-        """(block size, wasted share, sequences of `lengths` that fit) for every block size."""
-        found = []
+    def block_size_rows(self) -> list[dict[str, Any]]:
+        """For every block size the share of slots that is wasted, and how many sequences of `lengths` fit."""
+        rows = []
         for size in BLOCK_SIZES:
-            cache = Cache.of(self.cache.layers, self.settings.tp, size, self.cache.whole.kv_dtype)
+            cache = KvCacheSpec.of(self.cache.layers, self.cache.tp, size, self.cache.whole.kv_dtype)
             try:
-                fit = self.lengths.fit_paged(self.budget.num_blocks(cache), size)
+                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes)
             except InvalidConfig:  # no block of this size fits
-                fit = 0
-            found.append((size, self.lengths.waste(size), fit))
-        return found
+                num_blocks = 0
+            fit = self.lengths.fit_paged(num_blocks, size)
+            rows.append({"block_size": size, "waste": self.lengths.waste(size), "sequences": fit})
+        return rows
 
-    def floors(self) -> list[StepTimeFloor]:
+    def step_time_rows(self) -> list[dict[str, Any]]:
         """Step times of batches of 1, of `concurrency`, and of `sequences`."""
-        batches = sorted({1, self.settings.concurrency} | ({self.sequences} if self.sequences else set()))
-        return [self.floor(batch) for batch in batches]
+        batches = {1, self.settings.concurrency, self.sequences} - {0}
+        return [self.step_time_row(batch) for batch in sorted(batches)]
 
-    def floor(self, batch: int) -> StepTimeFloor:
-        return step_time_floor(
-            self.cache, self.rank_weights, self.bytes_per_weight, self.settings.bandwidth, batch, self.context
-        )
+    def step_time_row(self, batch: int) -> dict[str, Any]:
+        """Lower bound of a decode step's time: the weights and KV that each rank reads, divided by the bandwidth."""
+        weights = self.rank_weights.read_per_step(batch) * self.bytes_per_weight / self.settings.bandwidth
+        kv = batch * self.cache.rank_bytes_read(self.context) / self.settings.bandwidth
+        return {
+            "batch": batch,
+            "weights_seconds": weights,
+            "kv_seconds": kv,
+            "seconds": weights + kv,
+            "tokens_per_second": batch / (weights + kv),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Bytes, tokens and seconds as plain numbers."""
@@ -146,54 +183,23 @@ class Sizing:
             "rank_bytes_per_token": cache.rank.bytes_per_token,
             "rank_bytes_per_block": cache.rank.bytes_per_block,
             "copies": cache.copies,
-            "layers": [
-                {
-                    "count": count,
-                    "kv_heads": layer.num_kv_heads,
-                    "head_dim": layer.head_dim,
-                    "value_dim": layer.value_dim,
-                    "sliding_window": layer.sliding_window,
-                    "bytes_per_token": self.layer_bytes(layer, 1),
-                    "rank_bytes_per_token": self.layer_bytes(layer, cache.tp),
-                }
-                for layer, count in self.layer_kinds()
-            ],
+            "layers": self.layer_rows(),
             "sequence_bytes": cache.sequence_bytes(context),
             "rank_sequence_bytes": cache.rank_sequence_bytes(context),
             "windowed_sequence_bytes": cache.windowed_sequence_bytes(context),
             "concurrent_bytes": concurrency * cache.sequence_bytes(context),
             "weight_bytes": self.weight_bytes,
-            "rank_weight_bytes": self.budget.rank_weight_bytes,
-            "gpu_memory": self.budget.gpu_memory,
+            "rank_weight_bytes": self.rank_weight_bytes,
+            "gpu_memory": self.settings.gpu_memory,
             "num_blocks": self.num_blocks,
             "rank_pool_bytes": self.num_blocks * cache.rank.bytes_per_block,
             "pool_tokens": self.num_blocks * block_size,
             "sequences": self.sequences,
             "fits": self.sequences >= concurrency,
             "longest_context": self.longest_context,
-            "kv_dtypes": [
-                {
-                    "kv_dtype": name,
-                    "bytes_per_token": other.whole.bytes_per_token,
-                    "scale_bytes_per_token": other.whole.scale_bytes_per_token,
-                    "num_blocks": num_blocks,
-                    "sequences": self.sequences_of(num_blocks, context),
-                }
-                for name, other, num_blocks in self.by_kv_dtype()
-            ],
-            "variants": [
-                {
-                    "name": variant.name,
-                    "kv_heads": variant.kv_heads,
-                    "bytes_per_token": variant.cache and variant.cache.whole.bytes_per_token,
-                    "concurrent_bytes": variant.cache and concurrency * variant.cache.sequence_bytes(context),
-                    "rank_concurrent_bytes": variant.cache and concurrency * variant.cache.rank_sequence_bytes(context),
-                }
-                for variant in self.variants()
-            ],
-            "block_sizes": [
-                {"block_size": size, "waste": waste, "sequences": fit} for size, waste, fit in self.by_block_size()
-            ],
+            "kv_dtypes": self.kv_dtype_rows(),
+            "variants": self.variant_rows(),
+            "block_sizes": self.block_size_rows(),
             "lengths": {
                 "source": self.lengths.source,
                 "number": self.lengths.number,
@@ -202,10 +208,7 @@ class Sizing:
                 "paged": self.lengths.fit_paged(self.num_blocks, block_size),
                 "reserved": self.lengths.fit_reserved(self.num_blocks, block_size, context),
             },
-            "floors": [
-                {**asdict(floor), "seconds": floor.seconds, "tokens_per_second": floor.tokens_per_second}
-                for floor in self.floors()
-            ],
+            "step_times": self.step_time_rows(),
             "notes": list(self.notes),
         }
 
@@ -214,7 +217,7 @@ def _lengths(trace: Path | None, context: int) -> LengthDistribution:
     return LengthDistribution.evenly_spread(context) if trace is None else LengthDistribution.read(trace, context)
 
 
-def _notes(cache: Cache, context: int, max_model_len: int | None) -> list[str]:
+def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:
     notes = []
     if cache.copies > 1:
         notes.append(f"tp {cache.tp} is larger than the number of KV heads: {cache.copies:.0f} ranks hold each head")

@@ -91,10 +91,10 @@ def test_percentiles() -> None:
 
 
 async def test_closed_loop_keeps_its_concurrency() -> None:
-    """So many clients run at once and no more, until every job is answered."""
+    """So many clients run at once and no more, until every request is answered."""
     async with FakeRouter() as router, LoadGenerator([router.address]) as load:
         router.crowd = 3
-        await load.run_closed_loop(Workload(vocab_size=9, input_len=3, output_len=4).jobs(20), concurrency=3)
+        await load.run_closed_loop(Workload(vocab_size=9, input_len=3, output_len=4).build_requests(20), concurrency=3)
     assert router.most_at_once == 3
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
     assert load.finished == 20
@@ -104,10 +104,10 @@ async def test_open_loop_does_not_wait_for_answers() -> None:
     """Requests go out at their times however many are unanswered, and wait counts from the time they were due."""
     async with FakeRouter() as router, LoadGenerator([router.address], timeout=MAX_WAIT_SECONDS) as load:
         router.crowd = 8  # none is answered before the last one has come
-        jobs = Workload(vocab_size=9, input_len=3).jobs(8, rate=100.0)
-        await load.run_open_loop(jobs)
+        requests = Workload(vocab_size=9, input_len=3).build_requests(8, rate=100.0)
+        await load.run_open_loop(requests)
     assert router.most_at_once == 8
-    assert [made.due for made in load.recordings] == [job.at for job in jobs]
+    assert [made.due for made in load.recordings] == [request.at for request in requests]
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
 
 
@@ -115,7 +115,7 @@ async def test_open_loop_with_a_limit() -> None:
     """A limit holds requests back, and the time they were held counts as waiting."""
     async with FakeRouter() as router, LoadGenerator([router.address], timeout=1.0) as load:
         router.stalls_after = 1
-        await load.run_open_loop(Workload(vocab_size=9, input_len=3).jobs(3, rate=1000.0), concurrency=1)
+        await load.run_open_loop(Workload(vocab_size=9, input_len=3).build_requests(3, rate=1000.0), concurrency=1)
     assert router.most_at_once == 1
     assert load.recordings[2].sent - load.recordings[2].due >= 1.9
 

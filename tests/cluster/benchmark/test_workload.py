@@ -13,39 +13,39 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
-def ids(job: BenchRequest) -> list[int]:
-    return list(pb.GenerateRequest.FromString(job.request).token_ids.ids)
+def ids(request: BenchRequest) -> list[int]:
+    return list(pb.GenerateRequest.FromString(request.message).token_ids.ids)
 
 
 def test_same_settings_same_bytes() -> None:
     """Two machines with the same settings send the same requests; another seed sends others."""
-    one = Workload(vocab_size=100, seed=1).jobs(5, rate=2.0)
-    assert one == Workload(vocab_size=100, seed=1).jobs(5, rate=2.0)
-    assert one != Workload(vocab_size=100, seed=2).jobs(5, rate=2.0)
+    one = Workload(vocab_size=100, seed=1).build_requests(5, rate=2.0)
+    assert one == Workload(vocab_size=100, seed=1).build_requests(5, rate=2.0)
+    assert one != Workload(vocab_size=100, seed=2).build_requests(5, rate=2.0)
 
 
 def test_lengths_are_exact() -> None:
     """A prompt has input_len tokens of the vocabulary, and the answer is held to output_len."""
-    for job in Workload(vocab_size=50, input_len=33, output_len=7).jobs(20):
-        assert len(ids(job)) == 33
-        assert max(ids(job)) < 50
-        sampling = pb.GenerateRequest.FromString(job.request).sampling
+    for request in Workload(vocab_size=50, input_len=33, output_len=7).build_requests(20):
+        assert len(ids(request)) == 33
+        assert max(ids(request)) < 50
+        sampling = pb.GenerateRequest.FromString(request.message).sampling
         assert (sampling.max_tokens, sampling.ignore_eos, sampling.temperature) == (7, True, 0.0)
-        assert job.output_len == 7
+        assert request.output_len == 7
 
 
 def test_random_prompts_differ_and_fixed_ones_do_not() -> None:
     """Random prompts share nothing; fixed prompts are one prompt."""
-    random = Workload(vocab_size=10**6, input_len=16).jobs(10)
-    assert len({tuple(ids(job)) for job in random}) == 10
-    fixed = Workload(vocab_size=10**6, input_len=16, prompts="fixed").jobs(10)
-    assert len({tuple(ids(job)) for job in fixed}) == 1
+    random = Workload(vocab_size=10**6, input_len=16).build_requests(10)
+    assert len({tuple(ids(request)) for request in random}) == 10
+    fixed = Workload(vocab_size=10**6, input_len=16, prompts="fixed").build_requests(10)
+    assert len({tuple(ids(request)) for request in fixed}) == 1
 
 
 def test_shared_prefixes_are_taken_in_turn() -> None:
     """Request i begins with prefix i modulo their number, and its suffix is its own."""
-    jobs = Workload(10**6, prompts="shared-prefix", num_prefixes=3, prefix_len=20, input_len=5).jobs(9)
-    prompts = [ids(job) for job in jobs]
+    requests = Workload(10**6, prompts="shared-prefix", num_prefixes=3, prefix_len=20, input_len=5).build_requests(9)
+    prompts = [ids(request) for request in requests]
     assert {len(prompt) for prompt in prompts} == {25}
     assert all((a[:20] == b[:20]) == (i % 3 == j % 3) for i, a in enumerate(prompts) for j, b in enumerate(prompts))
     assert len({tuple(prompt[20:]) for prompt in prompts}) == 9
@@ -53,18 +53,18 @@ def test_shared_prefixes_are_taken_in_turn() -> None:
 
 def test_a_text_is_sent_as_it_is() -> None:
     """A text prompt goes out as text, for the server to tokenize."""
-    (job,) = Workload(vocab_size=10, text="once upon a time").jobs(1)
-    assert pb.GenerateRequest.FromString(job.request).text == "once upon a time"
+    (request,) = Workload(vocab_size=10, text="once upon a time").build_requests(1)
+    assert pb.GenerateRequest.FromString(request.message).text == "once upon a time"
 
 
 def test_poisson_arrivals() -> None:
     """Gaps between arrivals are exponential with the rate's mean, and the first request opens the run."""
-    arrivals = np.array([job.at for job in Workload(vocab_size=10, input_len=1).jobs(4000, rate=8.0)])
+    arrivals = np.array([request.at for request in Workload(vocab_size=10, input_len=1).build_requests(4000, rate=8.0)])
     gaps = np.diff(arrivals)
     assert arrivals[0] == 0.0
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.06)
     assert gaps.std() == pytest.approx(1 / 8, rel=0.08)
-    assert {job.at for job in Workload(vocab_size=10).jobs(3)} == {0.0}
+    assert {request.at for request in Workload(vocab_size=10).build_requests(3)} == {0.0}
 
 
 MOONCAKE = [
@@ -87,7 +87,7 @@ def test_mooncake_trace(tmp_path: Path) -> None:
         (1.0, 1100, 5),
         (4.0, 600, 7),
     ]
-    first, second, third = (ids(job) for job in Workload(vocab_size=10**6).replay(trace))
+    first, second, third = (ids(request) for request in Workload(vocab_size=10**6).replay(trace))
     assert list(map(len, (first, second, third))) == [1030, 1100, 600]
     assert first[:1024] == second[:1024]
     assert first[1024:] != second[1024:1030]

@@ -39,7 +39,7 @@ def test_json_is_one_object_of_plain_numbers(tmp_path: Path) -> None:
     found = json.loads(plan(write_config(tmp_path, DEEPSEEK), "--tp", "16", "--json").stdout)
     assert found["sequences"] == found["num_blocks"] // 512
     assert [row["block_size"] for row in found["block_sizes"]] == [8, 16, 32, 64, 128]
-    assert {"kv_dtypes", "variants", "lengths", "floors", "layers"} <= found.keys()
+    assert {"kv_dtypes", "variants", "lengths", "step_times", "layers"} <= found.keys()
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_int4_with_an_odd_head_dim(tmp_path: Path) -> None:
     """Two elements share a byte; the message names what else to take, and the other kv-dtypes are still sized."""
     refused(tmp_path, dict(kv_dtype="int4"), "head_dim 127, which is odd; use int8 or fp8", config=dict(head_dim=127))
     found = Sizing.of(PlanSettings.build(dict(model=write_config(tmp_path, head_dim=127))))
-    assert [name for name, _, _ in found.by_kv_dtype()] == ["bf16", "fp16", "fp8", "int8"]
+    assert [row["kv_dtype"] for row in found.kv_dtype_rows()] == ["bf16", "fp16", "fp8", "int8"]
 
 
 def test_a_tp_that_does_not_divide_the_mlp(tmp_path: Path) -> None:

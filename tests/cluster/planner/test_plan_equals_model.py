@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 
-from coatcheck.cluster.planner.capacity import Cache
+from coatcheck.cluster.planner.capacity import KvCacheSpec
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
@@ -94,7 +94,7 @@ def test_the_layout_is_the_ranks_own(tmp_path: Path, kv_dtype: KvDtype) -> None:
     path = tiny_checkpoint("gemma3", tmp_path)
     spec = load_model(path, communicator=Communicator(), dtype="float32", device="cpu").spec
     layers = ModelShape.of(ModelConfig.open(str(path))).layers
-    planned = Cache.of(layers, 1, 16, kv_dtype).rank
+    planned = KvCacheSpec.of(layers, 1, 16, kv_dtype).rank
     actual = BlockLayout.of(spec.layers, 16, kv_dtype)
     assert planned == actual
     assert allocate_kv_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block

@@ -58,8 +58,8 @@ def test_reading_2_gib_takes_640_microseconds(tmp_path: Path) -> None:
     """64 layers × 8 × 128 at 8,192 tokens are 2 GiB, which take about 640 µs at 3.35 TB/s."""
     found = size(tmp_path, config=dict(num_hidden_layers=64), context=8192, bandwidth="3.35TB/s")
     assert found["sequence_bytes"] == 2 * GIB
-    assert found["floors"][0]["batch"] == 1
-    assert found["floors"][0]["kv_seconds"] == pytest.approx(640e-6, rel=0.01)
+    assert found["step_times"][0]["batch"] == 1
+    assert found["step_times"][0]["kv_seconds"] == pytest.approx(640e-6, rel=0.01)
 
 
 def test_llama_3_70b_at_128k_tokens(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_sliding_windows_are_stored_whole_and_read_in_part(tmp_path: Path) -> No
     # 1,024 tokens lie in 65 blocks of 16 when they begin inside of one.
     assert found["windowed_sequence_bytes"] == 2 * 4096 * 8192 + 10 * 4096 * 65 * 16
     read = 4096 * (2 * 8192 + 10 * 1024)
-    assert found["floors"][0]["kv_seconds"] == pytest.approx(read / 3.35e12)
+    assert found["step_times"][0]["kv_seconds"] == pytest.approx(read / 3.35e12)
     assert any("sliding window" in note for note in found["notes"])
 
 
@@ -132,7 +132,7 @@ def test_an_expert_is_read_when_it_is_chosen(tmp_path: Path) -> None:
     """One sequence reads the experts of one token, many sequences nearly all, and never more than there are."""
     experts = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     found = size(tmp_path, config=experts, concurrency=4096)
-    one, most = found["floors"][0], next(floor for floor in found["floors"] if floor["batch"] == 4096)
+    one, most = found["step_times"][0], next(row for row in found["step_times"] if row["batch"] == 4096)
     read, all_weights = one["weights_seconds"] * 3.35e12, found["weight_bytes"]
     expert = 32 * 3 * 4096 * 14336 * 2
     table = 128256 * 4096 * 2  # of the embedding a step reads rows alone
