@@ -4,7 +4,9 @@ undisturbed one. `requests` has every request that came."""
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Self
 
 import grpc
@@ -117,3 +119,24 @@ class FakeRouter(GenerationServicer):
         final = pb.Final(usage=usage, group=self.name, routed_by="most of its prefix is there", moves=0)
         events.append(pb.GenerateEvent(final=final))
         return events
+
+
+@contextmanager
+def in_background(*routers: FakeRouter) -> Iterator[None]:
+    """Run the routers on an event loop of their own thread, for commands that need the main thread."""
+    loop, servers = asyncio.new_event_loop(), AsyncExitStack()
+
+    async def start() -> None:
+        for router in routers:
+            await servers.enter_async_context(router)
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(start(), loop).result()
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(servers.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.address import split_address
 from coatcheck.cluster.flag_hints import find_hint
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
+from tests.cluster.command_line import run_here
 from tests.cluster.serving import COMMAND, coatcheck
 
 
@@ -30,7 +32,7 @@ def test_version() -> None:
 def test_help_is_for_people() -> None:
     """Help shows arguments in capitals, flags without a type, and every command."""
     wide = {"COLUMNS": "120"}
-    whole, one = (coatcheck(*words, "--help", environment=wide).stdout for words in ((), ("generate",)))
+    whole, one = (run_here(*words, "--help", environment=wide).out for words in ((), ("generate",)))
     assert "<bool>" not in whole + one and "{" not in one
     assert "generate [OPTIONS] PROMPT" in one
     assert all(f" {command} " in whole for command in ("serve", "generate", "status", "top", "drain", "bench", "plan"))
@@ -38,7 +40,7 @@ def test_help_is_for_people() -> None:
 
 def test_help_is_in_parts() -> None:
     """The options of `serve` are grouped under headings, and examples end its help."""
-    said = coatcheck("serve", "--help", environment={"COLUMNS": "120"}).stdout
+    said = run_here("serve", "--help", environment={"COLUMNS": "120"}).out
     headings = re.findall(r"╭─ ([\w ]+) ─", said)
     assert headings == [
         "Arguments", "Options", "Model", "Groups", "Memory", "Limits", "Router", "Security", "Ray", "Logs and traces"
@@ -67,14 +69,6 @@ def test_words_of_other_engines(arguments: list[str], hint: str | None) -> None:
     assert found is None if hint is None else found is not None and hint in found
 
 
-@pytest.mark.parametrize("command", [["status"], ["top"], ["drain"], ["bench"], ["generate", "x"], ["explain", "x"]])
-def test_nobody_there_is_said_alike(command: list[str]) -> None:
-    """Every command has the same error if no server answers."""
-    done = coatcheck(*command, "--address", "127.0.0.1:1")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "error: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -83,13 +77,22 @@ def test_nobody_there_is_said_alike(command: list[str]) -> None:
         (["serve", "m", "--nope"], "no such option: --nope"),
         (["serve", "m", "--groups", "x"], "invalid value for '--groups'"),
         (["generate", "x", "--system", "y"], "--system needs --chat; see `coatcheck generate --help`"),
-        (["serve"], "model is missing"),
-        (["serve", "m", "--port", "80"], "coatcheck serve has no --port"),
         (["plan", "/nowhere"], "there is no /nowhere"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     """A usage error is one line that begins with `error: `, with exit code 2, whichever library finds it."""
+    done = run_here(*arguments)
+    assert (done.code, done.err.count("\n"), done.out) == (2, 1, "")
+    assert done.err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["serve"], "model is missing"), (["serve", "m", "--port", "80"], "coatcheck serve has no --port")],
+)
+def test_a_mistake_of_serve_is_one_line(arguments: list[str], said: str) -> None:
+    """The same holds for the process of `serve`, which handles signals, and for a flag of another engine."""
     done = coatcheck(*arguments)
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     assert done.stderr.startswith(f"error: {said}")
@@ -103,17 +106,26 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
         ("GatedRepo", "accept the model's terms on the hub and set HF_TOKEN"),
     ],
 )
-def test_a_model_that_the_hub_does_not_give_is_refused_first(tmp_path: Path, code: str | None, said: str) -> None:
-    """If the hub cannot be reached, or refuses, `serve` and `plan` print the same error before Ray is started."""
+def test_a_model_that_the_hub_does_not_give_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None, said: str
+) -> None:
+    """If the hub cannot be reached, or refuses, the error says which of these it is and what to do."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, code)) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{hub.server_port if code else 1}"
-        environment = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        ran = [coatcheck(command, "some/model", environment=environment) for command in ("serve", "plan")]
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port if code else 1}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        done = run_here("plan", "some/model")
         hub.shutdown()
-    for done in ran:
-        assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
-        assert done.stderr.startswith("error: no directory some/model, and the hub gives") and said in done.stderr
+    assert (done.code, done.err.count("\n"), done.out) == (2, 1, "")
+    assert done.err.startswith("error: no directory some/model, and the hub gives") and said in done.err
+
+
+def test_serve_refuses_a_model_that_the_hub_does_not_give_first(tmp_path: Path) -> None:
+    """`serve` prints the error of `plan`, before Ray is started."""
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_CACHE": str(tmp_path)}
+    done = coatcheck("serve", "some/model", environment=environment)
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    assert done.stderr.startswith("error: no directory some/model, and the hub gives")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -144,8 +156,8 @@ def test_no_word_at_all_is_a_wish_for_help() -> None:
 @pytest.mark.parametrize("command", [["status"], ["drain"], ["bench"], ["explain", "x"]])
 def test_an_address_is_host_and_port(command: list[str]) -> None:
     """Every command refuses an invalid address as a usage error."""
-    done = coatcheck(*command, "--address", "http://127.0.0.1:1")
-    assert done.returncode == 2 and "scheme" in done.stderr
+    done = run_here(*command, "--address", "http://127.0.0.1:1")
+    assert done.code == 2 and "scheme" in done.err
 
 
 def test_addresses() -> None:

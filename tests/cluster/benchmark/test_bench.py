@@ -13,8 +13,9 @@ from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
 from coatcheck.cluster.benchmark.workload import Workload
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from tests.cluster.fake_router import FakeRouter
-from tests.cluster.serving import COMMAND
+from tests.cluster.command_line import run_here
+from tests.cluster.fake_router import FakeRouter, in_background
+from tests.cluster.serving import COMMAND, coatcheck
 
 
 def recording(due: float, times: list[float], counts: list[int], **final: int) -> Recording:
@@ -120,27 +121,23 @@ async def test_open_loop_with_a_limit() -> None:
     assert load.recordings[2].sent - load.recordings[2].due >= 1.9
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*COMMAND, "bench", *arguments, stdout=pipe, stderr=pipe)
-
-
-async def run(*arguments: str) -> tuple[int, str, str]:
-    process = await start(*arguments)
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
+def run(*arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `coatcheck bench`, run in this thread."""
+    done = run_here("bench", *arguments)
+    return done.code, done.out, done.err
 
 
 async def test_command_prints_one_object() -> None:
-    """--json prints every figure as one object; the warm-up is sent and not counted."""
+    """The real command with --json prints every figure as one object; the warm-up is sent and not counted."""
     async with FakeRouter() as router:
-        code, out, err = await run(
+        done = await asyncio.to_thread(
+            coatcheck, "bench",
             "--address", router.address, "--concurrency", "2", "--num-requests", "6", "--input-len", "4",
             "--output-len", "3", "--slo-ttft-ms", "10000", "--json", "--prompts", "shared-prefix",
             "--prefix-len", "8", "--num-prefixes", "2",
         )  # fmt: skip
-    assert (code, err) == (0, "")
-    report = json.loads(out)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
     assert (report["requests"], report["succeeded"], report["success_rate"]) == (6, 6, 1.0)
     assert (report["prompt_tokens"], report["output_tokens"]) == (6 * 12, 6 * 3)
     assert report["ttft_ms"].keys() == {"mean", "p50", "p90", "p99"}
@@ -148,10 +145,10 @@ async def test_command_prints_one_object() -> None:
     assert len(router.requests) == 7
 
 
-async def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
+def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     """Without --json a table comes out, errors are listed by status, and --plot writes a picture."""
-    async with FakeRouter(losses=[99, 1, 2]) as router:
-        code, out, err = await run(
+    with in_background(router := FakeRouter(losses=[99, 1, 2])):
+        code, out, err = run(
             "--address", router.address, "--rate", "200", "--num-requests", "8", "--output-len", "3",
             "--plot", str(tmp_path / "run.png"),
         )  # fmt: skip
@@ -162,25 +159,25 @@ async def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-async def test_command_replays_a_trace(tmp_path: Path) -> None:
+def test_command_replays_a_trace(tmp_path: Path) -> None:
     """--trace sends the trace's requests at its times."""
     rows = [{"timestamp": 50 * i, "input_length": 9, "output_length": 2, "hash_ids": [i]} for i in range(4)]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    async with FakeRouter() as router:
-        code, out, _ = await run("--address", router.address, "--trace", str(tmp_path / "trace.jsonl"), "--json")
+    with in_background(router := FakeRouter()):
+        code, out, _ = run("--address", router.address, "--trace", str(tmp_path / "trace.jsonl"), "--json")
     report = json.loads(out)
     assert (code, report["requests"], report["prompt_tokens"], report["output_tokens"]) == (0, 4, 36, 8)
     assert report["seconds"] >= 0.15
 
 
-async def test_command_refuses_to_measure_errors() -> None:
+def test_command_refuses_to_measure_errors() -> None:
     """When the warm-up is refused, or no server is there, one line says so."""
-    async with FakeRouter() as router:
+    with in_background(router := FakeRouter()):
         router.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is too long")
-        code, out, err = await run("--address", router.address)
+        code, out, err = run("--address", router.address)
     assert (code, out) == (2, "")
     assert err == "error: the warm-up was refused (INVALID_ARGUMENT): the prompt is too long\n"
-    code, out, err = await run("--address", "127.0.0.1:1")
+    code, out, err = run("--address", "127.0.0.1:1")
     assert (code, err.count("\n")) == (1, 1)
     assert "no server answers at 127.0.0.1:1" in err
 
@@ -190,7 +187,9 @@ async def test_interrupted_command_prints_what_it_has() -> None:
     async with FakeRouter() as router, FakeRouter() as stalled:
         stalled.stalls_after = 1
         arguments = ["--address", router.address, "--address", stalled.address, "--warmup", "0", "--concurrency", "2"]
-        process = await start(*arguments, "--num-requests", "8", "--output-len", "3", "--json")
+        arguments += ["--num-requests", "8", "--output-len", "3", "--json"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*COMMAND, "bench", *arguments, stdout=pipe, stderr=pipe)
         await asyncio.wait_for(stalled.crowded(2), 20)
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
@@ -200,35 +199,35 @@ async def test_interrupted_command_prints_what_it_has() -> None:
     assert (report["unfinished"], report["output_tokens"]) == (6, 6)
 
 
-async def test_runs_are_kept_apart() -> None:
+def test_runs_are_kept_apart() -> None:
     """Two runs of one seed send the same prompts under different salts, unless they are to find each other's."""
-    async with FakeRouter() as router:
+    with in_background(router := FakeRouter()):
         for flags in ([], [], ["--reuse-cache"], ["--reuse-cache"]):
-            await run("--address", router.address, "--num-requests", "2", "--warmup", "0", *flags)
+            run("--address", router.address, "--num-requests", "2", "--warmup", "0", *flags)
     salts = [request.cache_salt for request in router.requests]
     assert salts[0] == salts[1] and salts[2] == salts[3] and len({*salts[:4]}) == 2 and salts[4:] == [""] * 4
     assert [r.token_ids for r in router.requests[:2]] == [r.token_ids for r in router.requests[2:4]]
 
 
 @pytest.mark.parametrize("name", ["none/run.png", "run.gif5", "."])
-async def test_a_plot_that_cannot_be_is_refused_first(tmp_path: Path, name: str) -> None:
+def test_a_plot_that_cannot_be_is_refused_first(tmp_path: Path, name: str) -> None:
     """A picture that could not be written is refused before anything is sent."""
-    async with FakeRouter() as router:
-        code, out, err = await run("--address", router.address, "--plot", str(tmp_path / name))
+    with in_background(router := FakeRouter()):
+        code, out, err = run("--address", router.address, "--plot", str(tmp_path / name))
     assert (code, out, router.requests) == (2, "", []) and "--plot" in err
 
 
-async def test_command_refuses_two_models() -> None:
+def test_command_refuses_two_models() -> None:
     """Routers of different models are not measured as one."""
-    async with FakeRouter() as one, FakeRouter() as other:
+    with in_background(one := FakeRouter(), other := FakeRouter()):
         other.fingerprint = "g"
-        code, _, err = await run("--address", one.address, "--address", other.address)
+        code, _, err = run("--address", one.address, "--address", other.address)
     assert code == 2
     assert "different models" in err
 
 
-async def test_command_refuses_two_clocks() -> None:
+def test_command_refuses_two_clocks() -> None:
     """A rate and a trace cannot both say when to send."""
-    code, _, err = await run("--rate", "1", "--trace", "x.jsonl")
+    code, _, err = run("--rate", "1", "--trace", "x.jsonl")
     assert code == 2
     assert "exclude each other" in err

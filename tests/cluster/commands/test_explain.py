@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from typer.testing import CliRunner
 
-from coatcheck.cluster.cli import build_app
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from tests.cluster.command_line import run_here
 
 TOLD = pb.Explanation(
     group="group-1",
@@ -52,8 +51,8 @@ def router() -> Iterator[Explaining]:
 
 def run(*arguments: str) -> tuple[int, str]:
     """(exit code, output) of `coatcheck explain`."""
-    done = CliRunner().invoke(build_app(["explain"]), ["explain", *arguments])
-    return done.exit_code, done.output
+    done = run_here("explain", *arguments)
+    return done.code, done.out + done.err
 
 
 def test_people_get_a_row_per_group(router: Explaining) -> None:

@@ -1,10 +1,9 @@
-"""`coatcheck generate`: what it sends, what it prints where, and how it fails. Each test runs the real command."""
+"""`coatcheck generate`: what it sends, what it prints where, and how it fails."""
 
 import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -12,24 +11,13 @@ import pytest
 
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from tests.cluster.command_line import CommandResult, run_here
 from tests.cluster.fake_router import PIECES, FakeRouter, token
-from tests.cluster.serving import COMMAND
+from tests.cluster.serving import COMMAND, coatcheck
 
 
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-async def run(*arguments: str, stdin: str = "") -> Ran:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "generate", *arguments,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, err = await process.communicate(stdin.encode())
-    return Ran(process.returncode or 0, out.decode(), err.decode())
+async def run(*arguments: str, stdin: str = "") -> CommandResult:
+    return await asyncio.to_thread(run_here, "generate", *arguments, stdin=stdin)
 
 
 def words(seed: int, choice: int, count: int) -> str:
@@ -43,11 +31,11 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 
 async def test_text_goes_to_stdout_and_usage_to_stderr(router: FakeRouter) -> None:
-    """stdout has the text alone; stderr has one line with the group and the usage."""
-    ran = await run("a b c d", "--address", router.address, "--seed", "3")
-    assert (ran.code, ran.out) == (0, words(3, 0, 5) + "\n")
+    """stdout of the real command has the text alone; stderr has one line with the group and the usage."""
+    ran = await asyncio.to_thread(coatcheck, "generate", "a b c d", "--address", router.address, "--seed", "3")
+    assert (ran.returncode, ran.stdout) == (0, words(3, 0, 5) + "\n")
     line = r"group-0: 4 prompt tokens, 2 cached; 5 generated, the first after \d+ ms, then \d+ a second\n"
-    assert re.fullmatch(line, ran.err)
+    assert re.fullmatch(line, ran.stderr)
 
 
 async def test_json_object(router: FakeRouter) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coatcheck.cluster.commands.keys import keys
 from coatcheck.router.access.key_file import hash_key, read_keys
-from tests.cluster.serving import coatcheck
+from tests.cluster.command_line import run_here
 
 
 def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
@@ -13,8 +13,8 @@ def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     old = hash_key("cc-old")
     file.write_text(f"tenants:\n- name: search\n  keys: ['{old}']\n  max_streams: 3\n")
-    first, second = (coatcheck("keys", "new", "search", "--file", str(file)).stdout.strip() for _ in range(2))
-    admin = coatcheck("keys", "new", "ops", "--role", "admin", "--file", str(file)).stdout.strip()
+    first, second = (run_here("keys", "new", "search", "--file", str(file)).out.strip() for _ in range(2))
+    admin = run_here("keys", "new", "ops", "--role", "admin", "--file", str(file)).out.strip()
     tenants = read_keys(str(file))
     assert {tenants[one].name for one in (old, hash_key(first), hash_key(second))} == {"search"}
     assert (tenants[old].max_streams, tenants[hash_key(admin)].role) == (3, "admin")
@@ -25,15 +25,15 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     """An unknown role, another role than the tenant has, and a damaged file are refused, and the file is not
     changed."""
     file = tmp_path / "keys.yaml"
-    coatcheck("keys", "new", "search", "--file", str(file))
+    run_here("keys", "new", "search", "--file", str(file))
     before = file.read_text()
     for words, said in ((["x", "--role", "root"], "role is 'root'"), (["search", "--role", "admin"], "the role user")):
-        done = coatcheck("keys", "new", *words, "--file", str(file))
-        assert done.returncode == 2 and said in done.stderr and not done.stdout
+        done = run_here("keys", "new", *words, "--file", str(file))
+        assert done.code == 2 and said in done.err and not done.out
     assert file.read_text() == before
     file.write_text("tenants: [")
-    done = coatcheck("keys", "new", "search", "--file", str(file))
-    assert done.returncode == 2 and "is not YAML" in done.stderr and file.read_text() == "tenants: ["
+    done = run_here("keys", "new", "search", "--file", str(file))
+    assert done.code == 2 and "is not YAML" in done.err and file.read_text() == "tenants: ["
 
 
 def test_a_link_in_an_open_folder_harms_no_file(tmp_path: Path) -> None:

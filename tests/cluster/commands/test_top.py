@@ -18,7 +18,8 @@ from rich.console import Console
 from coatcheck.cluster.commands.top import History, draw_bar, draw_sparkline, screen
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
-from tests.cluster.serving import COMMAND, coatcheck
+from tests.cluster.command_line import run_here
+from tests.cluster.serving import COMMAND
 
 GROUP = pb.GroupStatus(
     name="group-0",
@@ -75,6 +76,15 @@ def router() -> Iterator[tuple[str, Admin]]:
     server.stop(None).wait()
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """After the test, signals are handled as before: `top` installs handlers in this process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def drawn(status: pb.StatusResponse, history: History, width: int = 120) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     console.print(screen(status, history, width))
@@ -127,13 +137,13 @@ def test_a_group_that_began_anew_is_no_negative_rate() -> None:
     assert list(history.rates) == [0]
 
 
-def test_once_and_json(router: tuple[str, Admin]) -> None:
+def test_once_and_json(router: tuple[str, Admin], own_signals: None) -> None:
     """--once ends after two samples, which give a rate. With --json it prints one object with every field."""
     address, admin = router
-    shown = coatcheck("top", "--address", address, "--once", "--every", "0.1", environment={"COLUMNS": "130"})
-    assert shown.returncode == 0 and "group-0" in shown.stdout and "30/64" in shown.stdout
-    assert re.search(r"^[1-9][\d,]* tokens/s", shown.stdout, re.MULTILINE)
-    said = json.loads(coatcheck("top", "--address", address, "--once", "--json").stdout)
+    shown = run_here("top", "--address", address, "--once", "--every", "0.1", environment={"COLUMNS": "130"})
+    assert shown.code == 0 and "group-0" in shown.out and "30/64" in shown.out
+    assert re.search(r"^[1-9][\d,]* tokens/s", shown.out, re.MULTILINE)
+    said = json.loads(run_here("top", "--address", address, "--once", "--json").out)
     assert said["itl"]["count"] == 4000 and said["groups"][0]["blocks_cached"] == 20
     assert admin.asked == 3
 

@@ -1,31 +1,28 @@
 """`coatcheck plan` as an operator runs it: what it prints, and what each mistake is answered with."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from huggingface_hub import constants
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.cluster.cli import build_app
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.proto.errors import CoatcheckError
+from tests.cluster.command_line import CommandResult, run_here
 from tests.cluster.model_configs import DEEPSEEK, LLAMA, write_config
-from tests.cluster.serving import COMMAND, coatcheck
 
 
-def plan(*arguments: str) -> Any:
-    return CliRunner().invoke(build_app(["plan"]), ["plan", *arguments])
+def plan(*arguments: str) -> CommandResult:
+    return run_here("plan", *arguments)
 
 
 def test_the_tables_answer_first(tmp_path: Path) -> None:
     """A person reads first whether what was asked for fits, then where the bytes go."""
-    lines = plan(write_config(tmp_path), "--context", "8192", "--concurrency", "64").stdout
+    lines = plan(write_config(tmp_path), "--context", "8192", "--concurrency", "64").out
     text = " ".join(lines.split())
     assert "55 sequences of 8,192 tokens fit at once on one GPU of 80 GiB" in text
     assert "The requested 64 do not fit" in text
@@ -36,7 +33,7 @@ def test_the_tables_answer_first(tmp_path: Path) -> None:
 
 def test_json_is_one_object_of_plain_numbers(tmp_path: Path) -> None:
     """Scripts read every figure of the tables from one JSON object."""
-    found = json.loads(plan(write_config(tmp_path, DEEPSEEK), "--tp", "16", "--json").stdout)
+    found = json.loads(plan(write_config(tmp_path, DEEPSEEK), "--tp", "16", "--json").out)
     assert found["sequences"] == found["num_blocks"] // 512
     assert [row["block_size"] for row in found["block_sizes"]] == [8, 16, 32, 64, 128]
     assert {"kv_dtypes", "variants", "lengths", "step_times", "layers"} <= found.keys()
@@ -46,10 +43,10 @@ def test_a_picture(tmp_path: Path) -> None:
     """--plot writes a PNG, also where nothing fits; a place that cannot be written is said."""
     model, picture = write_config(tmp_path), tmp_path / "plan.png"
     drawn = plan(model, "--context", "900000", "--plot", str(picture))
-    assert (drawn.exit_code, drawn.stderr) == (0, f"wrote {picture}\n")
+    assert (drawn.code, drawn.err) == (0, f"wrote {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     refused = plan(model, "--plot", str(tmp_path / "none" / "plan.png"))
-    assert refused.exit_code == 2 and "cannot write the plot" in refused.stderr
+    assert refused.code == 2 and "cannot write the plot" in refused.err
 
 
 def test_lengths_come_from_a_trace(tmp_path: Path) -> None:
@@ -59,7 +56,7 @@ def test_lengths_come_from_a_trace(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,10,7\n2023-11-16 18:15:47,30,2\n"
         "2023-11-16 18:15:48,9000,1\n"
     )
-    found = json.loads(plan(write_config(tmp_path), "--lengths", str(trace), "--json").stdout)
+    found = json.loads(plan(write_config(tmp_path), "--lengths", str(trace), "--json").out)
     assert found["lengths"] == found["lengths"] | dict(source="trace.csv", number=2, left_out=1, mean=24.5)
     assert found["block_sizes"][1]["waste"] == pytest.approx(15 / 64)
     assert found["lengths"]["paged"] == found["num_blocks"] // 2
@@ -67,7 +64,7 @@ def test_lengths_come_from_a_trace(tmp_path: Path) -> None:
 
 def test_help_says_what_counts() -> None:
     """The help gives the formula, what to turn, and examples."""
-    text = " ".join(plan("--help").stdout.split())
+    text = " ".join(plan("--help").out.split())
     for part in ("2 × layers × KV heads × head_dim", "smaller --kv-dtype", "coatcheck plan my-model --lengths"):
         assert part in text
 
@@ -84,7 +81,7 @@ def test_neither_torch_nor_ray_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_hub_id_is_read_from_its_local_copy(tmp_path: Path) -> None:
+def test_a_hub_id_is_read_from_its_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that the hub's cache holds is found by its id where the hub does not answer; another one is refused as
     that, in one line and within seconds."""
     repository = tmp_path / "hub" / "models--some--model"
@@ -92,20 +89,12 @@ def test_a_hub_id_is_read_from_its_local_copy(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     write_config(repository / "snapshots" / "abc")
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:1"}
-    answers = [
-        subprocess.run(
-            [*COMMAND, "plan", model, "--json"],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=MAX_WAIT_SECONDS,
-        )
-        for model in ("some/model", "some/other")
-    ]
-    assert json.loads(answers[0].stdout)["model"] == "some/model"
-    assert answers[1].returncode == 2 and answers[1].stderr.count("\n") == 1
-    assert answers[1].stderr.startswith("error: no directory some/other, and the hub gives no config.json")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert json.loads(plan("some/model", "--json").out)["model"] == "some/model"
+    refusal = plan("some/other", "--json")
+    assert refusal.code == 2 and refusal.err.count("\n") == 1
+    assert refusal.err.startswith("error: no directory some/other, and the hub gives no config.json")
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
@@ -197,11 +186,11 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, message: str) -> No
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     """One line on stderr, and exit 2; the file itself, or its directory, is what is wanted."""
     for model, message in ((tmp_path / "none", "there is no"), (tmp_path, "has no config.json")):
-        done = coatcheck("plan", str(model))
-        assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
-        assert done.stderr.startswith("error: ") and message in done.stderr
+        done = plan(str(model))
+        assert (done.code, done.err.count("\n"), done.out) == (2, 1, "")
+        assert done.err.startswith("error: ") and message in done.err
     written = write_config(tmp_path)
-    assert plan(f"{written}/config.json", "--json").stdout == plan(written, "--json").stdout
+    assert plan(f"{written}/config.json", "--json").out == plan(written, "--json").out
 
 
 def refused(directory: Path, flags: dict[str, Any], message: str, config: dict[str, Any] | None = None) -> None:
