@@ -29,7 +29,7 @@ class RouterConfig:
     http_port: int | None = None  # None: no HTTP
     # How long a new request waits for any group to serve, and a running request for another group after its own is
     # lost. All groups may be lost together, so move_wait_seconds should be at least the start time of a group
-    # (GroupConfig.meeting_seconds).
+    # (GroupConfig.startup_timeout_seconds).
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 600.0
     # How long a request waits for the causes of its groups' failures, if they decide whether it is retried. A group's

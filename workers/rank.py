@@ -70,7 +70,7 @@ class Rank:
             rendezvous,
             device=device,
             timeout_seconds=config.collective_timeout_seconds,
-            startup_timeout_seconds=config.meeting_seconds,
+            startup_timeout_seconds=config.startup_timeout_seconds,
             sum_in_rank_order=config.deterministic,
             listener=self._listener,
         )

@@ -22,7 +22,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan
+from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.structured.grammar_registry import MAX_COMPILING, GrammarRegistry, compile_queue_of
 
@@ -43,8 +43,8 @@ def plans(rows: int, letters: int) -> dict[str, StepPlan]:
     for name, params in ((f"{rows} rows, free", SamplingParams(seed=7)), (f"{rows} rows, constrained", sampling)):
         plan = StepPlan()
         for slot in range(rows):
-            plan.new_rows.append(NewRow(slot, 0, len(_PROMPT), [*_PROMPT], params, ()))
-            plan.rows.append(Row(slot, 0, len(_PROMPT), True))
+            plan.new_sequences.append(NewSequence(slot, 0, len(_PROMPT), [*_PROMPT], params, ()))
+            plan.scheduled.append(ScheduledSequence(slot, 0, len(_PROMPT), True))
         registry.fill_plan(plan)
         made[name] = plan
     return made

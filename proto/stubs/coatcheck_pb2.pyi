@@ -448,30 +448,30 @@ class GroupStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ...) -> None: ...
 
 class Evictions(_message.Message):
-    __slots__ = ("unwanted", "worth_least", "over_share", "nothing_else")
+    __slots__ = ("unwanted", "lowest_value", "over_fair_share", "last_resort")
     UNWANTED_FIELD_NUMBER: _ClassVar[int]
-    WORTH_LEAST_FIELD_NUMBER: _ClassVar[int]
-    OVER_SHARE_FIELD_NUMBER: _ClassVar[int]
-    NOTHING_ELSE_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_VALUE_FIELD_NUMBER: _ClassVar[int]
+    OVER_FAIR_SHARE_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
     unwanted: int
-    worth_least: int
-    over_share: int
-    nothing_else: int
-    def __init__(self, unwanted: _Optional[int] = ..., worth_least: _Optional[int] = ..., over_share: _Optional[int] = ..., nothing_else: _Optional[int] = ...) -> None: ...
+    lowest_value: int
+    over_fair_share: int
+    last_resort: int
+    def __init__(self, unwanted: _Optional[int] = ..., lowest_value: _Optional[int] = ..., over_fair_share: _Optional[int] = ..., last_resort: _Optional[int] = ...) -> None: ...
 
 class PrefixMisses(_message.Message):
-    __slots__ = ("never_seen", "evicted", "other_salt", "broken", "recomputed")
+    __slots__ = ("never_seen", "evicted", "other_salt", "corrupt", "recomputed")
     NEVER_SEEN_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     OTHER_SALT_FIELD_NUMBER: _ClassVar[int]
-    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     never_seen: int
     evicted: int
     other_salt: int
-    broken: int
+    corrupt: int
     recomputed: int
-    def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., broken: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
+    def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., corrupt: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
 
 class GroupCost(_message.Message):
     __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens", "stall_seconds", "has_room")

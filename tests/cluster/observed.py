@@ -104,7 +104,7 @@ class MortalRunner(FakeRunner):
         self._left = steps
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        self._left -= bool(plan.rows)
+        self._left -= bool(plan.scheduled)
         if self._left < 0:
             assert self.may.wait(MAX_WAIT_SECONDS)
             raise RuntimeError("it was to die")

@@ -17,7 +17,7 @@ import torch
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -112,10 +112,12 @@ def hazard(what: str) -> Iterator[None]:
 
 def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: SimulatedGpu) -> None:
     """Each hazard is found if a wait is left out."""
-    row = NewRow(0, 0, 9, [5] * 9, _GREEDY, ())
+    row = NewSequence(0, 0, 9, [5] * 9, _GREEDY, ())
     writes = [TableWrite(0, 0, 0), TableWrite(0, 1, 1)]
-    plain = StepPlan(new_rows=[row], table_writes=writes, rows=[Row(0, 0, 9, sample=True)])
-    out = StepPlan(new_rows=[row], table_writes=writes, rows=[Row(0, 0, 9, sample=True)], demotes=[(0, 0)])
+    plain = StepPlan(new_sequences=[row], table_writes=writes, scheduled=[ScheduledSequence(0, 0, 9, sample=True)])
+    out = StepPlan(
+        new_sequences=[row], table_writes=writes, scheduled=[ScheduledSequence(0, 0, 9, sample=True)], demotes=[(0, 0)]
+    )
     back = StepPlan(restores=[(0, 1)])
 
     def watched() -> ModelRunner:
@@ -148,7 +150,7 @@ def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: Si
         runner.launch(plain)
         runner.graphs._inputs = runner.graphs._inputs.clone()
         with hazard("freed"):
-            runner.launch(StepPlan(rows=[Row(0, 9, 1, sample=True)]))
+            runner.launch(StepPlan(scheduled=[ScheduledSequence(0, 9, 1, sample=True)]))
 
 
 def main() -> None:

@@ -137,14 +137,14 @@ def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
         assert flip_bits(follower, before["bytes_per_block"]) > 12
         again, final = ask(serving, PROMPT, name="flipped")
         third, after = ask(serving, PROMPT)
-        counted = before["prefix_misses"]["broken"] + 1
-        until(lambda: serving.group(final.group)["prefix_misses"]["broken"] == counted, "the group reports it")
+        counted = before["prefix_misses"]["corrupt"] + 1
+        until(lambda: serving.group(final.group)["prefix_misses"]["corrupt"] == counted, "the group reports it")
         now = serving.group(final.group)
     assert again == third == first
     assert final.usage.cached_host_tokens == 0 and after.usage.cached_device_tokens == 192
     assert now["integrity_failures"] > before["integrity_failures"]
     said = logged(int(now["ranks"][0]["pid"]), "flipped")
-    assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_host_tokens"]) == ("broken", 0, 0)
+    assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_host_tokens"]) == ("corrupt", 0, 0)
 
 
 def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:

@@ -34,7 +34,7 @@ class CrashingRunner:
         return getattr(self._runner, name)
 
     def launch(self, plan: StepPlan) -> DeviceStep:
-        seen = {row.token_ids[0] for row in plan.new_rows}
+        seen = {row.token_ids[0] for row in plan.new_sequences}
         if (RAISES in seen and self._first) or (LAST_RAISES in seen and self._last):
             raise ValueError("a defect")
         if (FAULTS in seen and self._first) or (LAST_FAULTS in seen and self._last):

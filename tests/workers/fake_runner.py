@@ -101,25 +101,25 @@ class FakeRunner:
             assert not any(copy.block == block for copy in self._copies), "two restores into one block"
             self.pool[block] = [None] * self.block_size
             self._copies.append(FakeCopy(self._delay(), slot, block))
-        for new in plan.new_rows:
+        for new in plan.new_sequences:
             self.tokens[new.slot] = list(new.token_ids)
             self.tables[new.slot] = {}
             self.rows[new.slot] = (new.prompt_len, new.choice, new.sampling.seed or 0)
         for write in plan.table_writes:
-            self.tables[write.slot][write.index] = write.block
+            self.tables[write.slot][write.block_index] = write.block
         for source, target in plan.copies:
             self.pool[target] = list(self.pool[source])
         sampled = []
-        slots = [row.slot for row in plan.rows]
+        slots = [row.slot for row in plan.scheduled]
         assert len(set(slots)) == len(slots), "a slot has two rows"
-        for row in plan.rows:  # every row's keys are stored before any row attends
+        for row in plan.scheduled:  # every row's keys are stored before any row attends
             tokens, table = self.tokens[row.slot], self.tables[row.slot]
             for position in range(row.start, row.start + row.num_tokens):
                 block = table[position // self.block_size]
                 assert not any(copy.block == block for copy in self._copies), "written while a restore is under way"
                 self.pool[block][position % self.block_size] = tuple(tokens[: position + 1])
             self.computed += row.num_tokens
-        for row in plan.rows:
+        for row in plan.scheduled:
             tokens, table = self.tokens[row.slot], self.tables[row.slot]
             end = row.start + row.num_tokens
             for position in range(end):

@@ -18,9 +18,9 @@ class EvictionReason(Enum):
     """Why this block was evicted and no other. The public contract uses these names."""
 
     UNWANTED = 1  # a request said that it is not needed again
-    WORTH_LEAST = 2  # first in the order of the eviction policy
-    OVER_SHARE = 3  # first in that order, except for blocks of tenants below their fair share
-    NOTHING_ELSE = 4  # only retained blocks and those of tenants below their fair share were left
+    LOWEST_VALUE = 2  # first in the order of the eviction policy
+    OVER_FAIR_SHARE = 3  # first in that order, except for blocks of tenants below their fair share
+    LAST_RESORT = 4  # only retained blocks and those of tenants below their fair share were left
 
 
 class MissReason(Enum):
@@ -29,7 +29,7 @@ class MissReason(Enum):
     NEVER_SEEN = 1  # or its record was dropped since
     EVICTED = 2
     OTHER_SALT = 3  # requests with another salt asked for the same tokens
-    BROKEN = 4  # its checksum did not match when it was restored
+    CORRUPT = 4  # its checksum did not match when it was restored
     RECOMPUTED = 5  # the host tier has it, but computing it is faster
 
 

@@ -17,7 +17,7 @@ class GroupConfig:
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.
-    `meeting_seconds`: the time within which all ranks must start and load.
+    `startup_timeout_seconds`: the time within which all ranks must start and load.
     `collective_timeout_seconds`: how long a rank waits for another within a step.
     `otlp_endpoint`: a collector's gRPC address; None for no traces.
     """
@@ -40,7 +40,7 @@ class GroupConfig:
     deterministic: bool = False
     threads: int = 0
     cluster_certificate: ClusterCertificate | None = None
-    meeting_seconds: float = 300.0
+    startup_timeout_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0
     log_format: str = "text"  # or "json"
     otlp_endpoint: str | None = None

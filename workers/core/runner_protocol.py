@@ -12,9 +12,9 @@ from coatcheck.workers.core.step_plan import StepPlan
 class StepResult:
     """What the ranks report of one step.
 
-    `token_ids`: one for each row of the plan; -1 for rows that do not sample.
-    `logprobs`, `prompt_logprobs`: by row index, for rows that asked for them.
-    `failed`: by row index, why the row cannot continue.
+    `token_ids`: one for each scheduled sequence; -1 for those that do not sample.
+    `logprobs`, `prompt_logprobs`: by index in `scheduled`, for sequences that asked for them.
+    `failed`: by index in `scheduled`, why the sequence cannot continue.
     `copies`: set while copies between tiers are in progress.
     `num_compiled`: set while grammars are being compiled. For each compile queue, how many of the grammars sent since
     the start are compiled on every rank.

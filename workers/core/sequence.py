@@ -20,10 +20,10 @@ from coatcheck.workers.core.step_output import FinishReason, SequenceOutput, Tok
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`leader`: the choice of the same request that computes the shared prompt; None if this choice does.
+    """`prompt_source`: the choice of the same request that computes the shared prompt; None if this choice does.
 
     `max_len`: tokens, prompt included, at which the sequence ends.
-    `arrival`: sort key of every queue: (priority, order of arrival).
+    `sort_key`: sort key of every queue: (priority, order of arrival).
     `end_token_ids`: end-of-sequence tokens (unless ignored) and the request's stop tokens.
     `num_registered`: leading blocks that are registered in the prefix cache.
     `num_restoring`: blocks that are being copied from the host tier. The sequence is in no plan until this is 0.
@@ -35,9 +35,9 @@ class Sequence:
     choice: int
     token_ids: list[int]
     max_len: int
-    arrival: tuple[int, int]
+    sort_key: tuple[int, int]
     end_token_ids: frozenset[int]
-    leader: Self | None = None
+    prompt_source: Self | None = None
     slot: int = -1
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -81,8 +81,8 @@ class Sequence:
     @property
     def num_expected_tokens(self) -> int:
         """Of a waiting sequence: the tokens to compute after its admission, by the router's estimate."""
-        if self.leader is not None and not self.leader.is_finished:
-            return 1  # the leader computes its prompt
+        if self.prompt_source is not None and not self.prompt_source.is_finished:
+            return 1  # `prompt_source` computes the prompt
         uncached = self.request.uncached_tokens
         if uncached is None or self.num_preemptions:
             return self.num_unscheduled

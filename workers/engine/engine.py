@@ -34,7 +34,7 @@ from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, G
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A launched step. `sequences`: one for each row of the plan. `preemptions`: their `num_preemptions` then."""
+    """A launched step. `sequences`: those that the plan schedules. `preemptions`: their `num_preemptions` then."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -129,7 +129,7 @@ class Engine:
         if not plan.is_idle or not self._in_flight:  # an idle engine launches empty plans, as the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
             self._in_flight.append(_StepInFlight(plan, sequences, preemptions, self._runner.launch(plan), now))
-        if plan.rows and len(self._in_flight) <= self._pipeline_depth:
+        if plan.scheduled and len(self._in_flight) <= self._pipeline_depth:
             return StepOutput(plan.step, [], self.scheduler.kv_cache.drain_events())
         return self._confirm_step(self._in_flight.popleft())
 
@@ -183,7 +183,7 @@ class Engine:
         if now < self._next_deadline:
             return
         waiting = itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences())
-        unstarted = [s for s in waiting if s.leader is None and not s.started_at and not s.num_preemptions]
+        unstarted = [s for s in waiting if s.prompt_source is None and not s.started_at and not s.num_preemptions]
         self._next_deadline = min((s.deadline for s in unstarted if s.deadline > now), default=math.inf)
         for sequence in unstarted:
             if sequence.deadline <= now:
@@ -205,7 +205,7 @@ class Engine:
         result = step.launched.wait()
         outputs, self._ended_early = self._ended_early, []
         for index in range(len(step.sequences)):
-            if (output := self._confirm_row(step, index, result)) is not None:
+            if (output := self._confirm_sequence(step, index, result)) is not None:
                 outputs.append(output)
         if result.copies is not None:
             self.scheduler.record_copies(result.copies)
@@ -218,10 +218,10 @@ class Engine:
         num_decodes = step.plan.num_tokens - num_prefill_tokens
         return StepOutput(step.plan.step, outputs, events, num_prefill_tokens, num_decodes, seconds, refused)
 
-    def _confirm_row(self, step: _StepInFlight, index: int, result: StepResult) -> SequenceOutput | None:
-        """Apply one row's result to its sequence. Return the row's output, if it has one."""
-        row, sequence = step.plan.rows[index], step.sequences[index]
-        sequence.num_pending -= int(row.sample)
+    def _confirm_sequence(self, step: _StepInFlight, index: int, result: StepResult) -> SequenceOutput | None:
+        """Apply the result of one scheduled sequence. Return its output, if it has one."""
+        planned, sequence = step.plan.scheduled[index], step.sequences[index]
+        sequence.num_pending -= int(planned.sample)
         sequence.started_at = sequence.started_at or step.started_at
         if sequence.is_finished:  # since this step was planned
             return None
@@ -229,17 +229,17 @@ class Engine:
             self._grammars.mark_failed(sequence)
             self._refuse_request(sequence.request.request_id, InvalidRequest(result.failed[index]))
             return None
-        if row.sample:
+        if planned.sample:
             sequence.token_ids.append(result.token_ids[index])
         if sequence.num_preemptions == step.preemptions[index]:  # else a preemption freed the blocks
-            sequence.num_computed = row.start + row.num_tokens
+            sequence.num_computed = planned.start + planned.num_tokens
         self._input_processor.hash_full_blocks(sequence)
         if sequence.num_registered < sequence.num_computed // self.block_size:
             self.scheduler.register_blocks(sequence)
         output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
         if index in result.prompt_logprobs:
-            output.prompt_logprobs = sequence.take_new_prompt_logprobs(row.start, result.prompt_logprobs[index])
-        if row.sample:
+            output.prompt_logprobs = sequence.take_new_prompt_logprobs(planned.start, result.prompt_logprobs[index])
+        if planned.sample:
             self._add_token(output, sequence, index, result)
         return output if output.token_ids or output.prompt_logprobs else None
 
@@ -279,7 +279,7 @@ class Engine:
         # A pipelined step begins when the step before it ends.
         seconds = now - max(step.started_at, self._last_confirmed_at)
         self._last_confirmed_at = now
-        num_prefill_tokens = sum(row.num_tokens for row in step.plan.rows if row.num_tokens > 1)
+        num_prefill_tokens = sum(one.num_tokens for one in step.plan.scheduled if one.num_tokens > 1)
         self._statistics.record_step(step.plan, num_prefill_tokens, seconds, now)
         return num_prefill_tokens, seconds
 

@@ -45,9 +45,8 @@ class StepStatistics:
         self._prefill_seconds = 0.0
 
     def count_prompt(self, sequence: Sequence) -> None:
-        """Count the prompt of a sequence that has its first token. Sequences with a leader share the leader's prompt
-        and are not counted."""
-        if sequence.leader is None:
+        """Count the prompt of a sequence that has its first token, unless its `prompt_source` computed the prompt."""
+        if sequence.prompt_source is None:
             self._prompt_tokens += sequence.prompt_len
             self._cached_device_tokens += max(sequence.cached_device_tokens, 0)
             self._cached_host_tokens += sequence.cached_host_tokens
@@ -58,14 +57,14 @@ class StepStatistics:
         """Record a step that took `seconds` and ended at `now`."""
         self._steps += 1
         self._straggler.record_step(plan, seconds, now)
-        if not plan.rows:
+        if not plan.scheduled:
             return
         if not num_prefill_tokens:
             self.step_seconds = _average(self.step_seconds, seconds)
             return
         self._prefill_seconds += seconds
         if num_prefill_tokens >= _SHORTEST_PREFILL:
-            prefill_seconds = max(seconds - self.step_seconds * (len(plan.rows) > 1), seconds / 10)
+            prefill_seconds = max(seconds - self.step_seconds * (len(plan.scheduled) > 1), seconds / 10)
             self.prefill_tokens_per_second = _average(
                 self.prefill_tokens_per_second, num_prefill_tokens / prefill_seconds
             )

@@ -92,7 +92,7 @@ class InputProcessor:
             self._grammars.require_tokenizer()
 
     def _make_sequence(
-        self, request: EngineRequest, choice: int, leader: Sequence | None, chain: list[bytes]
+        self, request: EngineRequest, choice: int, prompt_source: Sequence | None, chain: list[bytes]
     ) -> Sequence:
         prompt = request.prompt_token_ids
         max_tokens = request.sampling.max_tokens
@@ -106,9 +106,9 @@ class InputProcessor:
             choice=choice,
             token_ids=[*prompt, *request.resume.get(choice, ())],
             max_len=self._max_model_len if max_tokens is None else len(prompt) + max_tokens,
-            arrival=(request.priority, self._num_sequences),
+            sort_key=(request.priority, self._num_sequences),
             end_token_ids=frozenset(end_token_ids),
-            leader=leader,
+            prompt_source=prompt_source,
             submitted_at=now,
             deadline=math.inf if request.seconds_left is None else now + request.seconds_left,
         )

@@ -21,7 +21,7 @@ from typing import Final
 
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 from coatcheck.workers.kv.prefix_lookup import PrefixLookup
 
@@ -45,7 +45,7 @@ class _CachedPrefix:
     blocks: list[int | None]
     device_blocks: list[int]  # `blocks` without None
     num_tokens: int
-    is_forked: bool  # the blocks are the leader's; the last one may also hold tokens of the leader's output
+    is_forked: bool  # the blocks are those of `prompt_source`; the last may also hold tokens of its output
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _TokenBudget:
 
     left: float
     crossover: int
-    beside_decodes: bool
+    with_decodes: bool
 
     @property
     def is_spent(self) -> bool:
@@ -71,15 +71,15 @@ class _TokenBudget:
     def take_tokens(self, start: int, wanted: int) -> int:
         """Return how many of `wanted` tokens from position `start` this step computes, and charge for them."""
         affordable = self.left
-        if self.beside_decodes:
+        if self.with_decodes:
             affordable = min(max(self.left / (1 + start / self.crossover), _SMALLEST_CHUNK), self.left)
         count = min(wanted, int(affordable))
-        self.left -= count * (1 + (start + count / 2) / self.crossover) if self.beside_decodes else count
+        self.left -= count * (1 + (start + count / 2) / self.crossover) if self.with_decodes else count
         return count
 
 
 class Scheduler:
-    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are sorted by `arrival`."""
+    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are sorted by `sort_key`."""
 
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
         self.config = config
@@ -95,23 +95,23 @@ class Scheduler:
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Queue a sequence, which must fit in the pool if it runs alone."""
-        if self.waiting and self.waiting[-1].arrival > sequence.arrival:
+        if self.waiting and self.waiting[-1].sort_key > sequence.sort_key:
             self._insert_waiting(sequence)
         else:
             self.waiting.append(sequence)
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
-        """The next step's plan, and the sequence of each of its rows."""
+        """The next step's plan, and the sequence of each of its `scheduled`."""
         plan = StepPlan(self._num_steps)
         self._num_steps += 1
         plan.table_writes, self._unsent_writes = self._unsent_writes, []
         scheduled: list[Sequence] = []
         self._plan_decodes(plan, scheduled)
         left = self.config.max_batch_tokens - len(scheduled)
-        budget = _TokenBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
+        budget = _TokenBudget(left, self.config.attention_crossover, with_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
-        self.kv_cache.plan_copies(plan, beside_decodes=budget.beside_decodes)
+        self.kv_cache.plan_copies(plan, with_decodes=budget.with_decodes)
         if plan.is_idle:  # the engine may drop an idle plan
             self._unsent_writes, plan.table_writes = plan.table_writes, []
         return plan, scheduled
@@ -185,16 +185,18 @@ class Scheduler:
             if sequence.num_restoring:
                 continue
             if self._preempt_for(sequence, plan):
-                self._plan_row(plan, sequence, 1)
+                self._schedule_tokens(plan, sequence, 1)
                 scheduled.append(sequence)
 
     def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: _TokenBudget) -> None:
         for sequence in self.running:
             if sequence.num_unscheduled > 1 and not sequence.num_restoring and not budget.is_spent:
-                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled))
+                self._schedule_tokens(
+                    plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled)
+                )
                 scheduled.append(sequence)
 
-    def _plan_row(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+    def _schedule_tokens(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
         """Add the sequence's next `count` tokens to the plan. Allocate missing blocks, and copy a shared block before
         it is written. The caller makes sure that there are enough blocks."""
         size = self.config.block_size
@@ -208,13 +210,13 @@ class Scheduler:
                 plan.copies.append((shared, sequence.block_table[index]))
                 self.pool.release_blocks([shared])
                 is_sent = False
-            self.kv_cache.demote_before_write(sequence.block_table[index], plan)
+            self.kv_cache.demote_evicted_prefix(sequence.block_table[index], plan)
             if not is_sent:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
         sequence.num_scheduled += count
         sample = sequence.num_scheduled == sequence.num_tokens
         sequence.num_pending += int(sample)
-        plan.rows.append(Row(sequence.slot, start, count, sample))
+        plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, sample))
 
     # Preemption.
 
@@ -235,11 +237,11 @@ class Scheduler:
 
     def _cheapest_victim(self, needy: Sequence) -> Sequence:
         """Of the sequences that arrived after `needy`, the cheapest to preempt; `needy` if there is none."""
-        later = [s for s in self.running if s.arrival > needy.arrival]
-        return min(later, key=lambda s: (self.kv_cache.preemption_cost(s), _latest_first(s.arrival)), default=needy)
+        later = [s for s in self.running if s.sort_key > needy.sort_key]
+        return min(later, key=lambda s: (self.kv_cache.preemption_cost(s), _latest_first(s.sort_key)), default=needy)
 
     def _preempt_sequence(self, victim: Sequence, plan: StepPlan) -> None:
-        # Decodes are planned oldest first and victims arrived later, so a victim has no row in this plan yet.
+        # Decodes are planned oldest first and victims arrived later, so a victim is not in this plan yet.
         plan.table_writes = [write for write in plan.table_writes if write.slot != victim.slot]
         self._requeue_sequence(victim)
         victim.num_preemptions += 1
@@ -252,7 +254,7 @@ class Scheduler:
         self._insert_waiting(sequence)
 
     def _insert_waiting(self, sequence: Sequence) -> None:
-        at = sum(1 for _ in takewhile(lambda other: other.arrival < sequence.arrival, self.waiting))
+        at = sum(1 for _ in takewhile(lambda other: other.sort_key < sequence.sort_key, self.waiting))
         self.waiting.insert(at, sequence)
 
     def _free_resources(self, sequence: Sequence) -> None:
@@ -270,32 +272,34 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and self._free_slots and not budget.is_spent:
             sequence = self.waiting.popleft()
-            if self._waits_for_another(sequence, beside_decodes=budget.beside_decodes):
+            if self._waits_for_another(sequence, with_decodes=budget.with_decodes):
                 passed_over.append(sequence)
-            elif self._admit_sequence(sequence, plan, beside_decodes=budget.beside_decodes):
+            elif self._admit_sequence(sequence, plan, with_decodes=budget.with_decodes):
                 if sequence.num_restoring:
                     continue
-                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled))
+                self._schedule_tokens(
+                    plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled)
+                )
                 scheduled.append(sequence)
             else:  # no later sequence overtakes this one, even if it needs less room
                 self.waiting.appendleft(sequence)
                 break
         self.waiting.extendleft(reversed(passed_over))
 
-    def _waits_for_another(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
-        """Whether a token, the leader's prompt or a prefix block that `sequence` needs is being computed."""
-        leader = sequence.leader
+    def _waits_for_another(self, sequence: Sequence, *, with_decodes: bool) -> bool:
+        """Whether a token, a prompt or a prefix block that `sequence` needs is being computed."""
         if sequence.num_pending:
             return True
-        if leader is not None and not leader.is_finished:
-            # Waiting for the leader's prompt is cheaper than computing it twice. A resumed leader that still prefills
-            # would write to its last prompt block after that block is shared.
-            return leader.num_computed < leader.prompt_len or leader.num_unscheduled > 1 or leader.num_restoring > 0
-        return self._prefixes.is_prefix_pending(sequence, beside_decodes=beside_decodes)
+        source = sequence.prompt_source
+        if source is not None and not source.is_finished:
+            # Waiting for the prompt is cheaper than computing it twice. A resumed source that still prefills would
+            # write to its last prompt block after that block is shared.
+            return source.num_computed < source.prompt_len or source.num_unscheduled > 1 or source.num_restoring > 0
+        return self._prefixes.is_prefix_pending(sequence, with_decodes=with_decodes)
 
-    def _admit_sequence(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
+    def _admit_sequence(self, sequence: Sequence, plan: StepPlan, *, with_decodes: bool) -> bool:
         """Give the sequence a slot and blocks for all its tokens. Return False if there is not enough room."""
-        prefix = self._find_prefix(sequence, beside_decodes=beside_decodes)
+        prefix = self._find_prefix(sequence, with_decodes=with_decodes)
         num_new_blocks = self._count_blocks(len(sequence.token_ids)) - len(prefix.device_blocks)
         if not self._has_room(prefix, num_new_blocks):
             return False
@@ -307,16 +311,16 @@ class Scheduler:
         cacheable = self._prefixes.count_cacheable_blocks(sequence)
         self._prefixes.add_pending(sequence, sequence.block_hashes[sequence.num_registered : cacheable])
         self._insert_running(sequence)
-        self._plan_new_row(sequence, plan)
+        self._plan_new_sequence(sequence, plan)
         return True
 
-    def _find_prefix(self, sequence: Sequence, *, beside_decodes: bool) -> _CachedPrefix:
-        """The prompt blocks of the sequence's running leader, else the cached blocks of both tiers."""
-        leader = sequence.leader
-        if leader is not None and leader.slot >= 0 and not leader.is_finished:
-            shared = leader.block_table[: self._count_blocks(sequence.prompt_len)]
+    def _find_prefix(self, sequence: Sequence, *, with_decodes: bool) -> _CachedPrefix:
+        """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers."""
+        source = sequence.prompt_source
+        if source is not None and source.slot >= 0 and not source.is_finished:
+            shared = source.block_table[: self._count_blocks(sequence.prompt_len)]
             return _CachedPrefix([*shared], shared, sequence.prompt_len - 1, is_forked=True)
-        found = self._prefixes.find_cached_blocks(sequence, beside_decodes=beside_decodes)
+        found = self._prefixes.find_cached_blocks(sequence, with_decodes=with_decodes)
         on_device = [block for block in found if block is not None]
         return _CachedPrefix(found, on_device, len(found) * self.config.block_size, is_forked=False)
 
@@ -347,21 +351,23 @@ class Scheduler:
 
     def _insert_running(self, sequence: Sequence) -> None:
         at = len(self.running)
-        while at and self.running[at - 1].arrival > sequence.arrival:
+        while at and self.running[at - 1].sort_key > sequence.sort_key:
             at -= 1
         self.running.insert(at, sequence)
 
-    def _plan_new_row(self, sequence: Sequence, plan: StepPlan) -> None:
+    def _plan_new_sequence(self, sequence: Sequence, plan: StepPlan) -> None:
         """Add the tokens, parameters and block table of an admitted sequence to the plan."""
         sampling = sequence.request.sampling
         stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
         ids = list(sequence.token_ids)
-        plan.new_rows.append(NewRow(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops))
+        plan.new_sequences.append(
+            NewSequence(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops)
+        )
         plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
 
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
 
-def _latest_first(arrival: tuple[int, int]) -> tuple[int, int]:
-    return -arrival[0], -arrival[1]
+def _latest_first(sort_key: tuple[int, int]) -> tuple[int, int]:
+    return -sort_key[0], -sort_key[1]

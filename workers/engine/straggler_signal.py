@@ -1,6 +1,6 @@
 """StragglerSignal: the ratio of a group's step time to the usual time of steps with the same amount of work.
 
-    work     = of a step: Σ over its rows of tokens × (1 + context / crossover), in tokens of an empty context
+    work     = of a step: Σ over its sequences of tokens × (1 + context / crossover), in tokens of an empty context
     usual    = seconds of a step of this much work, with or without prompts: by powers of two, averaged over minutes
     slowness = Σ seconds / Σ usual seconds, over the last few seconds of steps
 
@@ -38,14 +38,14 @@ class StragglerSignal:
 
     def record_step(self, plan: StepPlan, seconds: float, now: float) -> None:
         """Record a step that took `seconds` and ended at `now`."""
-        if not plan.rows:
+        if not plan.scheduled:
             return
         if now - seconds - self._ended_at > _IDLE_SECONDS:
             self._spent = self._expected = 0.0
         self._ended_at = now
-        attended = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in plan.rows)
+        attended = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in plan.scheduled)
         work = plan.num_tokens + attended / self._crossover
-        kind = (any(row.num_tokens > 1 for row in plan.rows), int(log(max(work, 1.0), 2)))
+        kind = (any(one.num_tokens > 1 for one in plan.scheduled), int(log(max(work, 1.0), 2)))
         steps, usual = self._usual.get(kind, (0, 0.0))
         if steps >= _FEWEST_STEPS:
             counted = min(seconds, max(exp(usual), _LONGEST_PAUSE))

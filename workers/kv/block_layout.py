@@ -12,6 +12,7 @@ tensors of the offsets.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 from coatcheck.proto.errors import InvalidConfig
@@ -23,53 +24,48 @@ _SCALES_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSlab:
+class LayerOffsets:
     """Byte offsets of one layer inside a block. Those of scales have no meaning without quantisation."""
 
-    k_offset: int
-    v_offset: int
-    k_scales_offset: int
-    v_scales_offset: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
+    spec: LayerSpec
+    k: int
+    v: int
+    k_scales: int
+    v_scales: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     block_size: int
     kv_dtype: KvDtype
-    slabs: tuple[LayerSlab, ...]
+    layers: tuple[LayerOffsets, ...]
     bytes_per_block: int
 
     @classmethod
-    def of(cls, layers: Sequence[LayerSpec], block_size: int, kv_dtype: KvDtype) -> Self:
+    def of(cls, specs: Sequence[LayerSpec], block_size: int, kv_dtype: KvDtype) -> Self:
         """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements."""
-        offsets, offset = list[tuple[int, int]](), 0
-        for index, layer in enumerate(layers):
-            odd = next((dim for dim in (layer.head_dim, layer.value_dim) if dim % 2), None)
-            if kv_dtype.bits < 8 and odd is not None:
-                raise InvalidConfig(
-                    f"kv-dtype {kv_dtype} packs two elements in a byte, and layer {index} has head_dim "
-                    f"{odd}, which is odd; use int8 or fp8"
-                )
-            rows = layer.num_kv_heads * block_size
-            v_offset = offset + _aligned(rows * layer.head_dim * kv_dtype.bits // 8, _ALIGNMENT)
-            offsets.append((offset, v_offset))
-            offset = v_offset + _aligned(rows * layer.value_dim * kv_dtype.bits // 8, _ALIGNMENT)
-        slabs = []
-        for (k_offset, v_offset), layer in zip(offsets, layers, strict=True):
-            size = layer.num_kv_heads * block_size * SCALE_BYTES if kv_dtype.is_quantised else 0
-            size = _aligned(size, _SCALES_ALIGNMENT)
-            heads, dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.value_dim
-            slabs.append(LayerSlab(k_offset, v_offset, offset, offset + size, heads, dim, value_dim))
-            offset += 2 * size if value_dim else size
-        return cls(block_size, kv_dtype, tuple(slabs), _aligned(offset, _ALIGNMENT))
+        element_bytes, scale_bytes = list[int](), list[int]()  # of each layer's K and V
+        for index, spec in enumerate(specs):
+            for dim in (spec.head_dim, spec.value_dim):
+                if kv_dtype.bits < 8 and dim % 2:
+                    raise InvalidConfig(
+                        f"kv-dtype {kv_dtype} packs two elements in a byte, and layer {index} has head_dim "
+                        f"{dim}, which is odd; use int8 or fp8"
+                    )
+                rows = spec.num_kv_heads * block_size
+                element_bytes.append(_aligned(rows * dim * kv_dtype.bits // 8, _ALIGNMENT))
+                has_scales = kv_dtype.is_quantised and dim
+                scale_bytes.append(_aligned(rows * SCALE_BYTES, _SCALES_ALIGNMENT) if has_scales else 0)
+        offsets = list(accumulate((*element_bytes, *scale_bytes), initial=0))
+        elements, scales = offsets[: 2 * len(specs)], offsets[2 * len(specs) : -1]
+        parts = zip(specs, elements[::2], elements[1::2], scales[::2], scales[1::2], strict=True)
+        layers = tuple(LayerOffsets(*part) for part in parts)
+        return cls(block_size, kv_dtype, layers, _aligned(offsets[-1], _ALIGNMENT))
 
     @property
     def scale_bytes_per_token(self) -> float:
         """The part of `bytes_per_token` that scales take."""
-        scale_bytes = self.bytes_per_block - self.slabs[0].k_scales_offset
+        scale_bytes = self.bytes_per_block - self.layers[0].k_scales
         return scale_bytes / self.block_size if self.kv_dtype.is_quantised else 0.0
 
     @property

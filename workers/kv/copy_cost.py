@@ -36,12 +36,12 @@ class CopyCost:
             return measured
         return replace(measured, demote=copies.demote_seconds, restore=copies.restore_seconds)
 
-    def is_restore_faster(self, num_blocks: int, *, num_queued: int, beside_decodes: bool) -> bool:
+    def is_restore_faster(self, num_blocks: int, *, num_queued: int, with_decodes: bool) -> bool:
         """Whether restoring `num_blocks`, after `num_queued` restores, takes less time than computing them."""
         if not self.prefill:
             return True
         seconds = (num_queued + num_blocks) * self.restore
-        if beside_decodes:  # copies get a share of each step, and the restored sequence starts with the next step
+        if with_decodes:  # copies get a share of each step, and the restored sequence starts with the next step
             seconds = seconds / _SHARE_BESIDE_DECODES + self.step
         return seconds < num_blocks * self.block_size * self.prefill
 
@@ -56,10 +56,10 @@ class CopyCost:
         tail = num_tokens % self.block_size * self.prefill
         return min(by_copy + tail, num_tokens * self.prefill)
 
-    def max_blocks_per_step(self, *, beside_decodes: bool) -> int:
+    def max_blocks_per_step(self, *, with_decodes: bool) -> int:
         """The number of blocks that a step may copy."""
         block = max(self.demote, self.restore)
         if not block:
             return _UNMEASURED_BLOCKS_PER_STEP
-        seconds = self.step * _SHARE_BESIDE_DECODES if beside_decodes and self.step else _MAX_SECONDS_ALONE
+        seconds = self.step * _SHARE_BESIDE_DECODES if with_decodes and self.step else _MAX_SECONDS_ALONE
         return max(1, int(seconds / block))

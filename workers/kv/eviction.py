@@ -7,10 +7,10 @@ order:
 
     unwanted    a request said that it is not needed again (retention priority 0); oldest first
     ordinary    all others, in the order of an `EvictionPolicy`
-    sheltered   ordinary blocks of tenants below their fair share of the tier; set aside when the policy picks them
+    protected   ordinary blocks of tenants below their fair share of the tier; set aside when the policy picks them
     retained    a request asked to keep it; lowest priority first. At most RETAINED_SHARE of the tier is retained
 
-The shelter keeps a tenant that floods the cache from evicting the prefixes of all other tenants.
+The protection keeps a tenant that floods the cache from evicting the prefixes of all other tenants.
 """
 
 import heapq
@@ -23,10 +23,10 @@ from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, T
 from coatcheck.workers.kv.eviction_policy import CandidateHeap, EvictionCandidate, EvictionPolicy, LRUPolicy
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
-# A tenant is sheltered while it has at most SHELTERED_SHARE of an equal share of the evictable blocks, and has made a
-# request within the last SHELTER_SECONDS.
-SHELTERED_SHARE: Final = 0.5
-SHELTER_SECONDS: Final = 600.0
+# A tenant is protected while it has at most PROTECTED_SHARE of an equal share of the evictable blocks, and has made a
+# request within the last PROTECTION_SECONDS.
+PROTECTED_SHARE: Final = 0.5
+PROTECTION_SECONDS: Final = 600.0
 # The share of a tier's blocks that requests can retain. Beyond it the lowest priorities become ordinary.
 RETAINED_SHARE: Final = 0.25
 
@@ -56,11 +56,11 @@ class Evictor:
         self._tenants: Counter[str] = Counter()  # evictable blocks
         self._unwanted = LRUPolicy()
         self._ordinary = policy
-        self._sheltered: dict[str, deque[EvictionCandidate]] = {}  # by tenant
+        self._protected: dict[str, deque[EvictionCandidate]] = {}  # by tenant
         self._retained = CandidateHeap()  # by (priority, until when)
         self._retained_hashes: set[bytes] = set()  # of leaves and of blocks with children
         self._expiries: list[tuple[float, bytes]] = []  # a heap of when retentions end; may hold outdated entries
-        self._shelter_checked_at = 0.0
+        self._protection_checked_at = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -94,7 +94,7 @@ class Evictor:
         self._tenants[prefix.tenant] -= 1
         if not self._tenants[prefix.tenant]:
             del self._tenants[prefix.tenant]
-            self._sheltered.pop(prefix.tenant, None)
+            self._protected.pop(prefix.tenant, None)
         if prefix.parent_hash:
             self._children[prefix.parent_hash] -= 1
             if not self._children[prefix.parent_hash]:
@@ -107,9 +107,9 @@ class Evictor:
         now = self.registry.now
         self._end_expired_retentions()
         self._limit_retained()
-        if now >= self._shelter_checked_at + 1:
-            self._shelter_checked_at = now
-            self._end_shelters()
+        if now >= self._protection_checked_at + 1:
+            self._protection_checked_at = now
+            self._end_protections()
         candidate, reason = self._pop_candidate()
         self.num_evictions[reason] += 1
         self.remove_block(candidate.prefix)
@@ -142,8 +142,8 @@ class Evictor:
             self._unwanted.push(candidate)
         else:
             self._ordinary.push(candidate)
-        set_aside = self._sheltered.get(prefix.tenant)
-        if set_aside and not self._is_sheltered(prefix.tenant):
+        set_aside = self._protected.get(prefix.tenant)
+        if set_aside and not self._is_protected(prefix.tenant):
             # The tenant has grown above its share by one block, so one of its blocks can go.
             self._return_to_ordinary(set_aside, 1)
 
@@ -157,40 +157,40 @@ class Evictor:
             if candidate.prefix.claims.is_unwanted(self.registry.now):
                 return candidate, EvictionReason.UNWANTED
             self._add_candidate(self._entries[candidate.prefix.block_hash])  # requested again since
-        reason = EvictionReason.WORTH_LEAST
-        while (candidate := self._ordinary.pop()) is not None or self._end_shelters():
+        reason = EvictionReason.LOWEST_VALUE
+        while (candidate := self._ordinary.pop()) is not None or self._end_protections():
             if candidate is None:
-                continue  # a shelter ended just now, so there are ordinary candidates again
-            if not self._is_sheltered(candidate.prefix.tenant):
+                continue  # a protection ended just now, so there are ordinary candidates again
+            if not self._is_protected(candidate.prefix.tenant):
                 return candidate, reason
-            reason = EvictionReason.OVER_SHARE
+            reason = EvictionReason.OVER_FAIR_SHARE
             self._set_aside(candidate)
-        if any(self._return_to_ordinary(set_aside) for set_aside in self._sheltered.values()):
+        if any(self._return_to_ordinary(set_aside) for set_aside in self._protected.values()):
             candidate = self._ordinary.pop()
         else:
             candidate = self._retained.pop()
         assert candidate is not None, "evict_block of a tier without evictable blocks"
-        return candidate, EvictionReason.NOTHING_ELSE
+        return candidate, EvictionReason.LAST_RESORT
 
-    # Shelter: tenants below their fair share
+    # Protection: tenants below their fair share
 
-    def _is_sheltered(self, tenant: str) -> bool:
+    def _is_protected(self, tenant: str) -> bool:
         if len(self._tenants) == 1:
             return False
-        max_blocks = SHELTERED_SHARE * len(self._entries) / len(self._tenants)
-        return self._tenants[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < SHELTER_SECONDS
+        max_blocks = PROTECTED_SHARE * len(self._entries) / len(self._tenants)
+        return self._tenants[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < PROTECTION_SECONDS
 
     def _set_aside(self, candidate: EvictionCandidate) -> None:
         tenant = candidate.prefix.tenant
-        queue = self._sheltered.setdefault(tenant, deque())
+        queue = self._protected.setdefault(tenant, deque())
         queue.append(candidate)
         if len(queue) > 2 * self._tenants[tenant] + 64:  # most are cancelled
-            self._sheltered[tenant] = deque(candidate for candidate in queue if not candidate.is_cancelled)
+            self._protected[tenant] = deque(candidate for candidate in queue if not candidate.is_cancelled)
 
-    def _end_shelters(self) -> int:
-        """Move the candidates of tenants that are no longer sheltered to the ordinary queue. Return how many moved."""
-        tenants = [tenant for tenant in self._sheltered if not self._is_sheltered(tenant)]
-        return sum(self._return_to_ordinary(self._sheltered.pop(tenant)) for tenant in tenants)
+    def _end_protections(self) -> int:
+        """Move the candidates of tenants that are no longer protected to the ordinary queue. Return how many moved."""
+        tenants = [tenant for tenant in self._protected if not self._is_protected(tenant)]
+        return sum(self._return_to_ordinary(self._protected.pop(tenant)) for tenant in tenants)
 
     def _return_to_ordinary(self, set_aside: deque[EvictionCandidate], limit: int | None = None) -> int:
         """Move up to `limit` candidates, the first set aside first. Return how many moved."""

@@ -74,7 +74,7 @@ class KVCacheManager:
         to_demote = self.host is not None and self.pool.oldest_evicted_block() is not None
         return bool(self._queued or self._in_progress or to_demote)
 
-    def find_cached_blocks(self, hashes: Iterable[bytes], *, beside_decodes: bool) -> list[int | None]:
+    def find_cached_blocks(self, hashes: Iterable[bytes], *, with_decodes: bool) -> list[int | None]:
         """The leading blocks of a prompt that need not be computed: device blocks, None for one to restore."""
         found: list[int | None] = []
         num_on_host, first_on_host = 0, -1
@@ -87,7 +87,7 @@ class KVCacheManager:
                 num_on_host += 1
             found.append(block)
         if num_on_host and not self.copy_cost.is_restore_faster(
-            num_on_host, num_queued=len(self._queued), beside_decodes=beside_decodes
+            num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
         ):
             return found[: first_on_host + self._is_trial("restore")]  # a trial restores one block
         return found
@@ -112,7 +112,7 @@ class KVCacheManager:
         self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
         sequence.num_restoring += 1
 
-    def demote_before_write(self, block: int, plan: StepPlan) -> None:
+    def demote_evicted_prefix(self, block: int, plan: StepPlan) -> None:
         """Before the plan writes to `block`, demote the evicted prefix whose KV is still there, if worthwhile."""
         prefix = self.pool.pop_evicted_prefix(block)
         if prefix is None or self.host is None:
@@ -124,23 +124,23 @@ class KVCacheManager:
         if is_worthwhile and (slot := self.host.begin_demotion(prefix)) is not None:
             plan.demotes.append((block, slot))
 
-    def plan_copies(self, plan: StepPlan, *, beside_decodes: bool) -> None:
+    def plan_copies(self, plan: StepPlan, *, with_decodes: bool) -> None:
         """Add as many queued restores, then demotions, as the step has time for. Call this last for each plan."""
         if self.host is None:
             return
-        max_blocks = self.copy_cost.max_blocks_per_step(beside_decodes=beside_decodes)
+        max_blocks = self.copy_cost.max_blocks_per_step(with_decodes=with_decodes)
         left = max(max_blocks - len(plan.demotes), 1)
         restores = []
         while left > 0 and self._queued:
             restore = self._queued.popleft()
             before = len(plan.demotes)
-            self.demote_before_write(restore.block, plan)
+            self.demote_evicted_prefix(restore.block, plan)
             left -= 1 + len(plan.demotes) - before
             self.pool.share_blocks([restore.block])
             plan.restores.append((restore.slot, restore.block))
             restores.append(restore)
         while left > 0 and (block := self.pool.oldest_evicted_block()) is not None:
-            self.demote_before_write(block, plan)
+            self.demote_evicted_prefix(block, plan)
             left -= 1
         self._in_progress += [slot for _, slot in plan.demotes]
         self._in_progress += restores

@@ -19,12 +19,12 @@ class PrefixLookup:
         """Leading full blocks that may come from the cache. At least one token must be computed, for its logits."""
         return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self._block_size)
 
-    def find_cached_blocks(self, sequence: Sequence, *, beside_decodes: bool) -> list[int | None]:
+    def find_cached_blocks(self, sequence: Sequence, *, with_decodes: bool) -> list[int | None]:
         """The leading blocks that need not be computed; see `KVCacheManager.find_cached_blocks`."""
         if sequence.wants_prompt_logprobs:
             return []
         hashes = sequence.block_hashes[: self.count_cacheable_blocks(sequence)]
-        return self._kv_cache.find_cached_blocks(hashes, beside_decodes=beside_decodes)
+        return self._kv_cache.find_cached_blocks(hashes, with_decodes=with_decodes)
 
     def add_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
         """Mark blocks as pending by `sequence`, except those that are pending by another sequence already."""
@@ -37,13 +37,13 @@ class PrefixLookup:
             if self._pending.get(block_hash) is sequence:
                 del self._pending[block_hash]
 
-    def is_prefix_pending(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
+    def is_prefix_pending(self, sequence: Sequence, *, with_decodes: bool) -> bool:
         """Whether another sequence computes or restores the next block that `sequence` needs."""
         if sequence.wants_prompt_logprobs:
             return False
         if sequence.awaited_hash in self._pending:
             return True
-        found = self.find_cached_blocks(sequence, beside_decodes=beside_decodes)
+        found = self.find_cached_blocks(sequence, with_decodes=with_decodes)
         # The next block to compute, and the first block to restore.
         needed = {len(found), found.index(None) if None in found else len(found)}
         for index in needed - {self.count_cacheable_blocks(sequence)}:

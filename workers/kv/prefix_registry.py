@@ -164,7 +164,7 @@ class PrefixRegistry:
         """Why no tier holds the block, the `index`-th of a request's prompt."""
         record = self._records.get(block_hash)
         if record is not None and record.is_corrupt:
-            return PrefixMiss(index, MissReason.BROKEN)
+            return PrefixMiss(index, MissReason.CORRUPT)
         if record is not None and record.eviction is not None:
             return PrefixMiss(index, MissReason.EVICTED, record.eviction, self.now - record.eviction.at)
         has_other_salt = record is not None and record.has_other_salt

@@ -43,7 +43,7 @@ class CudaBlockCopier(BlockCopier):
 
     def start_copies(self, plan: StepPlan) -> None:
         """Queue the demotes. The thread queues the restores once they are verified."""
-        self._is_idle_step = not plan.rows
+        self._is_idle_step = not plan.scheduled
         if not (plan.demotes or plan.restores):
             return
         compute_stream = torch.cuda.current_stream(self._pool.device)

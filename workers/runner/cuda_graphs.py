@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coatcheck.workers.attention.attention import KVPools
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.core.step_plan import Row
+from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.host_transfer import upload
 
@@ -30,7 +30,7 @@ def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in _SIZES if size < largest), largest)
 
 
-def pick_capture_size(rows: Sequence[Row], sizes: Sequence[int], max_total_seq_len: int) -> int | None:
+def pick_capture_size(rows: Sequence[ScheduledSequence], sizes: Sequence[int], max_total_seq_len: int) -> int | None:
     """The smallest of the ascending `sizes` that holds `rows`.
 
     None if no size does, if a row is not a decode, or if the context lengths add up to more than `max_total_seq_len`.
@@ -99,18 +99,18 @@ class CudaGraphs:
             self._forward(size)
         return graph.replay
 
-    def pick_size(self, rows: Sequence[Row]) -> int | None:
+    def pick_size(self, rows: Sequence[ScheduledSequence]) -> int | None:
         """The captured size for these rows; None if the step must run without a graph."""
         return pick_capture_size(rows, tuple(self._replays), self._max_total_seq_len)
 
-    def replay(self, rows: Sequence[Row], size: int) -> Tensor:
+    def replay(self, rows: Sequence[ScheduledSequence], size: int) -> Tensor:
         """Compute the rows. Returns float32 [len(rows), vocab], valid until the next call."""
         self.steps, self.last_size = self.steps + 1, size
         self._write_inputs(rows, size)
         self._replays[size]()
         return self._logits[: len(rows)]
 
-    def _write_inputs(self, rows: Sequence[Row], size: int) -> None:
+    def _write_inputs(self, rows: Sequence[ScheduledSequence], size: int) -> None:
         padding = size - len(rows)
         columns = [[row.slot for row in rows] + [0] * padding, [row.start for row in rows] + [-1] * padding]
         self._inputs[:, :size].copy_(upload(columns, torch.int64, self._device))

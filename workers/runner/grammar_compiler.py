@@ -44,7 +44,7 @@ class GrammarCompiler:
 
     def start_compiling(self, plan: StepPlan) -> None:
         """Drop the plan's `dropped_grammars`, and queue its `new_grammars`."""
-        self._is_idle_step = not plan.rows
+        self._is_idle_step = not plan.scheduled
         for grammar_id in plan.dropped_grammars:
             self._grammars.drop(grammar_id)
         for grammar in plan.new_grammars:

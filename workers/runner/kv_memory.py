@@ -49,12 +49,12 @@ def layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
     """Each layer's keys, values and scales as strided views of `pool`."""
     dtype, size = _TORCH_DTYPES[layout.kv_dtype], layout.block_size
     caches = []
-    for slab in layout.slabs:
-        shape = (slab.num_kv_heads, size, slab.head_dim * layout.kv_dtype.bits // (8 * dtype.itemsize))
-        parts = [_view(pool, dtype, offset, shape) for offset in (slab.k_offset, slab.v_offset)]
+    for layer in layout.layers:
+        spec = layer.spec
+        shape = (spec.num_kv_heads, size, spec.head_dim * layout.kv_dtype.bits // (8 * dtype.itemsize))
+        parts = [_view(pool, dtype, offset, shape) for offset in (layer.k, layer.v)]
         if layout.kv_dtype.is_quantised:
-            offsets = (slab.k_scales_offset, slab.v_scales_offset)
-            parts += [_view(pool, torch.float16, offset, shape[:2]) for offset in offsets]
+            parts += [_view(pool, torch.float16, offset, shape[:2]) for offset in (layer.k_scales, layer.v_scales)]
         caches.append(KVCache(*parts))
     return caches
 

@@ -20,7 +20,7 @@ from coatcheck.kernels.attention.paged_prefill import chunk_lengths
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.step_plan import Row, StepPlan
+from coatcheck.workers.core.step_plan import ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
@@ -87,21 +87,21 @@ class ModelRunner:
             self._copier.start_copies(plan)
         self._update_state(plan)
         self._copy_blocks(plan.copies)
-        step = self._compute_rows(plan.rows) if plan.rows else DeviceStep(0, [], None)
+        step = self._compute_rows(plan.scheduled) if plan.scheduled else DeviceStep(0, [], None)
         if self._copier is not None:
             step.copies = self._copier.report_copies()
         step.num_compiled = self._grammar_compiler.report_compiled()
         return step
 
     def _update_state(self, plan: StepPlan) -> None:
-        for new in plan.new_rows:
+        for new in plan.new_sequences:
             self._token_ids[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
             self._sampler.set_parameters(new)
             self._bitmasks.set_grammar(new)
         if plan.table_writes:
-            triples = self._int32([(write.slot, write.index, write.block) for write in plan.table_writes]).T
+            triples = self._int32([(write.slot, write.block_index, write.block) for write in plan.table_writes]).T
             # Of two writes to one entry the later must win, which an indexed store does not guarantee.
-            latest = {(write.slot, write.index): i for i, write in enumerate(plan.table_writes)}
+            latest = {(write.slot, write.block_index): i for i, write in enumerate(plan.table_writes)}
             if len(latest) < len(plan.table_writes):
                 triples = triples[:, self._int64(list(latest.values()))]
             self._block_tables[triples[0].long(), triples[1].long()] = triples[2]
@@ -116,7 +116,7 @@ class ModelRunner:
             pairs = self._int64(batch).T.contiguous()
             copy_blocks(self.pool, pairs[0], pairs[1])
 
-    def _compute_rows(self, rows: list[Row]) -> DeviceStep:
+    def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
         if any(self._sampler.needs_prompt_logprobs(row.slot, row.start) for row in rows):
             return self._compute_with_prompt_logprobs(rows)
         if (size := self.graphs.pick_size(rows)) is not None:
@@ -126,7 +126,7 @@ class ModelRunner:
             return DeviceStep(len(rows), [], None)
         return self._sample(rows, self.model.logits(hidden), {})
 
-    def _compute_with_prompt_logprobs(self, rows: list[Row]) -> DeviceStep:
+    def _compute_with_prompt_logprobs(self, rows: list[ScheduledSequence]) -> DeviceStep:
         """As _compute_rows, with the hidden states of all tokens, which prompt logprobs need."""
         hidden = self._forward(rows, None)
         ends = list(accumulate(row.num_tokens for row in rows))
@@ -136,7 +136,7 @@ class ModelRunner:
             return DeviceStep(len(rows), [], None, prompt_logprobs=reports)
         return self._sample(rows, self.model.logits(hidden[self._int64(last)]), reports)
 
-    def _logits_indices(self, rows: list[Row]) -> LogitsIndices | None:
+    def _logits_indices(self, rows: list[ScheduledSequence]) -> LogitsIndices | None:
         """The last token of each row that samples. None if these are all tokens of the step."""
         if all(row.sample and row.num_tokens == 1 for row in rows):
             return None
@@ -145,7 +145,7 @@ class ModelRunner:
         counts = accumulate((int(row.sample) for row in rows), initial=0)
         return LogitsIndices(self._int64(tokens), self._int32(list(counts)))
 
-    def _forward(self, rows: list[Row], logits_indices: LogitsIndices | None) -> Tensor:
+    def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
         """Hidden states of the rows' T tokens, [T, hidden]; with `logits_indices`, of its R tokens, [R, hidden]."""
         lens = [row.num_tokens for row in rows]
         cu_seqlens = list(accumulate(lens, initial=0))
@@ -176,7 +176,9 @@ class ModelRunner:
         input_ids = self._token_ids[token_slots, positions].long()
         return self.model.forward(input_ids, positions, metadata, self._kv, logits_indices)
 
-    def _sample(self, rows: list[Row], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]) -> DeviceStep:
+    def _sample(
+        self, rows: list[ScheduledSequence], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]
+    ) -> DeviceStep:
         """Sample one token for each row with `sample`. `logits`: float32 [sampled rows, vocab], changed in place."""
         sampled = [index for index, row in enumerate(rows) if row.sample]
         slots = [rows[index].slot for index in sampled]
@@ -206,7 +208,9 @@ class ModelRunner:
         apply_token_mask(logits, self._int64(rows), bits)
         return failed
 
-    def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[LogprobReport]]:
+    def _prompt_logprobs(
+        self, rows: list[ScheduledSequence], ends: list[int], hidden: Tensor
+    ) -> dict[int, list[LogprobReport]]:
         """Queue the logprobs of prompt tokens. `ends`: the end of each row in `hidden`, [T, hidden]."""
         reports: dict[int, list[LogprobReport]] = {}
         for index, row in enumerate(rows):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
-from coatcheck.workers.core.step_plan import NewRow
+from coatcheck.workers.core.step_plan import NewSequence
 from coatcheck.workers.runner.host_transfer import upload
 
 
@@ -24,12 +24,12 @@ class Sampler:
         self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._new_rows: dict[int, NewRow] = {}  # by slot
+        self._new_sequences: dict[int, NewSequence] = {}  # by slot
 
-    def set_parameters(self, new: NewRow) -> None:
+    def set_parameters(self, new: NewSequence) -> None:
         """Set the slot's parameters to those of a new sequence."""
         params, slot = new.sampling, new.slot
-        self._new_rows[slot] = new
+        self._new_sequences[slot] = new
         floats = (
             params.temperature, params.top_p, params.min_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
@@ -45,12 +45,12 @@ class Sampler:
         logits:    float32 [R, vocab], changed in place; row r is of slots[r], for the token at positions[r]
         token_ids: int32 [num_slots, max_len]; the first positions[r] tokens of row slots[r] are the sequence so far
         """
-        new_rows = [self._new_rows[slot] for slot in slots]
-        self._add_bias(logits, new_rows, positions)
+        new_sequences = [self._new_sequences[slot] for slot in slots]
+        self._add_bias(logits, new_sequences, positions)
         slot_ids, position_ids = (upload(ids, torch.int64, self._device) for ids in (slots, positions))
-        if any(_has_penalties(new) for new in new_rows):
-            self._apply_penalties(logits, new_rows, slot_ids, position_ids, token_ids[:, : max(positions)])
-        if all(new.sampling.temperature == 0.0 for new in new_rows):
+        if any(_has_penalties(new) for new in new_sequences):
+            self._apply_penalties(logits, new_sequences, slot_ids, position_ids, token_ids[:, : max(positions)])
+        if all(new.sampling.temperature == 0.0 for new in new_sequences):
             return logits.argmax(dim=-1)
         floats, ints = self._floats[:, slot_ids], self._ints[:, slot_ids]
         return sample(
@@ -64,10 +64,10 @@ class Sampler:
             position=position_ids,
         )
 
-    def _add_bias(self, logits: Tensor, new_rows: list[NewRow], positions: list[int]) -> None:
+    def _add_bias(self, logits: Tensor, new_sequences: list[NewSequence], positions: list[int]) -> None:
         """Add logit_bias, and forbid end and stop tokens before min_tokens."""
         triples: list[tuple[int, int, float]] = []
-        for row, (new, position) in enumerate(zip(new_rows, positions, strict=True)):
+        for row, (new, position) in enumerate(zip(new_sequences, positions, strict=True)):
             triples.extend((row, token, bias) for token, bias in new.sampling.logit_bias.items())
             if position - new.prompt_len < new.sampling.min_tokens:
                 triples.extend((row, token, -math.inf) for token in new.stop_token_ids)
@@ -77,29 +77,34 @@ class Sampler:
             add_logit_bias(logits, *columns, upload(bias, torch.float32, self._device))
 
     def _apply_penalties(
-        self, logits: Tensor, new_rows: list[NewRow], slot_ids: Tensor, position_ids: Tensor, token_ids: Tensor
+        self,
+        logits: Tensor,
+        new_sequences: list[NewSequence],
+        slot_ids: Tensor,
+        position_ids: Tensor,
+        token_ids: Tensor,
     ) -> None:
         floats = self._floats[:, slot_ids]
-        prompt_lens = upload([new.prompt_len for new in new_rows], torch.int32, self._device)
+        prompt_lens = upload([new.prompt_len for new in new_sequences], torch.int32, self._device)
         history, lens = token_ids[slot_ids], position_ids.to(torch.int32)
         apply_penalties(logits, history, prompt_lens, lens, floats[3], floats[4], floats[5])
 
     def num_logprobs(self, slot: int) -> int | None:
         """How many most likely tokens to report for each sampled token; None for no logprobs."""
-        return self._new_rows[slot].sampling.logprobs
+        return self._new_sequences[slot].sampling.logprobs
 
     def num_prompt_logprobs(self, slot: int) -> int | None:
         """How many most likely tokens to report for each prompt token; None for no prompt logprobs."""
-        return self._new_rows[slot].sampling.prompt_logprobs
+        return self._new_sequences[slot].sampling.prompt_logprobs
 
     def needs_prompt_logprobs(self, slot: int, start: int) -> bool:
         """Whether a row from position `start` on reports logprobs of prompt tokens."""
         return self.num_prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
 
     def prompt_len(self, slot: int) -> int:
-        return self._new_rows[slot].prompt_len
+        return self._new_sequences[slot].prompt_len
 
 
-def _has_penalties(new: NewRow) -> bool:
+def _has_penalties(new: NewSequence) -> bool:
     params = new.sampling
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

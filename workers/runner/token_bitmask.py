@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.proto.grammar import describe_matcher_error
-from coatcheck.workers.core.step_plan import NewRow
+from coatcheck.workers.core.step_plan import NewSequence
 from coatcheck.workers.runner.host_transfer import Download, upload
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
@@ -76,7 +76,7 @@ class TokenBitmasks:
         self._executor: LLExecutor | None = None
         self._was_slow = False
 
-    def set_grammar(self, new: NewRow) -> None:
+    def set_grammar(self, new: NewSequence) -> None:
         """Constrain the slot of a new sequence, or remove its constraint. Output tokens in `new` are consumed."""
         self._constraints.pop(new.slot, None)
         if new.grammar_id is not None:

@@ -40,6 +40,6 @@ def launch_on_rank(plan: StepPlan, runner: ModelRunner, communicator: Communicat
 
     A plan without rows is a heartbeat: one all-reduce, so that an idle group notices a rank that is gone.
     """
-    if not plan.rows and communicator.size > 1:
+    if not plan.scheduled and communicator.size > 1:
         communicator.all_reduce(torch.zeros(1, device=runner.pool.device))
     return runner.launch(plan)

@@ -11,7 +11,7 @@ The plans bypass the scheduler: no statistic counts them, and no block is alloca
 from collections.abc import Iterable, Iterator
 
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 _NUM_COPIED_BLOCKS = 8
 
@@ -50,7 +50,7 @@ def kernel_plans(
         yield _decode(2, sampling, block_size)
         yield _decode(2, sampling, block_size, sample=False)
     if num_blocks > 1:
-        yield StepPlan(copies=[(0, 1)], rows=[Row(0, 0, 1, sample=False)])
+        yield StepPlan(copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, sample=False)])
 
 
 def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:
@@ -63,15 +63,15 @@ def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:
 
 def _prefill(prompt: int, sampling: SamplingParams, block_size: int) -> StepPlan:
     """A prompt of `prompt` tokens in slot 0."""
-    return _step(prompt, prompt, Row(0, 0, prompt, sample=True), sampling, block_size)
+    return _step(prompt, prompt, ScheduledSequence(0, 0, prompt, sample=True), sampling, block_size)
 
 
 def _decode(prompt: int, sampling: SamplingParams, block_size: int, *, sample: bool = True) -> StepPlan:
     """The token after the prompt. The token is given, so that no step depends on the token of another."""
-    return _step(prompt, prompt + 1, Row(0, prompt, 1, sample), sampling, block_size)
+    return _step(prompt, prompt + 1, ScheduledSequence(0, prompt, 1, sample), sampling, block_size)
 
 
-def _step(prompt: int, num_tokens: int, row: Row, sampling: SamplingParams, block_size: int) -> StepPlan:
-    new = NewRow(0, 0, prompt, [0] * num_tokens, sampling, ())
+def _step(prompt: int, num_tokens: int, row: ScheduledSequence, sampling: SamplingParams, block_size: int) -> StepPlan:
+    new = NewSequence(0, 0, prompt, [0] * num_tokens, sampling, ())
     writes = [TableWrite(0, index, index) for index in range(-(-num_tokens // block_size))]
-    return StepPlan(new_rows=[new], table_writes=writes, rows=[row])
+    return StepPlan(new_sequences=[new], table_writes=writes, scheduled=[row])

@@ -119,11 +119,13 @@ class GrammarRegistry:
             self._failed.add(sequence.request.sampling.structured)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add the grammars to drop and to compile to the plan, and the grammar id to each of its new rows."""
+        """Add the grammars to drop and to compile to the plan, and the grammar id to each of its new sequences."""
         plan.dropped_grammars = self._drop_unused()
-        for new in plan.new_rows:
+        for new in plan.new_sequences:
             new.grammar_id = self.ready_id(new.sampling.structured)
-            assert new.grammar_id is not None or new.sampling.structured is None, "a row's grammar is not ready"
+            assert new.grammar_id is not None or new.sampling.structured is None, (
+                "a new sequence's grammar is not ready"
+            )
         for to_compile, compiling, limit in zip(self._to_compile, self._compiling, MAX_COMPILING, strict=True):
             while len(compiling) < limit and (grammar := to_compile.pop_next(self._needs_compiling)):
                 self._ids[grammar] = self._next_id

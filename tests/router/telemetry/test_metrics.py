@@ -38,8 +38,8 @@ STATUS = GroupStatus(
     cached_host_tokens=20,
     restores=7,
     demotions=9,
-    device_evictions=Evictions(worth_least=11, over_share=3),
-    host_evicted=Evictions(worth_least=4),
+    device_evictions=Evictions(lowest_value=11, over_fair_share=3),
+    host_evicted=Evictions(lowest_value=4),
     prefix_misses=PrefixMisses(never_seen=8, evicted=5, other_salt=2),
     demoted_bytes=900,
     restored_bytes=700,
@@ -103,9 +103,13 @@ async def test_what_groups_report_is_there(start_router: StartRouter) -> None:
     ):  # fmt: skip
         assert value(router, f"coatcheck_group_{name}_total", there) == count
     assert value(router, "coatcheck_group_cached_tokens_total", {**there, "tier": "host"}) == 20
-    for tier, reason, count in (("device", "worth_least", 11), ("device", "over_share", 3), ("host", "worth_least", 4)):
+    for tier, reason, count in (
+        ("device", "lowest_value", 11),
+        ("device", "over_fair_share", 3),
+        ("host", "lowest_value", 4),
+    ):
         assert value(router, "coatcheck_group_evicted_blocks_total", {**there, "tier": tier, "reason": reason}) == count
-    for reason, count in (("never_seen", 8), ("evicted", 5), ("other_salt", 2), ("broken", 0)):
+    for reason, count in (("never_seen", 8), ("evicted", 5), ("other_salt", 2), ("corrupt", 0)):
         assert value(router, "coatcheck_group_prefix_misses_total", {**there, "reason": reason}) == count
     assert value(router, "coatcheck_group_moved_bytes_total", {**there, "to": "host"}) == 900
     assert value(router, "coatcheck_group_state", {**there, "state": "serving"}) == 1

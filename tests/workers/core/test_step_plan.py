@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 grammars = st.builds(
     Grammar, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(min_size=1).filter(str.strip)
@@ -30,13 +30,15 @@ sampling |= st.builds(SamplingParams, min_tokens=st.integers(0, 9), seed=ints)
 plans = st.builds(
     StepPlan,
     step=ints,
-    new_rows=st.lists(
-        st.builds(NewRow, ints, ints, ints, st.lists(ints, max_size=5), sampling, st.tuples(ints), st.none() | ints),
+    new_sequences=st.lists(
+        st.builds(
+            NewSequence, ints, ints, ints, st.lists(ints, max_size=5), sampling, st.tuples(ints), st.none() | ints
+        ),
         max_size=3,
     ),
     table_writes=st.lists(st.builds(TableWrite, ints, ints, ints), max_size=4),
     copies=st.lists(st.tuples(ints, ints), max_size=3),
-    rows=st.lists(st.builds(Row, ints, ints, ints, st.booleans()), max_size=4),
+    scheduled=st.lists(st.builds(ScheduledSequence, ints, ints, ints, st.booleans()), max_size=4),
     demotes=st.lists(st.tuples(ints, ints), max_size=3),
     restores=st.lists(st.tuples(ints, ints), max_size=3),
     dropped_grammars=st.lists(ints, max_size=2),

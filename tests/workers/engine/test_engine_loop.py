@@ -16,7 +16,7 @@ class DyingRunner(FakeRunner):
     """Fails as a runner does when a rank is gone."""
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        if plan.rows:
+        if plan.scheduled:
             raise RuntimeError("Connection reset by peer")
         return super().launch(plan)
 

@@ -23,11 +23,11 @@ def test_parts_of_a_block_are_apart_and_fill_it(layers: list[LayerSpec], block_s
     """The parts of a layer do not overlap, elements start on cache lines, and all other bytes are padding."""
     layout = BlockLayout.of(layers, block_size, kv_dtype)
     parts = []
-    for layer, slab in zip(layers, layout.slabs, strict=True):
+    for layer, offsets in zip(layers, layout.layers, strict=True):
         rows = layer.num_kv_heads * block_size
         stored = [
-            (slab.k_offset, slab.k_scales_offset, layer.head_dim),
-            (slab.v_offset, slab.v_scales_offset, layer.value_dim),
+            (offsets.k, offsets.k_scales, layer.head_dim),
+            (offsets.v, offsets.v_scales, layer.value_dim),
         ]
         for offset, scales_offset, dim in stored if layer.value_dim else stored[:1]:
             assert offset % 64 == 0
@@ -68,7 +68,7 @@ def test_int4_refuses_an_odd_head_dim_and_names_the_layer() -> None:
     """int4 with an odd head_dim is refused; the message names the layer and what to use instead."""
     with pytest.raises(InvalidConfig, match=r"layer 1 has head_dim 65, which is odd; use int8 or fp8"):
         BlockLayout.of([LayerSpec(8, 8, 64), LayerSpec(8, 8, 65)], 16, KvDtype.INT4)
-    assert BlockLayout.of([LayerSpec(8, 8, 65)], 16, KvDtype.INT8).slabs[0].head_dim == 65
+    assert BlockLayout.of([LayerSpec(8, 8, 65)], 16, KvDtype.INT8).layers[0].spec.head_dim == 65
 
 
 def test_unknown_kv_dtypes_are_refused_with_those_that_exist() -> None:

@@ -34,9 +34,9 @@ def test_what_was_evicted_says_when_and_why() -> None:
     miss = miss_of(ask(engine, "again", PROMPT), "again")
     assert miss is not None and miss.evicted is not None
     assert (miss.reason, miss.evicted.tier) == (MissReason.EVICTED, Tier.DEVICE)
-    assert miss.evicted.reason is EvictionReason.WORTH_LEAST
+    assert miss.evicted.reason is EvictionReason.LOWEST_VALUE
     assert 0 < miss.seconds_ago < 10
-    assert engine.stats().device_evictions[EvictionReason.WORTH_LEAST] > 10
+    assert engine.stats().device_evictions[EvictionReason.LOWEST_VALUE] > 10
 
 
 def test_what_left_the_host_too_names_the_host() -> None:
@@ -77,8 +77,8 @@ def test_a_broken_block_is_named_as_such() -> None:
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)
     runner.broken = {slot for slot, held in runner.host.items() if held[3] == tuple(PROMPT[:24])}
-    assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(5, MissReason.BROKEN)
-    assert engine.stats().prefix_misses[MissReason.BROKEN] == 1
+    assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(5, MissReason.CORRUPT)
+    assert engine.stats().prefix_misses[MissReason.CORRUPT] == 1
 
 
 def test_what_is_sooner_computed_is_named_as_such() -> None:

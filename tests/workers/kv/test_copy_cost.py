@@ -13,22 +13,22 @@ DEAR = CopyCost(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
 
 def test_a_prefix_is_restored_where_that_is_sooner() -> None:
     """Fast copies are chosen over a slow prefill. Slow copies are not, nor is a restore behind a long queue."""
-    assert CHEAP.is_restore_faster(100, num_queued=0, beside_decodes=False)
-    assert not DEAR.is_restore_faster(100, num_queued=0, beside_decodes=False)
-    assert not CHEAP.is_restore_faster(1, num_queued=1000, beside_decodes=False)
+    assert CHEAP.is_restore_faster(100, num_queued=0, with_decodes=False)
+    assert not DEAR.is_restore_faster(100, num_queued=0, with_decodes=False)
+    assert not CHEAP.is_restore_faster(1, num_queued=1000, with_decodes=False)
 
 
 def test_beside_decodes_a_short_prefix_is_computed() -> None:
     """Beside decodes one block waits for the next step, so its 16 tokens are computed. Many blocks are restored."""
-    assert CHEAP.is_restore_faster(1, num_queued=0, beside_decodes=False)
-    assert not CHEAP.is_restore_faster(1, num_queued=0, beside_decodes=True)
-    assert CHEAP.is_restore_faster(50, num_queued=0, beside_decodes=True)
+    assert CHEAP.is_restore_faster(1, num_queued=0, with_decodes=False)
+    assert not CHEAP.is_restore_faster(1, num_queued=0, with_decodes=True)
+    assert CHEAP.is_restore_faster(50, num_queued=0, with_decodes=True)
 
 
 def test_what_is_not_measured_is_tried() -> None:
     """Until prefill and copies have been measured, blocks are demoted and restored."""
-    assert CopyCost(16).is_demotion_worthwhile and CopyCost(16).is_restore_faster(1, num_queued=9, beside_decodes=True)
-    assert CopyCost(16).max_blocks_per_step(beside_decodes=True) > 0
+    assert CopyCost(16).is_demotion_worthwhile and CopyCost(16).is_restore_faster(1, num_queued=9, with_decodes=True)
+    assert CopyCost(16).max_blocks_per_step(with_decodes=True) > 0
 
 
 def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
@@ -39,7 +39,7 @@ def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
 @pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 30), (CHEAP, False, 200), (DEAR, True, 1)])
 def test_a_step_moves_what_it_has_time_for(prices: CopyCost, beside: bool, blocks: int) -> None:
     """A step copies for a share of its decode time, and always at least one block."""
-    assert prices.max_blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
+    assert prices.max_blocks_per_step(with_decodes=beside) == pytest.approx(blocks, abs=1)
 
 
 def test_a_loss_is_the_cheaper_of_copying_and_computing() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.eviction import SHELTER_SECONDS
+from coatcheck.workers.kv.eviction import PROTECTION_SECONDS
 from coatcheck.workers.kv.prefix_registry import Prefix
 from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
@@ -133,15 +133,15 @@ def test_what_is_wanted_again_stays_through_a_scan() -> None:
 @pytest.mark.parametrize("order", ["lru", "cost"])
 def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
     """A tenant that floods the pool leaves a quiet tenant half of an equal share, until that one has been idle for
-    SHELTER_SECONDS."""
+    PROTECTION_SECONDS."""
     pool = BlockPool(40, make_evictor(order, 40))
     quiet = chain_of("quiet", 10)
     serve(pool, quiet, "quiet")
     for number in range(500):
         serve(pool, chain_of(f"flood {number} ", 4), "flood")
     assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are evictable while the flood's newest prompt runs
-    assert pool.stats().evictions[EvictionReason.OVER_SHARE] > 0
-    pool.registry.advance_clock(SHELTER_SECONDS + 1)
+    assert pool.stats().evictions[EvictionReason.OVER_FAIR_SHARE] > 0
+    pool.registry.advance_clock(PROTECTION_SECONDS + 1)
     for number in range(20):
         serve(pool, chain_of(f"later {number} ", 4), "flood")
     assert serve(pool, quiet, "quiet") == 0

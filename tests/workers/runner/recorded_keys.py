@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from coatcheck.kernels import arch
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.runner.cuda_graphs import capture_sizes
 from tests.workers.runner.padded_steps import load, make_runner
@@ -70,11 +70,11 @@ def random_plans(seed: int) -> Iterator[StepPlan]:
                 logit_bias=rng.choice(({}, {3: 1.0})), logprobs=rng.choice((None, 0, 2)),
                 prompt_logprobs=rng.choice((None, None, None, 1)),
             )  # fmt: skip
-            news.append(NewRow(slot, 0, rng.randint(1, length), [5] * length, sampling, ()))
+            news.append(NewSequence(slot, 0, rng.randint(1, length), [5] * length, sampling, ()))
             writes += [TableWrite(slot, index, rng.randrange(_BLOCKS)) for index in range(-(-length // 8))]
-            rows.append(Row(slot, start, count, sample=decoding or rng.random() < 0.8))
+            rows.append(ScheduledSequence(slot, start, count, sample=decoding or rng.random() < 0.8))
         copies = [(2 * i, 2 * i + 1) for i in range(rng.choice((0, 0, 1, 2, 3)))]
-        yield StepPlan(new_rows=news, table_writes=writes, copies=copies, rows=rows)
+        yield StepPlan(new_sequences=news, table_writes=writes, copies=copies, scheduled=rows)
 
 
 def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], set[str]]:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.workers.core.step_plan import Row
+from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_capture_size
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
@@ -25,7 +25,7 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
     """Sizes ascend to what may run at once, 256 at most, and waste at most half of a step's rows."""
     sizes = capture_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
-    rows = [Row(slot, 5, 1, sample=True) for slot in range(count)]
+    rows = [ScheduledSequence(slot, 5, 1, sample=True) for slot in range(count)]
     size = pick_capture_size(rows, sizes, 10**9)
     if count > sizes[-1]:
         assert size is None
@@ -36,17 +36,23 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "size"),
     [
-        ([Row(0, 4, 1, sample=True)], 2),
-        ([Row(s, 9, 1, sample=True) for s in range(3)], 4),
-        ([Row(s, 9, 1, sample=True) for s in range(5)], None),  # more than was captured
-        ([Row(0, 4, 1, sample=True), Row(1, 0, 3, sample=True)], None),  # a prefill
-        ([Row(0, 4, 1, sample=True), Row(1, 3, 1, sample=False)], None),  # the middle of a prompt
-        ([Row(0, 40, 1, sample=True), Row(1, 59, 1, sample=True)], None),  # 101 tokens of context
-        ([Row(0, 40, 1, sample=True), Row(1, 58, 1, sample=True)], 2),
+        ([ScheduledSequence(0, 4, 1, sample=True)], 2),
+        ([ScheduledSequence(s, 9, 1, sample=True) for s in range(3)], 4),
+        ([ScheduledSequence(s, 9, 1, sample=True) for s in range(5)], None),  # more than was captured
+        ([ScheduledSequence(0, 4, 1, sample=True), ScheduledSequence(1, 0, 3, sample=True)], None),  # a prefill
+        (
+            [ScheduledSequence(0, 4, 1, sample=True), ScheduledSequence(1, 3, 1, sample=False)],
+            None,
+        ),  # the middle of a prompt
+        (
+            [ScheduledSequence(0, 40, 1, sample=True), ScheduledSequence(1, 59, 1, sample=True)],
+            None,
+        ),  # 101 tokens of context
+        ([ScheduledSequence(0, 40, 1, sample=True), ScheduledSequence(1, 58, 1, sample=True)], 2),
         ([], None),
     ],
 )
-def test_only_decodes_that_fit_take_a_graph(rows: list[Row], size: int | None) -> None:
+def test_only_decodes_that_fit_take_a_graph(rows: list[ScheduledSequence], size: int | None) -> None:
     """A step goes to the smallest size that holds it, if all of it decodes and its contexts have room."""
     assert pick_capture_size(rows, (2, 4), 100) == size
 

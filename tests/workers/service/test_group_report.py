@@ -40,8 +40,8 @@ def test_every_count_of_the_tiers_reaches_the_status() -> None:
     stats = engine.stats()
     ranks = [RankStatus(rank=rank) for rank in range(2)]
     status = GroupReport(Registration(group="g"), ranks, bytes_per_block=100).build_status(stats, "")
-    assert status.device_evictions.worth_least == stats.device_evictions[EvictionReason.WORTH_LEAST] > 0
-    assert status.host_evicted.worth_least == status.host_evictions > 0
+    assert status.device_evictions.lowest_value == stats.device_evictions[EvictionReason.LOWEST_VALUE] > 0
+    assert status.host_evicted.lowest_value == status.host_evictions > 0
     assert status.prefix_misses.never_seen == 12
     assert status.demoted_bytes == 2 * 100 * stats.demotions > 0
 

@@ -10,7 +10,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_plan import NewRow, StepPlan
+from coatcheck.workers.core.step_plan import NewSequence, StepPlan
 from coatcheck.workers.structured.grammar_registry import (
     MAX_COMPILING,
     GrammarRegistry,
@@ -71,11 +71,11 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         begun = [sequence for choices in self.begun for sequence in choices]
-        plan = StepPlan(new_rows=[NewRow(0, 0, 1, [1], one.request.sampling, ()) for one in begun])
+        plan = StepPlan(new_sequences=[NewSequence(0, 0, 1, [1], one.request.sampling, ()) for one in begun])
         self.registry.fill_plan(plan)
         for number in plan.dropped_grammars:
             del self.ranks[number]
-        for new in plan.new_rows:  # any may take a slot, for the first time or again
+        for new in plan.new_sequences:  # any may take a slot, for the first time or again
             assert new.sampling.structured == (None if new.grammar_id is None else self.ranks[new.grammar_id])
         for grammar in plan.new_grammars:
             assert grammar not in self.ranks.values(), "compiled though it is there"
