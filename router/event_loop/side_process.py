@@ -4,10 +4,10 @@ A thread is not enough: parsing a large JSON body or making a long list of token
 the GIL and stops every stream. A function and its arguments go to a child process as one pickle, and its result or its
 error comes back as one.
 
-    python -m coatcheck.router.event_loop.side_process    the child: runs calls from stdin until it ends
+    python -m coatcheck.router.event_loop.side_process CPU_SECONDS    the child: runs calls from stdin until it ends
 
-A child is started by the first call that needs it. A call that takes more than a minute of CPU time ends its child; the
-next call starts a new one.
+A child is started by the first call that needs it. A call that takes too much CPU time ends its child; the next call
+starts a new one.
 """
 
 import asyncio
@@ -34,15 +34,19 @@ _Result = TypeVar("_Result")
 # Two, so that one long call does not delay all others. They have a lower CPU priority than the router (_NICENESS).
 _PROCESSES: Final = 2
 _MAX_WAITING: Final = 32
-_CPU_SECONDS: Final = 60
 _NICENESS: Final = 5
 _LENGTH: Final = struct.Struct("<Q")
 
 
 class SideProcesses:
-    """Owns the child processes and one thread for each. Use it inside one event loop, and `close` it."""
+    """Owns the child processes and one thread for each. Use it inside one event loop, and `close` it.
 
-    def __init__(self, processes: int = _PROCESSES, max_waiting: int = _MAX_WAITING) -> None:
+    `cpu_seconds`: the most CPU time of one call, rounded up to whole seconds of its process.
+    """
+
+    def __init__(self, processes: int = _PROCESSES, max_waiting: int = _MAX_WAITING, *, cpu_seconds: int = 60) -> None:
+        module = "coatcheck.router.event_loop.side_process"
+        self._command = [sys.executable, "-m", module, str(cpu_seconds)]
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="side")
         self._max_waiting = max_waiting
         self._waiting = 0
@@ -112,9 +116,8 @@ class SideProcesses:
     def _child(self) -> subprocess.Popen[bytes]:
         child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
         if child is None or child.poll() is not None:
-            command = [sys.executable, "-m", "coatcheck.router.event_loop.side_process"]
             pipe = subprocess.PIPE
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
             self._local.child = child
             with self._lock:
                 self._children = [*(child for child in self._children if child.poll() is None), child]
@@ -154,6 +157,7 @@ def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) 
 
 def main() -> None:
     """Runs calls from stdin until it ends. What a function prints is dropped."""
+    cpu_seconds = int(sys.argv[1])
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
@@ -162,7 +166,7 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             call = _read(sys.stdin.buffer)
-            seconds = math.ceil(time.process_time()) + _CPU_SECONDS
+            seconds = math.ceil(time.process_time()) + cpu_seconds
             if most != resource.RLIM_INFINITY:
                 seconds = min(seconds, most)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
