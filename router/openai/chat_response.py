@@ -3,27 +3,25 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import (
     FINISH_REASONS,
+    EchoedPrompt,
+    OpenAIResponse,
     ResponseHead,
-    RunningUsage,
-    count_scored,
-    count_values,
-    quote,
     stop_reason,
-    usage_object,
 )
-from coatcheck.router.openai.sse import DONE, sse_event
 from coatcheck.router.openai.tool_parser import ParsedToolCall, ToolParser
 
-_CHUNK = "chat.completion.chunk"
 
+class ChatResponse(OpenAIResponse):
+    """`place` is always 0, as a chat is one prompt."""
 
-class ChatResponse:
-    """One per request: `make_chunk` and `make_end` for a stream, else `make_response`."""
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    plain_choice = (b',"delta":{"content":', b"}")
 
     def __init__(
         self,
@@ -34,36 +32,17 @@ class ChatResponse:
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
         """`make_parser`: makes the parser of each choice; None if no tool may be called."""
-        self._head = head
+        prompt = EchoedPrompt(token_ids=prompt_token_ids)
+        super().__init__(head, request, formatter, [prompt], is_plain=not (request.logprobs or make_parser))
         self._request = request
-        self._formatter = formatter
         self._make_parser = make_parser
-        self._prompt_token_ids = prompt_token_ids
-        self._usage = Usage()
         self._parsers: dict[int, ToolParser] = {}
         self._started_choices: set[int] = set()
-        usage = ',"usage":null' if request.include_usage else ""
-        self._running_usage = RunningUsage() if request.has_running_usage else None
-        # A plain chunk is _before, the choice's index, its text and _after.
-        self._before = sse_event({**head.to_json(_CHUNK), "choices": []})[:-4] + b'{"index":'
-        self._after = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
-        self._is_plain = not (request.logprobs or request.return_token_ids or make_parser or request.has_running_usage)
 
-    def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """The chunk for an event; empty for an event that clients do not see. `place` is 0, as a chat is one prompt."""
-        kind = event.WhichOneof("event")
-        if self._running_usage is not None:
-            self._running_usage.count_event(event)
-        if kind == "final":
-            self._usage = event.final.usage
-        if kind != "delta":
-            return b""
-        delta = event.delta
+    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
+        """See OpenAIResponse."""
         if self._is_plain and not delta.finish_reason and delta.choice in self._started_choices:
-            if not delta.text:
-                return b""
-            content = quote(delta.text).encode()
-            return b'%b%d,"delta":{"content":%b%b' % (self._before, delta.choice, content, self._after)
+            return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
         text, calls = self._parse_calls(delta)
         fields: dict[str, Any] = {}
         if delta.choice not in self._started_choices:
@@ -73,45 +52,26 @@ class ChatResponse:
             fields["content"] = text
         if calls:
             fields["tool_calls"] = [{"index": call.index, **call.to_json()} for call in calls]
-        if fields == {"content": ""} and self._is_plain:
-            return b""
-        chunk = {**self._head.to_json(_CHUNK), "choices": [self._choice(delta, "delta", fields)]}
-        if self._request.include_usage:
-            chunk["usage"] = self._running_usage.to_json() if self._running_usage is not None else None
-        return sse_event(chunk)
-
-    def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> None:
-        """Always None: a chunk of a chat has a few tokens."""
-
-    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
-        """See WholeResponse."""
-        scored = sum(count_scored(response.prompt_logprobs) for response in responses)
-        return len(self._prompt_token_ids) + scored + sum(count_values(response.choices) for response in responses)
-
-    def make_end(self) -> bytes:
-        """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
-        if not self._request.include_usage:
-            return DONE
-        return sse_event({**self._head.to_json(_CHUNK), "choices": [], "usage": usage_object([self._usage])}) + DONE
+        return self._make_chunk(self._choice(delta, "delta", fields))
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
-        """The chat completion object."""
-        (response,) = responses
-        choices = []
-        for delta in response.choices:
-            text, calls = self._parse_calls(delta)
-            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-            if calls:
-                message["content"] = text or None
-                message["tool_calls"] = [call.to_json() for call in calls]
-            choices.append(self._choice(delta, "message", message))
-        completion = {**self._head.to_json("chat.completion"), "choices": choices}
-        completion["usage"] = usage_object([response.final.usage])
+        """See OpenAIResponse."""
+        completion = super().make_response(responses)
+        prompt = self._prompts[0]
         if self._request.prompt_logprobs is not None:
-            completion["prompt_logprobs"] = self._formatter.prompt_logprobs(response.prompt_logprobs.tokens)
+            completion["prompt_logprobs"] = self._formatter.prompt_logprobs(prompt.logprobs.tokens)
         if self._request.return_token_ids:
-            completion["prompt_token_ids"] = list(self._prompt_token_ids)
+            completion["prompt_token_ids"] = list(prompt.token_ids)
         return completion
+
+    def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
+        """See OpenAIResponse."""
+        text, calls = self._parse_calls(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [call.to_json() for call in calls]
+        return self._choice(delta, "message", message)
 
     def _parse_calls(self, delta: Delta) -> tuple[str, list[ParsedToolCall]]:
         """(text outside of tool calls, tool calls that the delta completes)."""

@@ -2,49 +2,28 @@
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from coatcheck.proto.stubs.coatcheck_pb2 import (
-    Delta,
-    GenerateEvent,
-    GenerateResponse,
-    PromptLogprobs,
-    TokenLogprob,
-    Usage,
-)
+from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, GenerateEvent, TokenLogprob
 from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.completion_request import CompletionRequest
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import (
     FINISH_REASONS,
+    EchoedPrompt,
+    OpenAIResponse,
     ResponseHead,
-    RunningUsage,
-    count_scored,
-    count_text,
-    count_values,
-    quote,
     stop_reason,
-    usage_object,
 )
-from coatcheck.router.openai.sse import DONE, sse_event
 from coatcheck.router.text.text_offsets import TextOffsets
 
 
-@dataclass(slots=True)
-class EchoedPrompt:
-    """What a response shows of a prompt. `echo`: the prompt's text if the request asks for it. `token_ids`: its tokens
-    if the response needs them. `is_text`: the client sent a text. `logprobs`: of the tokens after the first."""
+class CompletionResponse(OpenAIResponse):
+    """The choices of prompt i have the indices i*n to i*n + n-1."""
 
-    echo: str = ""
-    token_ids: Sequence[int] = ()
-    is_text: bool = False
-    logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
-
-
-class CompletionResponse:
-    """One per request: `make_chunk` and `make_end` for a stream, else `make_response`."""
+    kind = chunk_kind = "text_completion"
+    plain_choice = (b',"text":', b"")
 
     def __init__(
         self,
@@ -53,96 +32,50 @@ class CompletionResponse:
         prompts: Sequence[EchoedPrompt],
         formatter: LogprobsFormatter,
     ) -> None:
-        self._head = head
+        super().__init__(head, request, formatter, prompts, is_plain=not (request.echo or request.logprobs is not None))
         self._request = request
-        self._prompts = dict(enumerate(prompts))
-        self._formatter = formatter
-        self._usages: list[Usage] = []
         # By the index of a choice that has begun: its characters so far, and the offsets of its next tokens.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
-        usage = ',"usage":null' if request.include_usage else ""
-        self._running_usage = RunningUsage() if request.has_running_usage else None
-        # A plain chunk is _before, the choice's index, its text and _after.
-        self._before = sse_event({**head.to_json("text_completion"), "choices": []})[:-4] + b'{"index":'
-        self._after = f',"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
-        shows_tokens = request.logprobs is not None or request.return_token_ids
-        self._is_plain = not (shows_tokens or request.echo or request.has_running_usage)
-
-    def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """The chunk for an event of the prompt with index `place`; empty for an event that clients do not see."""
-        kind = event.WhichOneof("event")
-        if self._running_usage is not None:
-            self._running_usage.count_event(event)
-        if kind == "prompt_logprobs":
-            self._prompts[place].logprobs.MergeFrom(event.prompt_logprobs)
-        elif kind == "final":
-            self._usages.append(event.final.usage)
-        elif kind == "delta":
-            return self.make_delta_chunk(place, event.delta)
-        return b""
 
     def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
-        """As make_chunk, for a delta that the running usage includes already."""
+        """See OpenAIResponse."""
         if self._is_plain and not delta.finish_reason:
-            if not delta.text:
-                return b""
-            index = place * self._request.n + delta.choice
-            return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
-        chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
-        if self._request.include_usage:
-            chunk["usage"] = self._running_usage.to_json() if self._running_usage is not None else None
-        return sse_event(chunk)
+            return self._make_plain_chunk(place * self._request.n + delta.choice, delta.text) if delta.text else b""
+        return self._make_chunk(self._choice(place, delta))
 
     def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "CompletionResponse | None":
-        """See StreamedResponse. The first chunk of each choice may be large, because it shows the prompt."""
+        """See OpenAIResponse. The first chunk of each choice may be large, because it shows the prompt."""
         delta = event.delta
         if not event.HasField("delta") or place * self._request.n + delta.choice in self._lengths:
             return None
-        if self._count_prompt_values(self._prompts[place], self._prompts[place].logprobs) <= LARGE_VALUES:
+        prompt = self._prompts[place]
+        if prompt.count_values(prompt.logprobs) <= LARGE_VALUES:
             return None
         if self._running_usage is not None:
             self._running_usage.count_event(event)
         writer = copy(self)
-        writer._prompts, writer._offsets, writer._lengths = {place: self._prompts[place]}, {}, {}
+        writer._prompts, writer._offsets, writer._lengths = {place: prompt}, {}, {}
         index, offsets = self._begin_choice(place, delta)
         if delta.logprobs:
             offsets.next_offsets([score.token_id for score in delta.logprobs])
-        echo = self._prompts[place].echo if self._request.echo else ""
+        echo = prompt.echo if self._request.echo else ""
         self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
         return writer
 
-    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
-        """See WholeResponse."""
-        prompts = sum(
-            self._count_prompt_values(self._prompts[place], response.prompt_logprobs)
-            for place, response in enumerate(responses)
-        )
-        return self._request.n * prompts + sum(count_values(response.choices) for response in responses)
+    def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
+        """See OpenAIResponse."""
+        choice = self._choice(place, delta)
+        if self._request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[place].logprobs.tokens)
+        return choice
 
-    def _count_prompt_values(self, prompt: EchoedPrompt, logprobs: PromptLogprobs) -> int:
-        """About how many JSON values show the prompt in one choice."""
-        return len(prompt.token_ids) + count_scored(logprobs) + count_text(prompt.echo)
-
-    def make_end(self) -> bytes:
-        """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
-        if not self._request.include_usage:
-            return DONE
-        usage = usage_object(self._usages, self._request.scores_only)
-        return sse_event({**self._head.to_json("text_completion"), "choices": [], "usage": usage}) + DONE
-
-    def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
-        """The text completion object."""
-        choices = []
-        for place, response in enumerate(responses):
-            self._prompts[place].logprobs = response.prompt_logprobs
-            for delta in response.choices:
-                choice = self._choice(place, delta)
-                if self._request.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = self._formatter.prompt_logprobs(response.prompt_logprobs.tokens)
-                choices.append(choice)
-        usage = usage_object((response.final.usage for response in responses), self._request.scores_only)
-        return {**self._head.to_json("text_completion"), "choices": choices, "usage": usage}
+    def _usage(self) -> dict[str, Any]:
+        """Without the token that is generated if only the prompt is scored."""
+        usage = super()._usage()
+        if self._request.scores_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
 
     def _begin_choice(self, place: int, delta: Delta) -> tuple[int, TextOffsets]:
         """(index of a choice that begins now, offsets of its generated tokens)."""
@@ -153,18 +86,15 @@ class CompletionResponse:
 
     def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
         request, prompt = self._request, self._prompts[place]
+        if request.scores_only:  # the generated token is not shown
+            delta = Delta(choice=delta.choice, finish_reason=FINISH_REASON_LENGTH)
         index = place * request.n + delta.choice
         is_first = index not in self._lengths
         if is_first:
             self._begin_choice(place, delta)
-        text = "" if request.scores_only else delta.text
-        logprobs: Iterable[TokenLogprob | int] = () if request.scores_only else delta.logprobs
-        token_ids = [] if request.scores_only else list(delta.token_ids)
-        offsets = (
-            []
-            if request.scores_only
-            else self._offsets[index].next_offsets([score.token_id for score in delta.logprobs])
-        )
+        text = delta.text
+        logprobs: Iterable[TokenLogprob | int] = delta.logprobs
+        offsets = self._offsets[index].next_offsets([score.token_id for score in delta.logprobs])
         if is_first and request.echo:
             text = prompt.echo + text
             # Not a list: protobuf hashes the address of each message, 26 to 57 s for a million.
@@ -179,13 +109,13 @@ class CompletionResponse:
             "index": index,
             "text": text,
             "logprobs": None,
-            "finish_reason": "length" if request.scores_only else FINISH_REASONS[delta.finish_reason],
+            "finish_reason": FINISH_REASONS[delta.finish_reason],
             "stop_reason": stop_reason(delta),
         }
         if request.logprobs is not None:
             choice["logprobs"] = self._formatter.completion_logprobs(logprobs, offsets)
         if request.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice["token_ids"] = list(delta.token_ids)
             if is_first:
                 choice["prompt_token_ids"] = list(prompt.token_ids)
         return choice

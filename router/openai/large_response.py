@@ -6,7 +6,7 @@ a time. The side process gets the protobuf messages and returns bytes, which are
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, ParamSpec, Protocol
+from typing import Any, Final, ParamSpec
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,41 +16,11 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes, large_json
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
+from coatcheck.router.openai.response_parts import OpenAIResponse
 
 _SLICE_BYTES: Final = 256 << 10
 _Arguments = ParamSpec("_Arguments")
 _Packed = tuple[list[bytes], bytes, bytes]
-
-
-class WholeResponse(Protocol):
-    """A response that is not streamed. It can be pickled before its first method is called."""
-
-    def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
-        """The response object. `responses`: one for each prompt."""
-
-    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
-        """About how many JSON values the response object has."""
-
-
-class StreamedResponse(Protocol):
-    """A response that is streamed."""
-
-    def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """The bytes for an event of the prompt with index `place`; may be empty."""
-
-    def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "DeltaWriter | None":
-        """None if the event's chunk is small enough to be made on the event loop. Otherwise an object that makes the
-        chunk in another process; this response then expects the next event."""
-
-    def make_end(self) -> bytes:
-        """The last bytes of the stream."""
-
-
-class DeltaWriter(Protocol):
-    """Makes one chunk; can be pickled."""
-
-    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
-        """The chunk for a delta that the running usage includes already."""
 
 
 class LargeResponses:
@@ -61,13 +31,13 @@ class LargeResponses:
         self._side = side
         self._is_picklable = formatter.is_picklable
 
-    async def make_response(self, whole: WholeResponse, responses: Sequence[GenerateResponse]) -> Response:
-        """The HTTP response of `whole`."""
-        values = whole.count_values(responses)
+    async def make_response(self, response: OpenAIResponse, responses: Sequence[GenerateResponse]) -> Response:
+        """The HTTP response of `response`, for the service's responses to each prompt."""
+        values = response.count_values(responses)
         if values <= LARGE_VALUES or not self._is_picklable:
-            return await self.make_json(values, whole.make_response, responses)
+            return await self.make_json(values, response.make_response, responses)
         packed = await asyncio.to_thread(_pack, responses)
-        return _SlicedJsonResponse(await self._side.run_unlimited(_make_response, whole, packed))
+        return _SlicedJsonResponse(await self._side.run_unlimited(_make_response, response, packed))
 
     async def make_json(
         self, values: int, make: Callable[_Arguments, Any], *arguments: _Arguments.args, **named: _Arguments.kwargs
@@ -79,14 +49,14 @@ class LargeResponses:
             return _SlicedJsonResponse(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
-    async def make_chunk(self, response: StreamedResponse, place: int, event: GenerateEvent) -> bytes:
+    async def make_chunk(self, response: OpenAIResponse, place: int, event: GenerateEvent) -> bytes:
         """The chunk of `response` for an event."""
         writer = response.writer_for_large_chunk(place, event)
         if writer is None:
             return response.make_chunk(place, event)
         if not self._is_picklable:
             return await asyncio.to_thread(writer.make_delta_chunk, place, event.delta)
-        return await self._side.run_unlimited(_make_delta_chunk, writer, place, event.delta)
+        return await self._side.run_unlimited(writer.make_delta_chunk, place, event.delta)
 
 
 class _SlicedJsonResponse(Response):
@@ -127,13 +97,9 @@ def _unpack(packed: _Packed) -> GenerateResponse:
     )
 
 
-def _make_response(whole: WholeResponse, packed: Sequence[_Packed]) -> bytes:
-    return json_bytes(whole.make_response([_unpack(response) for response in packed]))
+def _make_response(response: OpenAIResponse, packed: Sequence[_Packed]) -> bytes:
+    return json_bytes(response.make_response([_unpack(part) for part in packed]))
 
 
 def _make_json(make: Callable[..., Any], *arguments: Any, **named: Any) -> bytes:
     return json_bytes(make(*arguments, **named))
-
-
-def _make_delta_chunk(writer: DeltaWriter, place: int, delta: Delta) -> bytes:
-    return writer.make_delta_chunk(place, delta)

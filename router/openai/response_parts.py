@@ -1,23 +1,28 @@
-"""What chat completions and text completions have in common: their first fields, usage and finish reasons."""
+"""OpenAIResponse: what the responses of chat completions and text completions have in common."""
 
 import json
 import time
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     Delta,
     GenerateEvent,
+    GenerateResponse,
     PromptLogprobs,
     Usage,
 )
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
+from coatcheck.router.openai.sampling_fields import SamplingFields
 
-_CHARACTERS_PER_VALUE: Final = 64
+DONE: Final = b"data: [DONE]\n\n"
 FINISH_REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
-quote = json.encoder.encode_basestring_ascii  # json.dumps of a string, without its overhead
+_CHARACTERS_PER_VALUE: Final = 64
+_quote = json.encoder.encode_basestring_ascii  # json.dumps of a string, without its overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +45,123 @@ class ResponseHead:
         }
 
 
-def usage_object(usages: Iterable[Usage], scores_only: bool = False) -> dict[str, Any]:
-    """The `usage` of a response, summed over its prompts. `scores_only`: the generated token does not count."""
-    usages = list(usages)
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    completion = 0 if scores_only else sum(usage.completion_tokens for usage in usages)
-    cached = sum(usage.cached_device_tokens + usage.cached_host_tokens for usage in usages)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+@dataclass(slots=True)
+class EchoedPrompt:
+    """What a response shows of a prompt. `echo`: the prompt's text if the request asks for it. `token_ids`: its tokens
+    if the response needs them. `is_text`: the client sent a text. `logprobs`: of the tokens after the first."""
+
+    echo: str = ""
+    token_ids: Sequence[int] = ()
+    is_text: bool = False
+    logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
+
+    def count_values(self, logprobs: PromptLogprobs) -> int:
+        """About how many JSON values show the prompt in one choice, with these `logprobs`."""
+        scored = len(logprobs.tokens) * (1 + len(logprobs.tokens[0].top)) if logprobs.tokens else 0
+        return len(self.token_ids) + scored + count_text(self.echo)
+
+
+class OpenAIResponse(ABC):
+    """One per request: `make_chunk` and `make_end` for a stream, else `make_response`. It can be pickled before its
+    first method is called."""
+
+    kind: ClassVar[str]  # the field `object` of a response
+    chunk_kind: ClassVar[str]  # the field `object` of a chunk
+    plain_choice: ClassVar[tuple[bytes, bytes]]  # a plain chunk's choice between its index and its text, and after it
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        request: SamplingFields,
+        formatter: LogprobsFormatter,
+        prompts: Sequence[EchoedPrompt],
+        *,
+        is_plain: bool,
+    ) -> None:
+        """`is_plain`: the request asks for text only, so a chunk in the middle of a stream is made of a template."""
+        self._head = head
+        self._formatter = formatter
+        self._prompts = dict(enumerate(prompts))
+        self._usages: list[Usage] = []
+        self._include_usage = request.include_usage
+        self._running_usage = RunningUsage() if request.has_running_usage else None
+        self._is_plain = is_plain and not (request.return_token_ids or request.has_running_usage)
+        opening, closing = self.plain_choice
+        usage = b',"usage":null' if request.include_usage else b""
+        # A plain chunk is _before, the choice's index, _between, its text and _after.
+        self._before = sse_event({**head.to_json(self.chunk_kind), "choices": []})[:-4] + b'{"index":'
+        self._between = opening
+        self._after = closing + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+
+    def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
+        """The chunk for an event of the prompt with index `place`; empty for an event that clients do not see."""
+        if self._running_usage is not None:
+            self._running_usage.count_event(event)
+        kind = event.WhichOneof("event")
+        if kind == "delta":
+            return self.make_delta_chunk(place, event.delta)
+        if kind == "prompt_logprobs":
+            self._prompts[place].logprobs.MergeFrom(event.prompt_logprobs)
+        elif kind == "final":
+            self._usages.append(event.final.usage)
+        return b""
+
+    @abstractmethod
+    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
+        """As make_chunk, for a delta that the running usage includes already."""
+
+    def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "OpenAIResponse | None":
+        """None if the event's chunk is small enough to be made on the event loop. Otherwise a response whose
+        make_delta_chunk makes the chunk in another process; this response then expects the next event."""
+        return None
+
+    def make_end(self) -> bytes:
+        """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
+        if not self._include_usage:
+            return DONE
+        return sse_event({**self._head.to_json(self.chunk_kind), "choices": [], "usage": self._usage()}) + DONE
+
+    def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
+        """The response object. `responses`: one for each prompt."""
+        choices = []
+        for place, response in enumerate(responses):
+            self._prompts[place].logprobs = response.prompt_logprobs
+            self._usages.append(response.final.usage)
+            choices += [self.make_choice(place, delta) for delta in response.choices]
+        return {**self._head.to_json(self.kind), "choices": choices, "usage": self._usage()}
+
+    @abstractmethod
+    def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
+        """A choice of the response object, from its only delta."""
+
+    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
+        """About how many JSON values the response object has."""
+        count = 0
+        for place, response in enumerate(responses):
+            count += len(response.choices) * self._prompts[place].count_values(response.prompt_logprobs)
+            count += sum(map(_count_delta, response.choices))
+        return count
+
+    def _make_plain_chunk(self, index: int, text: str) -> bytes:
+        return b"%b%d%b%b%b" % (self._before, index, self._between, _quote(text).encode(), self._after)
+
+    def _make_chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = {**self._head.to_json(self.chunk_kind), "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = self._running_usage.to_json() if self._running_usage is not None else None
+        return sse_event(chunk)
+
+    def _usage(self) -> dict[str, Any]:
+        """The `usage` of the response, summed over its prompts."""
+        prompt = sum(usage.prompt_tokens for usage in self._usages)
+        completion = sum(usage.completion_tokens for usage in self._usages)
+        cached = sum(usage.cached_device_tokens + usage.cached_host_tokens for usage in self._usages)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 class RunningUsage:
@@ -70,13 +180,9 @@ class RunningUsage:
         return {"prompt_tokens": self._prompt, "completion_tokens": self._completion, "total_tokens": total}
 
 
-def count_values(deltas: Iterable[Delta]) -> int:
-    """About how many JSON values the deltas become; see count_text for their texts."""
-    count = 0
-    for delta in deltas:
-        tops = len(delta.logprobs[0].top) if delta.logprobs else 0
-        count += len(delta.token_ids) + len(delta.logprobs) * (1 + tops) + count_text(delta.text)
-    return count
+def sse_event(chunk: dict[str, Any]) -> bytes:
+    """`chunk` as one server-sent event."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
 def count_text(text: str) -> int:
@@ -84,9 +190,10 @@ def count_text(text: str) -> int:
     return len(text) // _CHARACTERS_PER_VALUE
 
 
-def count_scored(logprobs: PromptLogprobs) -> int:
-    """About how many JSON values a prompt's log-probabilities become."""
-    return len(logprobs.tokens) * (1 + len(logprobs.tokens[0].top)) if logprobs.tokens else 0
+def _count_delta(delta: Delta) -> int:
+    """About how many JSON values the delta becomes."""
+    tops = len(delta.logprobs[0].top) if delta.logprobs else 0
+    return len(delta.token_ids) + len(delta.logprobs) * (1 + tops) + count_text(delta.text)
 
 
 def stop_reason(delta: Delta) -> str | int | None:

@@ -30,12 +30,12 @@ from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
-from coatcheck.router.openai.completion_response import CompletionResponse, EchoedPrompt
+from coatcheck.router.openai.completion_response import CompletionResponse
 from coatcheck.router.openai.large_response import LargeResponses
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.long_body import in_thread_if_long, long_body_route
 from coatcheck.router.openai.merge_streams import start_merged
-from coatcheck.router.openai.response_parts import ResponseHead, count_text
+from coatcheck.router.openai.response_parts import EchoedPrompt, OpenAIResponse, ResponseHead, count_text
 from coatcheck.router.openai.sse import SseResponse
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
 from coatcheck.router.openai.tool_parser import ToolParser, detect_format
@@ -176,7 +176,7 @@ class OpenAIRoutes:
         self,
         request: Request,
         messages: Sequence[GenerateRequest],
-        response: CompletionResponse | ChatResponse,
+        response: OpenAIResponse,
         *,
         stream: bool,
     ) -> Response:

@@ -1,10 +1,8 @@
 """SseResponse: a streamed response as server-sent events, each written as soon as GenerateService yields it."""
 
-import json
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,17 +10,12 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
 from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
 from coatcheck.router.http.errors import error_body
-from coatcheck.router.openai.large_response import LargeResponses, StreamedResponse, sliced
+from coatcheck.router.openai.large_response import LargeResponses, sliced
+from coatcheck.router.openai.response_parts import DONE, OpenAIResponse, sse_event
 
 _log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
-DONE: Final = b"data: [DONE]\n\n"
-
-
-def sse_event(chunk: dict[str, Any]) -> bytes:
-    """`chunk` as one server-sent event."""
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
 class SseResponse(Response):
@@ -31,7 +24,7 @@ class SseResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, response: StreamedResponse, large: LargeResponses) -> None:
+    def __init__(self, events: Events, response: OpenAIResponse, large: LargeResponses) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
