@@ -28,7 +28,7 @@ from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.linear import PackedLinear
-from coatcheck.kernels.layers.rms_norm import rms_norm, rms_norm_reference
+from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from coatcheck.kernels.native import native_status
 from coatcheck.kernels.sampling.sample import sample, sample_reference
@@ -156,7 +156,7 @@ def rows() -> Iterator[KernelCase]:
         cases: list[tuple[str, Callable[[], object], Callable[[], object], int]] = [
             (
                 "add and RMSNorm",
-                partial(rms_norm, x, weight, 1e-6, residual=x),
+                partial(RmsNorm(weight, 1e-6).add_and_norm, x, x),
                 partial(rms_norm_reference, x, weight, 1e-6, x),
                 tokens * 768 * 2 * 4,
             ),

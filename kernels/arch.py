@@ -21,19 +21,19 @@ class Arch(NamedTuple):
     `convert`: how kernels widen quantised bytes. 0: plain operations, 1: Triton's casts, 2: PTX, 3: PTX with e4m3
     conversions (sm_89 and later).
     `processors`: streaming multiprocessors or compute units.
-    `most_stages`: pipeline stages that the compiler supports.
+    `max_stages`: pipeline stages that the compiler supports.
     """
 
     shared: int
     wide_tiles: bool
     convert: int
     processors: int
-    most_stages: int = 5
+    max_stages: int = 5
 
 
 SM_80 = Arch(163 * 1024, False, 2, 108)
 SM_90 = Arch(227 * 1024, True, 3, 132)
-GFX942 = Arch(64 * 1024, False, 0, 304, most_stages=2)
+GFX942 = Arch(64 * 1024, False, 0, 304, max_stages=2)
 
 
 # In Triton's interpreter (TRITON_INTERPRET=1) CPU tensors too, so that whole models can be tested without a GPU.

@@ -1,12 +1,14 @@
 """Checks of a kernel's arguments: shapes, dtypes, strides and devices.
 
-Every launcher checks its tensors before it touches memory, because a kernel that gets a wrong pointer corrupts other
+Every operation checks its tensors before it touches memory, because a kernel that gets a wrong pointer corrupts other
 requests' KV without an error. A refusal names the tensor, what was expected, and what was given.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from functools import wraps
+from typing import NoReturn, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -14,32 +16,32 @@ from torch import Tensor
 _MAX_GEOMETRIES = 4096
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+Arguments = TypeVarTuple("Arguments")
+
 
 class LaunchRefused(ValueError):
     """A kernel cannot take a tensor. The message names the tensor and what to change."""
 
 
-class CheckedGeometries:
-    """The shapes, strides, dtypes and devices that one operation has checked. Checks read nothing else.
+def once_per_geometry(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
+    """Wrap `check` so that it is left out for arguments like those that have passed it before.
 
-    On a CPU, a step of one token spends as long on checks as on a small kernel, and most calls repeat the same shapes.
+    Tensors are alike if shape, strides, dtype and device are equal, so `check` may read nothing else of them. Other
+    arguments must be hashable. On a CPU, a step of one token spends as long on checks as on a small kernel, and most
+    calls repeat the same shapes.
     """
+    seen: set[tuple[object, ...]] = set()
 
-    def __init__(self) -> None:
-        self._seen: set[tuple[object, ...]] = set()
+    @wraps(check)
+    def check_if_new(*arguments: *Arguments) -> None:
+        geometry = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in arguments])
+        if geometry not in seen:
+            check(*arguments)
+            if len(seen) >= _MAX_GEOMETRIES:
+                seen.clear()
+            seen.add(geometry)
 
-    def is_new(self, *tensors: Tensor | None) -> bool:
-        """Whether tensors like these have not been checked together."""
-        return _geometry(tensors) not in self._seen
-
-    def add(self, *tensors: Tensor | None) -> None:
-        if len(self._seen) >= _MAX_GEOMETRIES:
-            self._seen.clear()
-        self._seen.add(_geometry(tensors))
-
-
-def _geometry(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
-    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+    return check_if_new
 
 
 def refuse(name: str, expected: str, got: object) -> NoReturn:
@@ -63,7 +65,13 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         refuse(name, f"device {device}", tensor.device)
 
 
-def check_contiguous(name: str, tensor: Tensor) -> None:
+def check_dense(
+    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """A contiguous tensor. `None` in `shape` allows any size."""
+    check_shape(name, tensor, shape)
+    check_dtype(name, tensor, dtype)
+    check_device(name, tensor, device)
     if not tensor.is_contiguous():
         refuse(name, "a contiguous tensor", f"strides {tensor.stride()} for shape {list(tensor.shape)}")
 
@@ -74,18 +82,16 @@ def check_rows(name: str, tensor: Tensor) -> None:
         refuse(name, "a last dimension with stride 1", f"strides {tensor.stride()}")
 
 
+def check_logits(logits: Tensor) -> None:
+    """float32 [rows, vocabulary]; rows may be strided."""
+    check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    check_rows("logits", logits)
+
+
 def check_heads(name: str, tensor: Tensor) -> None:
     """[tokens, heads, dim] with dense heads in each token. The stride over tokens is free."""
     _, heads, dim = tensor.shape
     _, per_head, per_element = tensor.stride()
     if (dim > 1 and per_element != 1) or (heads > 1 and per_head != dim):
         refuse(name, f"dense [heads, dim] per token (strides (*, {dim}, 1))", f"strides {tensor.stride()}")
-
-
-def check_cache(name: str, cache: Tensor) -> None:
-    """[blocks, kv_heads, block_size, dim] with the inner three dense. The stride over blocks is free."""
-    if cache.dim() != 4:
-        refuse(name, "4 dimensions [num_blocks, num_kv_heads, block_size, head_dim]", list(cache.shape))
-    _, heads, size, dim = cache.shape
-    if cache.stride()[1:] != (size * dim, dim, 1) and heads * size * dim > 1:
-        refuse(name, f"dense inner dimensions (strides (*, {size * dim}, {dim}, 1))", f"strides {cache.stride()}")

@@ -17,13 +17,15 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from coatcheck.kernels.arch import TRITON_DEVICES
 
 VERSION = 5
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
 _SIGNATURES = {
-    "attention_bf16_avx512": "p:r",
     "attention_plain": "p:r",
     "rms_norm": "p:v",
     "rotary": "p:v",
@@ -40,6 +42,7 @@ _SIGNATURES = {
     "token_mask": "pqqpqpq:v",
 }
 _AVX512_SIGNATURES = {
+    "attention_bf16_avx512": "p:r",
     "linear_bf16": "pqqppqqpqp:v",
     "linear_f32": "pqqppqqpqp:v",
     "attention_half": "pppp:r",
@@ -62,7 +65,10 @@ ELEMENTS = {**TYPES, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4, to
 
 
 class Library:
-    """The loaded library. Every C function of `_SIGNATURES` is an attribute."""
+    """The loaded library. Every C function of `_SIGNATURES` is an attribute.
+
+    `attention`: the function of paged attention for each dtype of the queries.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,21 +77,18 @@ class Library:
             raise OSError(f"{path.name} was built from other sources (version {self._dll.native_version()})")
         self.avx512_bf16 = bool(self._dll.has_avx512_bf16())
         for name, signature in {**_SIGNATURES, **(_AVX512_SIGNATURES if self.avx512_bf16 else {})}.items():
-            if name == "attention_bf16_avx512" and not self.avx512_bf16:
-                continue
             function = self._dll[name]
             arguments, result = signature.split(":")
             function.argtypes = [_POINTER if letter == "p" else _INT for letter in arguments]
             function.restype = ctypes.c_int if result == "r" else None
             setattr(self, name, function)
         self.attention = {
-            torch.float32: self._dll.attention_plain,
-            torch.bfloat16: self._dll.attention_bf16_avx512 if self.avx512_bf16 else self._dll.attention_plain,
+            torch.float32: self.attention_plain,
+            torch.bfloat16: self.attention_bf16_avx512 if self.avx512_bf16 else self.attention_plain,
         }
 
-    def __getattr__(
-        self, name: str
-    ) -> ctypes._NamedFuncPointer:  # only called for functions that need a newer processor
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        """Called for functions that need a newer processor, and for no others."""
         raise AttributeError(f"{self.path.name} has no {name} for this processor")
 
 
@@ -106,6 +109,12 @@ def _load() -> tuple[Library | None, str]:
 
 def library() -> Library | None:
     return _load()[0]
+
+
+def library_for(x: Tensor) -> Library | None:
+    """The library if it computes on `x`: a CPU tensor in one of TYPES, outside Triton's interpreter."""
+    is_native = x.device.type == "cpu" and x.dtype in TYPES and "cpu" not in TRITON_DEVICES
+    return _load()[0] if is_native else None
 
 
 def native_status() -> str:

@@ -11,7 +11,7 @@ from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
-from coatcheck.kernels.layers.rms_norm import rms_norm, rms_norm_reference
+from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from coatcheck.kernels.sampling.penalties import apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sampling.sample import sample, sample_reference
@@ -32,12 +32,12 @@ def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measure
         return torch.randn(*shape, device=device).bfloat16()
 
     x, residual, weight = random(tokens, 4096), random(tokens, 4096), random(4096)
-    want = rms_norm_reference(x, weight, 1e-6, residual)
+    norm, want = RmsNorm(weight, 1e-6), rms_norm_reference(x, weight, 1e-6, residual)
     yield _judged(
         "add and RMS norm",
-        partial(rms_norm, x, weight, 1e-6, residual=residual),
+        partial(norm.add_and_norm, x, residual),
         4 * x.nbytes,
-        _error(rms_norm(x, weight, 1e-6, residual=residual)[0], want[0]),
+        _error(norm.add_and_norm(x, residual)[0], want[0]),
         device,
         roofs,
         quick,

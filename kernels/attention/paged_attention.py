@@ -9,7 +9,7 @@ denominator gains exp(sinks[head]).
 
 Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free, out is dense); cache as kv_cache.py
 has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], this step's tokens included;
-cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
+cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are not computed.
 
 A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
 order. With `batch_invariant` a query's result is also the same bits in a decode and in a prefill of any length: on CPU
@@ -33,7 +33,7 @@ from coatcheck.kernels.attention.paged_prefill import launch_prefill
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import (
     FLOATS,
-    check_contiguous,
+    check_dense,
     check_device,
     check_dtype,
     check_heads,
@@ -58,14 +58,12 @@ def paged_attention(
     batch_invariant: bool = False,
     total_seq_len: int | None = None,
     num_prefills: int | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """`total_seq_len`: an upper bound of the sum of `seq_lens`, if known; saves memory. `num_prefills`: the number of
     sequences with several queries, if all others have one; saves idle programs."""
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
-    _check_query(q, cache, scale, sliding_window, softcap, sinks, out)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _check_query(q, cache, scale, sliding_window, softcap, sinks)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if takes_triton(cache.k):
         tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
         if not batch_invariant:
@@ -75,9 +73,8 @@ def paged_attention(
                 *tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, batch_invariant, num_prefills
             )  # fmt: skip
         return out
-    library = native.library()
-    call = None if library is None or cache.device.type != "cpu" else library.attention.get(q.dtype)
-    if call is None or cache.head_dim % 16 or cache.head_dim > 256:
+    library = native.library_for(q)
+    if library is None or cache.head_dim % 16 or cache.head_dim > 256:
         paged_attention_reference(
             q, cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
         )
@@ -87,7 +84,7 @@ def paged_attention(
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), len(seq_lens), q.shape[1], scale, softcap, sliding_window,
         native.TYPES[q.dtype], 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    if call(arguments):
+    if library.attention[q.dtype](arguments):
         raise native.out_of_memory("paged_attention")
     return out
 
@@ -104,24 +101,15 @@ def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, d
     check_shape("block_tables", block_tables, (None, None))
     num_seqs = block_tables.shape[0]
     check_rows("block_tables", block_tables)
-    check_shape("seq_lens", seq_lens, (num_seqs,))
-    check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
-    for name, index in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
-        check_dtype(name, index, torch.int32)
-        check_device(name, index, device)
-    check_contiguous("seq_lens", seq_lens)
-    check_contiguous("cu_seqlens_q", cu_seqlens_q)
+    check_dtype("block_tables", block_tables, torch.int32)
+    check_device("block_tables", block_tables, device)
+    check_dense("seq_lens", seq_lens, (num_seqs,), torch.int32, device)
+    check_dense("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device)
     _last_tables = (block_tables, seq_lens, cu_seqlens_q, device)
 
 
 def _check_query(
-    q: Tensor,
-    cache: KVCache,
-    scale: float,
-    sliding_window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    out: Tensor | None,
+    q: Tensor, cache: KVCache, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None
 ) -> None:
     shape = q.shape
     if len(shape) != 3 or shape[2] != cache.head_dim:
@@ -138,15 +126,7 @@ def _check_query(
     if not softcap >= 0.0:
         refuse("softcap", "0 (off) or a positive cap", softcap)
     if sinks is not None:
-        check_shape("sinks", sinks, (shape[1],))
-        check_dtype("sinks", sinks, torch.float32)
-        check_contiguous("sinks", sinks)
-        check_device("sinks", sinks, cache.device)
-    if out is not None:
-        check_shape("out", out, tuple(shape))
-        check_dtype("out", out, q.dtype)
-        check_contiguous("out", out)
-        check_device("out", out, cache.device)
+        check_dense("sinks", sinks, (shape[1],), torch.float32, cache.device)
 
 
 def paged_attention_reference(

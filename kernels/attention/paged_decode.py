@@ -60,7 +60,7 @@ def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch:
     if not fits(2, block_n):
         block_n = max(16, block_n // 2)
     stages = 5 if fits(2, block_n) else 3 if fits(1, block_n) else 1
-    return DecodeLaunch(block_m, block_n, block_d, 4, min(stages, arch.most_stages))
+    return DecodeLaunch(block_m, block_n, block_d, 4, min(stages, arch.max_stages))
 
 
 def pick_programs(splits: int, kv_heads: int, arch: Arch) -> int:
@@ -68,7 +68,7 @@ def pick_programs(splits: int, kv_heads: int, arch: Arch) -> int:
     return max(1, min(splits * kv_heads, arch.processors * _PROGRAMS_PER_PROCESSOR))
 
 
-def most_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None, split: int = SPLIT) -> int:
+def max_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None, split: int = SPLIT) -> int:
     """The largest number of splits of `num_seqs` sequences up to `max_seq_len`, of `total_seq_len` keys together."""
     whole = num_seqs * -(-max_seq_len // split)
     return max(1, whole if total_seq_len is None else min(whole, total_seq_len // split + num_seqs))
@@ -225,7 +225,7 @@ def launch_decode(
     kv_heads, size = cache.kv_heads, cache.block_size
     if num_seqs == 0:
         return
-    splits = most_splits(num_seqs, block_tables.shape[1] * size, total_seq_len, split)
+    splits = max_splits(num_seqs, block_tables.shape[1] * size, total_seq_len, split)
     arch = arch_of(q.device)
     launch = launch or pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.bits, arch)
     mid = torch.empty((splits, heads, dim), dtype=torch.float32, device=q.device)

@@ -55,8 +55,8 @@ def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantis
     else:
         block_m, block_n, num_warps = 128, 64, 8
     # Tiles being fetched, in use, and still read by a matrix product.
-    room = ((block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (3, 2))
-    stages = min(5 if next(room) else 3 if next(room) else 1, arch.most_stages)
+    fits = {tiles: (block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (2, 3)}
+    stages = min(5 if fits[3] else 3 if fits[2] else 1, arch.max_stages)
     if block_m > rows:
         block_m = max(16, triton.next_power_of_2(rows))
         num_warps = num_warps if block_m > 64 else min(num_warps, 4)
@@ -74,7 +74,7 @@ def chunk_lengths(group: int) -> tuple[int, ...]:
     return tuple(sorted({max(2, rows // pack + 1) for rows in (0, 16, 32, 64)}))
 
 
-def most_tiles(tokens: int, prefills: int, queries: int) -> int:
+def max_tiles(tokens: int, prefills: int, queries: int) -> int:
     """The largest number of tiles of `queries` queries that `prefills` sequences of `tokens` tokens together have."""
     return tokens // queries + prefills
 
@@ -187,9 +187,9 @@ def launch_prefill(
     longest = _ANY_LENGTH if batch_invariant else max_seqlen_q * pack
     launch = launch or pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
     if batch_invariant or num_prefills is None:
-        tiles = most_tiles(tokens, num_seqs, launch.block_m // pack)
+        tiles = max_tiles(tokens, num_seqs, launch.block_m // pack)
     else:
-        tiles = most_tiles(tokens - num_seqs + num_prefills, num_prefills, launch.block_m // pack)
+        tiles = max_tiles(tokens - num_seqs + num_prefills, num_prefills, launch.block_m // pack)
     _prefill[(tiles, heads // pack)](
         q, cache.k_bytes, cache.v_bytes, *cache.scale_words,
         block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
+from coatcheck.kernels.launch_check import check_dense, check_dtype, check_rows, check_shape
 
 
 @triton.jit(do_not_specialize=["src", "dst"])
@@ -29,7 +29,21 @@ def _copy_blocks(pool, src, dst, stride, width, BLOCK: tl.constexpr):
     tl.store(pool + target * stride + at, tl.load(pool + source * stride + at, mask), mask)
 
 
-def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    _check(pool, src, dst)
+    library = native.library()
+    if takes_triton(pool):
+        _launch(pool, src, dst)
+    elif library is None or pool.device.type != "cpu":
+        pool[dst] = pool[src]
+    else:
+        library.copy_blocks(
+            pool.data_ptr(), pool.stride(0), src.data_ptr(), pool.data_ptr(), pool.stride(0), dst.data_ptr(),
+            pool.shape[1], len(src),
+        )  # fmt: skip
+
+
+def _launch(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     if len(src) == 0:
         return
     # Eight bytes at a time where the block size allows it. Every BlockLayout does.
@@ -39,30 +53,9 @@ def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _copy_blocks[(len(src), -(-width // 2048))](pool, src, dst, pool.stride(0), width, BLOCK=2048, num_warps=4)
 
 
-def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    _check(pool, src, dst)
-    if takes_triton(pool):
-        return launch_copy_blocks(pool, src, dst)
-    library = native.library()
-    if library is None or pool.device.type != "cpu":
-        return copy_blocks_reference(pool, src, dst)
-    library.copy_blocks(
-        pool.data_ptr(), pool.stride(0), src.data_ptr(), pool.data_ptr(), pool.stride(0), dst.data_ptr(),
-        pool.shape[1], len(src),
-    )  # fmt: skip
-
-
 def _check(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     check_shape("pool", pool, (None, None))
     check_dtype("pool", pool, torch.uint8)
     check_rows("pool", pool)
-    check_shape("src", src, (None,))
-    check_shape("dst", dst, (src.shape[0],))
-    for name, index in (("src", src), ("dst", dst)):
-        check_dtype(name, index, torch.int64)
-        check_contiguous(name, index)
-        check_device(name, index, pool.device)
-
-
-def copy_blocks_reference(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    pool[dst] = pool[src]
+    check_dense("src", src, (None,), torch.int64, pool.device)
+    check_dense("dst", dst, (src.shape[0],), torch.int64, pool.device)

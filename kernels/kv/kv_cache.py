@@ -15,17 +15,17 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.kv.quantise import KINDS, widen_reference
-from coatcheck.kernels.launch_check import FLOATS, check_cache, check_device, check_dtype, check_shape, refuse
+from coatcheck.kernels.launch_check import FLOATS, check_device, check_dtype, check_shape, refuse
 
 
 class KVCache:
     """`packed` is the C library's struct Pool, `pointer` its address."""
 
     def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
-        check_cache("k_cache", k)
+        _check_layout("k_cache", k)
         check_dtype("k_cache", k, *FLOATS, *KINDS)
         check_shape("v_cache", v, tuple(k.shape))
-        check_cache("v_cache", v)
+        _check_layout("v_cache", v)
         check_dtype("v_cache", v, k.dtype)
         check_device("v_cache", v, k.device)
         self.is_quantised = k.dtype in KINDS
@@ -78,3 +78,12 @@ class KVCache:
             for part, scales in ((self.k, self.k_scales), (self.v, self.v_scales))
         )
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+
+
+def _check_layout(name: str, part: Tensor) -> None:
+    """[blocks, kv_heads, block_size, dim] with the inner three dense. The stride over blocks is free."""
+    if part.dim() != 4:
+        refuse(name, "4 dimensions [num_blocks, num_kv_heads, block_size, head_dim]", list(part.shape))
+    _, heads, size, dim = part.shape
+    if part.stride()[1:] != (size * dim, dim, 1) and heads * size * dim > 1:
+        refuse(name, f"dense inner dimensions (strides (*, {size * dim}, {dim}, 1))", f"strides {part.stride()}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape, refuse
+from coatcheck.kernels.launch_check import check_dense, check_device, check_dtype, check_rows, check_shape, refuse
 
 _LANES = 8
 _CACHE_LINE = 8 * _LANES
@@ -26,7 +26,10 @@ _P, _Q = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
 
 
 def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
-    _check(source, from_rows, target, to_rows)
+    _check_pool("source", source, "from_rows", from_rows)
+    _check_pool("target", target, "to_rows", to_rows)
+    check_shape("target", target, (None, source.shape[1]))
+    check_shape("to_rows", to_rows, (from_rows.shape[0],))
     library = native.library()
     if library is None:
         return move_blocks_reference(source, from_rows, target, to_rows)
@@ -53,13 +56,6 @@ def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
     return sums
 
 
-def _check(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> None:
-    _check_pool("source", source, "from_rows", from_rows)
-    _check_pool("target", target, "to_rows", to_rows)
-    check_shape("target", target, (None, source.shape[1]))
-    check_shape("to_rows", to_rows, (from_rows.shape[0],))
-
-
 def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
     check_shape(name, pool, (None, None))
     if pool.shape[1] % _CACHE_LINE:
@@ -67,10 +63,7 @@ def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
     check_dtype(name, pool, torch.uint8)
     check_rows(name, pool)
     check_device(name, pool, torch.device("cpu"))
-    check_shape(rows_name, rows, (None,))
-    check_dtype(rows_name, rows, torch.int64)
-    check_contiguous(rows_name, rows)
-    check_device(rows_name, rows, torch.device("cpu"))
+    check_dense(rows_name, rows, (None,), torch.int64, torch.device("cpu"))
 
 
 def move_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:

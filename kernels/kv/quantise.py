@@ -1,9 +1,9 @@
 """Quantised rows of the KV pool: fp8, int8 or int4 elements with one float16 scale for each row.
 
-    scale = float16(max(abs(x)) / most),   y = clamp(round(x / scale), -most, most),   x ~ y * scale
+    scale = float16(max(abs(x)) / max_value),   y = clamp(round(x / scale), -max_value, max_value),   x ~ y * scale
 
-A row is one head of one token. The kinds, by dtype: float8_e4m3fn (most 448), int8 (most 127), and uint8 for int4 (most
-7); all round to nearest even. Byte i of an int4 row holds element i, plus 8, in its low nibble and element
+A row is one head of one token. The kinds, by dtype: float8_e4m3fn (max_value 448), int8 (127), and uint8 for int4 (7);
+all round to nearest even. Byte i of an int4 row holds element i, plus 8, in its low nibble and element
 i + head_dim / 2, plus 8, in its high nibble. A row of zeros has scale 0.
 
 Kernels never multiply elements by scales: a key's scale multiplies its scores, and a value's scale its weight. Kernels
@@ -68,8 +68,8 @@ def _fp8_bits(x):
 @triton.jit
 def _unit_of(top, KIND: tl.constexpr):
     """(scale, 1 / scale) of a row whose largest magnitude is `top`."""
-    most: tl.constexpr = 448.0 if KIND == 1 else (127.0 if KIND == 2 else 7.0)
-    scale = tl.minimum(tl.div_rn(top, tl.full([], most, tl.float32)), 65504.0).to(tl.float16)
+    max_value: tl.constexpr = 448.0 if KIND == 1 else (127.0 if KIND == 2 else 7.0)
+    scale = tl.minimum(tl.div_rn(top, tl.full([], max_value, tl.float32)), 65504.0).to(tl.float16)
     unit = scale.to(tl.float32)
     return scale, tl.where(unit > 0, tl.div_rn(tl.full([], 1.0, tl.float32), tl.where(unit > 0, unit, 1.0)), 0.0)
 
@@ -201,10 +201,10 @@ def _places(first, across, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 def quantise_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., dim] -> elements [..., dim] (int4: [..., dim / 2]) of `dtype`, and scales float16 [...]."""
-    wide, most = x.float(), MAX_VALUE[dtype]
-    scale = (wide.abs().amax(dim=-1) / most).clamp(max=65504.0).half()
+    wide, max_value = x.float(), MAX_VALUE[dtype]
+    scale = (wide.abs().amax(dim=-1) / max_value).clamp(max=65504.0).half()
     unit = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
-    y = (wide * unit[..., None]).clamp(-most, most)
+    y = (wide * unit[..., None]).clamp(-max_value, max_value)
     if dtype == torch.float8_e4m3fn:
         return y.to(dtype), scale
     y = y.round().to(torch.int8)

@@ -22,11 +22,12 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _quantised, _unit_of, quantise_reference
 from coatcheck.kernels.launch_check import (
     FLOATS,
-    check_contiguous,
+    check_dense,
     check_device,
     check_dtype,
     check_heads,
     check_shape,
+    once_per_geometry,
     refuse,
 )
 
@@ -113,13 +114,44 @@ def _store_quantised(
     _store_rows(from_v, from_v, from_v, to_v, scale_v, heads, heads < HEADS, SIZE, 0, DIM, KIND, BLOCK)
 
 
-def pick_rows(heads: int, block: int) -> tuple[int, int]:
-    """(heads of a program, its warps), for about a thousand elements in each program."""
-    rows = max(1, min(triton.next_power_of_2(heads), 1024 // block))
-    return rows, max(1, min(4, rows * block // 256))
+def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    check_store(k, v, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
+    if takes_triton(k):
+        return _launch(k, v, cache, slot_mapping)
+    library = library_for_store(k, cache)
+    if library is None:
+        return store_kv_reference(k, v, cache, slot_mapping)
+    tokens, kv_heads, dim = k.shape
+    kind = native.TYPES[k.dtype]
+    library.rotary(
+        native.ROTARY.pack(
+            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, cache.pointer, slot_mapping.data_ptr(),
+            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0, kind, kind,
+        )
+    )  # fmt: skip
 
 
-def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+def library_for_store(k: Tensor, cache: KVCache) -> native.Library | None:
+    """The C library if it can store these keys, and values like them, in the cache."""
+    return native.library_for(k) if cache.head_dim <= NATIVE_MAX_DIM else None
+
+
+@once_per_geometry
+def check_store(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_heads: int, head_dim: int, device: torch.device) -> None:
+    """The checks of `store_kv` and of `rotary_and_store`. `kv_heads`, `head_dim` and `device` are the cache's."""
+    if k.dim() != 3:
+        refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
+    tokens = k.shape[0]
+    check_dtype("k", k, *FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        check_shape(name, x, (tokens, kv_heads, head_dim))
+        check_dtype(name, x, k.dtype)
+        check_heads(name, x)
+        check_device(name, x, device)
+    check_dense("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
+
+
+def _launch(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     tokens, heads, dim = k.shape
     if tokens == 0:
         return
@@ -141,44 +173,10 @@ def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) 
     )  # fmt: skip
 
 
-def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-    check_store(k, v, cache, slot_mapping)
-    if takes_triton(k):
-        return launch_store_kv(k, v, cache, slot_mapping)
-    library = native.library()
-    if library is None or not serves_store(cache, k.dtype):
-        return store_kv_reference(k, v, cache, slot_mapping)
-    tokens, kv_heads, dim = k.shape
-    kind = native.TYPES[k.dtype]
-    library.rotary(
-        native.ROTARY.pack(
-            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, cache.pointer, slot_mapping.data_ptr(),
-            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0, kind, kind,
-        )
-    )  # fmt: skip
-
-
-def serves_store(cache: KVCache, dtype: torch.dtype) -> bool:
-    """Whether the C library can store rows of this dtype into the cache."""
-    return cache.device.type == "cpu" and dtype in native.TYPES and cache.head_dim <= NATIVE_MAX_DIM
-
-
-def check_store(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-    """The checks of `store_kv` and of `rotary_and_store`."""
-    if k.dim() != 3:
-        refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
-    tokens = k.shape[0]
-    check_shape("k", k, (tokens, cache.kv_heads, cache.head_dim))
-    check_shape("v", v, tuple(k.shape))
-    check_dtype("k", k, *FLOATS)
-    check_dtype("v", v, k.dtype)
-    check_heads("k", k)
-    check_heads("v", v)
-    check_shape("slot_mapping", slot_mapping, (tokens,))
-    check_dtype("slot_mapping", slot_mapping, torch.int64)
-    check_contiguous("slot_mapping", slot_mapping)
-    for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
-        check_device(name, tensor, cache.device)
+def pick_rows(heads: int, block: int) -> tuple[int, int]:
+    """(heads of a program, its warps), for about a thousand elements in each program."""
+    rows = max(1, min(triton.next_power_of_2(heads), 1024 // block))
+    return rows, max(1, min(4, rows * block // 256))
 
 
 def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

@@ -25,14 +25,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import TRITON_DEVICES
 from coatcheck.kernels.attention.paged_attention import check_tables
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.launch_check import (
-    CheckedGeometries,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_shape,
-    refuse,
-)
+from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
 from coatcheck.kernels.layers.linear import PackedLinear, scratch
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 
@@ -44,8 +37,6 @@ _STEP = struct.Struct("@PPqqPPqPPq")
 _STREAM = struct.Struct("@5Pq")
 _TABLE_INDEX = struct.Struct("@q")
 _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
-
-_checked = CheckedGeometries()
 
 
 def is_native(*linears: object, head_dim: int = 16) -> bool:
@@ -62,14 +53,10 @@ class StepTables:
     ) -> None:
         tokens, cpu = len(slot_mapping), torch.device("cpu")
         check_tables(block_tables, seq_lens, cu_seqlens, cpu)
-        check_dtype("slot_mapping", slot_mapping, torch.int64)
-        check_shape("cos", cos, (tokens, None))
-        check_shape("sin", sin, tuple(cos.shape))
+        check_dense("slot_mapping", slot_mapping, (None,), torch.int64, cpu)
         check_dtype("cos", cos, *native.TYPES)
-        check_dtype("sin", sin, cos.dtype)
-        for name, tensor in (("slot_mapping", slot_mapping), ("cos", cos), ("sin", sin)):
-            check_contiguous(name, tensor)
-            check_device(name, tensor, cpu)
+        check_dense("cos", cos, (tokens, None), cos.dtype, cpu)
+        check_dense("sin", sin, tuple(cos.shape), cos.dtype, cpu)
         self.tokens = tokens
         self.rot_dim = cos.shape[1]
         self._held = (cos, sin, slot_mapping, block_tables, seq_lens, cu_seqlens)  # `packed` points into them
@@ -115,9 +102,7 @@ class AttentionHalf:
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0]
-        if _checked.is_new(x, residual):
-            _check_stream(x, residual, self.hidden, self.dtype)
-            _checked.add(x, residual)
+        _check_stream(x, residual, self.hidden, self.dtype)
         if tokens != step.tokens or step.rot_dim > self.head_dim:
             refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self.head_dim}", list(x.shape))
         pool = self.pack_cache(cache)
@@ -151,9 +136,7 @@ class MlpHalf:
         self._call = _library().mlp_half
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if _checked.is_new(x, residual):
-            _check_stream(x, residual, self.hidden, self.dtype)
-            _checked.add(x, residual)
+        _check_stream(x, residual, self.hidden, self.dtype)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((x.shape[0], self._out), dtype=self.dtype)
         self._call(self.packed, _stream(x, residual, total, out, self.row_bytes))
@@ -202,9 +185,7 @@ class LayerRun:
         `caches`: one of each layer. The list is packed at its first use and must not change after that.
         """
         first = self._layers[0].attention
-        if _checked.is_new(x):
-            _check_stream(x, None, first.hidden, first.dtype)
-            _checked.add(x)
+        _check_stream(x, None, first.hidden, first.dtype)
         for step in steps:
             if x.shape[0] != step.tokens or step.rot_dim > self._head_dim:
                 refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self._head_dim}", list(x.shape))
@@ -222,9 +203,9 @@ class LayerRun:
 def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_bytes: int) -> bytes:
     tokens = x.shape[0]
     # At most eight buffers, each rounded up to a cache line, and a misaligned start.
-    room = scratch(tokens * row_bytes + 9 * 64)
+    buffer = scratch(tokens * row_bytes + 9 * 64)
     return _STREAM.pack(
-        x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), room, tokens
+        x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), buffer, tokens
     )
 
 
@@ -241,16 +222,11 @@ def _linear(linear: PackedLinear) -> bytes:
     return _LINEAR.pack(*linear.pointers, *linear.weight_shape)
 
 
+@once_per_geometry
 def _check_stream(x: Tensor, residual: Tensor | None, hidden: int, dtype: torch.dtype) -> None:
-    check_shape("x", x, (None, hidden))
-    check_dtype("x", x, dtype)
-    check_contiguous("x", x)
-    check_device("x", x, torch.device("cpu"))
+    check_dense("x", x, (None, hidden), dtype, torch.device("cpu"))
     if residual is not None:
-        check_shape("residual", residual, tuple(x.shape))
-        check_dtype("residual", residual, dtype)
-        check_contiguous("residual", residual)
-        check_device("residual", residual, x.device)
+        check_dense("residual", residual, tuple(x.shape), dtype, x.device)
 
 
 def _library() -> native.Library:

@@ -89,11 +89,6 @@ class PackedLinear(nn.Module):
         """Addresses of the native form's panels and of the bias (0: none). Valid while this module lives."""
         return self._pointer, self._bias_pointer
 
-    def warm(self, row_counts: list[int]) -> None:
-        """Run each row count once, so that oneDNN builds its primitives before the first request."""
-        for rows in row_counts:
-            self(torch.zeros(rows, self.weight_shape[1], dtype=self.dtype, device=self._weight.device))
-
 
 def pick_form(weight: Tensor) -> str:
     if weight.device.type != "cpu" or weight.dtype not in native.TYPES:

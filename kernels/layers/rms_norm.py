@@ -1,12 +1,12 @@
-"""y = rms_norm(x + residual) * (weight + weight_offset), computed in float32.
+"""RMSNorm, alone or with the addition of the residual before it, computed in float32.
 
     h = x + residual                       (rounded to x.dtype: it is also returned as the new residual)
     n = h / sqrt(mean(h ** 2) + eps)       (float32)
-    y = cast(n) * weight                   cast_first: the order of LlamaRMSNorm
-    y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1) and Olmo2RMSNorm (offset 0)
+    y = cast(n) * weight                   offset 0: the order of LlamaRMSNorm
+    y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1)
 
 Shapes: x, residual [..., hidden] (up to two leading dimensions, which may be strided, as in a slice of a fused
-projection), weight [hidden], out like x and dense. One program normalises one row.
+projection), weight [hidden], y like x and dense. One program normalises one row.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -15,7 +15,6 @@ projection), weight [hidden], out like x and dense. One program normalises one r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -26,16 +25,14 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
 from coatcheck.kernels.launch_check import (
     FLOATS,
-    CheckedGeometries,
-    check_contiguous,
+    check_dense,
     check_device,
     check_dtype,
     check_rows,
     check_shape,
+    once_per_geometry,
     refuse,
 )
-
-_checked = CheckedGeometries()
 
 
 @triton.jit
@@ -60,101 +57,56 @@ def _rms_norm(
     tl.store(out + row * width + at, (h * w).to(element), mask)
 
 
-def launch_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float, cast_first: bool, out: Tensor,
-    total: Tensor | None,
-) -> None:  # fmt: skip
-    outer, inner, width, x_outer, x_inner = _strides(x)
-    _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
-    if outer * inner == 0:
-        return
-    block = triton.next_power_of_2(width)
-    _rms_norm[(outer * inner,)](
-        x, x if residual is None else residual, weight, out, out if total is None else total,
-        inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
-        RESIDUAL=residual is not None, CAST_FIRST=cast_first, BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """The parameters of one norm. `offset`: 1 if the checkpoint stores weights as their difference from 1."""
+    """One norm. `offset`: 1 if the checkpoint stores weights as their difference from 1."""
 
     weight: Tensor
     eps: float
     offset: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, weight_offset=self.offset)
+        return self._normalise(x, None)[0]
 
-    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
-        return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
+        return self._normalise(x, residual)
 
-
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: None = None,
-    weight_offset: float = 0.0,
-    cast_first: bool | None = None,
-    out: Tensor | None = None,
-) -> Tensor: ...
-
-
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: Tensor,
-    weight_offset: float = 0.0,
-    cast_first: bool | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: Tensor | None = None,
-    weight_offset: float = 0.0,
-    cast_first: bool | None = None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """y, or (y, x + residual) if `residual` is given. `cast_first`: None for `weight_offset == 0`."""
-    if _checked.is_new(x, weight, residual, out):
-        _check(x, weight, residual, out)
-        _checked.add(x, weight, residual, out)
-    if cast_first is None:
-        cast_first = weight_offset == 0.0
-    library = native.library()
-    on_gpu = takes_triton(x)
-    if not on_gpu and (library is None or x.dtype not in native.TYPES or x.device.type != "cpu"):
-        return rms_norm_reference(x, weight, eps, residual, weight_offset, cast_first, out)
-    if out is None:
+    def _normalise(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm, its input). Without a residual the input is x itself."""
+        _check(x, self.weight, residual)
+        library = native.library_for(x)
+        if library is None and not takes_triton(x):
+            return rms_norm_reference(x, self.weight, self.eps, residual, self.offset)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    if on_gpu or library is None:
-        launch_rms_norm(x, weight, eps, residual, weight_offset, cast_first, out, total)
-        return out if total is None else (out, total)
-    outer, inner, width, x_outer, x_inner = _strides(x)
-    _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
-    library.rms_norm(
-        native.NORM.pack(
-            x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            0 if total is None else total.data_ptr(), outer, inner, width, x_outer, x_inner, r_outer, r_inner,
-            eps, weight_offset, cast_first, native.TYPES[x.dtype],
-        )
-    )  # fmt: skip
-    return out if total is None else (out, total)
+        total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        if library is None:
+            self._launch(x, residual, out, total)
+        else:
+            outer, inner, width, x_outer, x_inner = _strides(x)
+            _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
+            library.rms_norm(
+                native.NORM.pack(
+                    x.data_ptr(), 0 if residual is None else residual.data_ptr(), self.weight.data_ptr(),
+                    out.data_ptr(), 0 if residual is None else total.data_ptr(),
+                    outer, inner, width, x_outer, x_inner, r_outer, r_inner,
+                    self.eps, self.offset, self.offset == 0.0, native.TYPES[x.dtype],
+                )
+            )  # fmt: skip
+        return out, total
+
+    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor, total: Tensor) -> None:
+        outer, inner, width, x_outer, x_inner = _strides(x)
+        _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
+        if outer * inner == 0:
+            return
+        block = triton.next_power_of_2(width)
+        _rms_norm[(outer * inner,)](
+            x, x if residual is None else residual, self.weight, out, total,
+            inner, x_outer, x_inner, r_outer, r_inner, width, self.eps, self.offset,
+            RESIDUAL=residual is not None, CAST_FIRST=self.offset == 0.0, BLOCK=block,
+            num_warps=max(1, min(16, block // 512)),
+        )  # fmt: skip
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int, int]:
@@ -167,43 +119,25 @@ def _strides(x: Tensor) -> tuple[int, int, int, int, int]:
     return 1, 1, shape[0], 0, 0
 
 
-def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:
+@once_per_geometry
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if not 1 <= x.dim() <= 3:
         refuse("x", "one to three dimensions, the last one hidden", list(x.shape))
     check_dtype("x", x, *FLOATS)
     check_rows("x", x)
-    check_shape("weight", weight, (x.shape[-1],))
-    check_dtype("weight", weight, x.dtype)
-    check_contiguous("weight", weight)
-    check_device("weight", weight, x.device)
+    check_dense("weight", weight, (x.shape[-1],), x.dtype, x.device)
     if residual is not None:
         check_shape("residual", residual, tuple(x.shape))
         check_dtype("residual", residual, x.dtype)
         check_rows("residual", residual)
         check_device("residual", residual, x.device)
-    if out is not None:
-        check_shape("out", out, tuple(x.shape))
-        check_dtype("out", out, x.dtype)
-        check_contiguous("out", out)
-        check_device("out", out, x.device)
 
 
 def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None = None,
-    weight_offset: float = 0.0,
-    cast_first: bool = True,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     h = x if residual is None else x + residual
     wide = h.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if cast_first:
-        y = weight * normed.to(x.dtype) if weight_offset == 0.0 else (weight + weight_offset) * normed.to(x.dtype)
-    else:
-        y = (normed * (weight.float() + weight_offset)).to(x.dtype)
-    if out is not None:
-        y = out.copy_(y)
-    return y if residual is None else (y, h)
+    y = weight * normed.to(x.dtype) if offset == 0.0 else (normed * (weight.float() + offset)).to(x.dtype)
+    return y, h

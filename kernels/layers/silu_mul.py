@@ -9,7 +9,6 @@ One program computes a part of one row.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -17,18 +16,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import (
-    FLOATS,
-    CheckedGeometries,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_rows,
-    check_shape,
-    refuse,
-)
-
-_checked = CheckedGeometries()
+from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, once_per_geometry, refuse
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -45,51 +33,36 @@ def _silu_mul(gate_up, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constex
     tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-u)) * up).to(out.dtype.element_ty), mask)
 
 
-def launch_silu_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
-    rows, width = out.shape
-    if rows * width == 0:
-        return
-    _silu_mul[(rows, -(-width // 1024))](
-        gate_up, out, gate_up.stride(0), width, GELU=activation == "gelu_tanh", BLOCK=1024, num_warps=4
-    )
-
-
-def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     if activation not in ACTIVATIONS:
         refuse("activation", " or ".join(ACTIVATIONS), activation)
-    if _checked.is_new(gate_up, out):
-        _check(gate_up, out)
-        _checked.add(gate_up, out)
-    library = native.library()
-    if takes_triton(gate_up):
-        if out is None:
-            out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-        launch_silu_mul(gate_up, activation, out)
-        return out
-    if library is None or gate_up.device.type != "cpu" or gate_up.dtype not in native.TYPES:
-        return silu_mul_reference(gate_up, activation, out)
+    _check(gate_up)
+    library = native.library_for(gate_up)
+    if library is None and not takes_triton(gate_up):
+        return silu_mul_reference(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if out is None:
-        out = torch.empty((rows, width), dtype=gate_up.dtype)
-    gelu, kind = activation == "gelu_tanh", native.TYPES[gate_up.dtype]
-    library.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width, gelu, kind)
+    is_gelu = activation == "gelu_tanh"
+    out = gate_up.new_empty((rows, width))
+    if library is not None:
+        library.silu_mul(
+            gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width, is_gelu, native.TYPES[gate_up.dtype]
+        )
+    elif rows * width:
+        _silu_mul[(rows, -(-width // 1024))](
+            gate_up, out, gate_up.stride(0), width, GELU=is_gelu, BLOCK=1024, num_warps=4
+        )
     return out
 
 
-def _check(gate_up: Tensor, out: Tensor | None) -> None:
+@once_per_geometry
+def _check(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         refuse("gate_up", "shape [tokens, 2 * I]", list(gate_up.shape))
     check_dtype("gate_up", gate_up, *FLOATS)
     check_rows("gate_up", gate_up)
-    if out is not None:
-        check_shape("out", out, (gate_up.shape[0], gate_up.shape[1] // 2))
-        check_dtype("out", out, gate_up.dtype)
-        check_contiguous("out", out)
-        check_device("out", out, gate_up.device)
 
 
-def silu_mul_reference(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+def silu_mul_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    y = (gate * up).to(gate_up.dtype)
-    return y if out is None else out.copy_(y)
+    return (gate * up).to(gate_up.dtype)

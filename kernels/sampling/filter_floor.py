@@ -94,18 +94,12 @@ def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, voca
     tl.store(floors + index, floor)
 
 
-def launch_filter_floor(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, floors: Tensor
-) -> None:
+def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The floors of CUDA logits, which `sample` has checked. On CPU the C library finds floors while it draws."""
+    floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _filter_floor[(len(logits),)](
             logits, temperature, top_k, top_p, min_p, floors, logits.stride(0), logits.shape[1],
             BLOCK=4096, num_warps=16,
         )  # fmt: skip
-
-
-def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The floors of CUDA logits, which `sample` has checked. On CPU the C library finds floors while it draws."""
-    floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
     return floors

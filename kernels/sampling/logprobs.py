@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape, refuse
+from coatcheck.kernels.launch_check import check_dense, check_logits, refuse
 
 
 @triton.jit(do_not_specialize=["token_ids", "normalisers", "chosen", "ranks"])
@@ -59,20 +59,15 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_shape("logits", logits, (None, None))
-    check_dtype("logits", logits, torch.float32)
-    check_rows("logits", logits)
-    check_shape("token_ids", token_ids, (logits.shape[0],))
-    check_dtype("token_ids", token_ids, torch.int64)
-    check_contiguous("token_ids", token_ids)
-    check_device("token_ids", token_ids, logits.device)
+    check_logits(logits)
+    check_dense("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
     if not 0 <= k <= logits.shape[1]:
         refuse("k", f"0 to {logits.shape[1]}, the vocabulary", k)
     if takes_triton(logits):
         normaliser, chosen, rank = launch_logprobs(logits, token_ids)
         return chosen, rank, *_most_likely(logits, normaliser[:, None], k)
-    library = native.library()
-    if library is None or logits.device.type != "cpu":
+    library = native.library_for(logits)
+    if library is None:
         return logprobs_reference(logits, token_ids, k)
     rows, vocab = logits.shape
     chosen, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)

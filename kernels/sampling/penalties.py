@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
+from coatcheck.kernels.launch_check import check_dense, check_device, check_dtype, check_logits, check_rows, check_shape
 
 
 @triton.jit(do_not_specialize=["prompt_lens", "total_lens", "ids_stride"])
@@ -58,25 +58,6 @@ def _penalise(
     tl.store(logits + row * stride + ids, tl.where(times > 0, x - tl.load(presence + row), x), inside)
 
 
-def launch_penalties(
-    logits: Tensor, token_ids: Tensor, prompt_lens: Tensor, total_lens: Tensor,
-    repetition: Tensor, presence: Tensor, frequency: Tensor,
-) -> None:  # fmt: skip
-    rows, vocab = logits.shape
-    length = token_ids.shape[1]
-    if rows == 0 or length == 0:
-        return
-    counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
-    grid = (rows, -(-length // 1024))
-    _count_tokens[grid](
-        counts, token_ids, prompt_lens, total_lens, token_ids.stride(0), vocab, BLOCK=1024, num_warps=4
-    )  # fmt: skip
-    _penalise[grid](
-        logits, counts, token_ids, total_lens, repetition, presence, frequency, logits.stride(0), token_ids.stride(0),
-        vocab, BLOCK=1024, num_warps=4,
-    )  # fmt: skip
-
-
 def apply_penalties(
     logits: Tensor,
     token_ids: Tensor,
@@ -87,10 +68,8 @@ def apply_penalties(
     frequency: Tensor,
 ) -> Tensor:
     """Return `logits`, changed in place."""
-    check_shape("logits", logits, (None, None))
-    check_dtype("logits", logits, torch.float32)
-    check_rows("logits", logits)
-    rows = logits.shape[0]
+    check_logits(logits)
+    rows, vocab = logits.shape
     check_shape("token_ids", token_ids, (rows, None))
     check_dtype("token_ids", token_ids, torch.int32)
     check_rows("token_ids", token_ids)
@@ -102,20 +81,24 @@ def apply_penalties(
         ("presence", presence, torch.float32),
         ("frequency", frequency, torch.float32),
     ):
-        check_shape(name, tensor, (rows,))
-        check_dtype(name, tensor, dtype)
-        check_contiguous(name, tensor)
-        check_device(name, tensor, logits.device)
+        check_dense(name, tensor, (rows,), dtype, logits.device)
     if takes_triton(logits):
-        launch_penalties(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
+        if token_ids.numel():
+            counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
+            grid = (rows, -(-token_ids.shape[1] // 1024))
+            _count_tokens[grid](
+                counts, token_ids, prompt_lens, total_lens, token_ids.stride(0), vocab, BLOCK=1024, num_warps=4
+            )
+            _penalise[grid](
+                logits, counts, token_ids, total_lens, repetition, presence, frequency,
+                logits.stride(0), token_ids.stride(0), vocab, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
         return logits
-    library = native.library()
-    if library is None or logits.device.type != "cpu":
-        return apply_penalties_reference(
-            logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency
-        )  # fmt: skip
+    library = native.library_for(logits)
+    if library is None:
+        return apply_penalties_reference(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
     if library.penalties(
-        logits.data_ptr(), logits.stride(0), rows, logits.shape[1], token_ids.data_ptr(), token_ids.stride(0),
+        logits.data_ptr(), logits.stride(0), rows, vocab, token_ids.data_ptr(), token_ids.stride(0),
         prompt_lens.data_ptr(), total_lens.data_ptr(), repetition.data_ptr(), presence.data_ptr(), frequency.data_ptr(),
     ):  # fmt: skip
         raise native.out_of_memory("apply_penalties")
@@ -150,18 +133,8 @@ def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor
 
     Shapes: rows, token_ids int64 [n], bias float32 [n]. The biases of a repeated (row, token) pair add up.
     """
-    check_shape("logits", logits, (None, None))
-    check_dtype("logits", logits, torch.float32)
-    check_rows("logits", logits)
-    check_shape("rows", rows, (None,))
-    for name, tensor, dtype in (("rows", rows, torch.int64), ("token_ids", token_ids, torch.int64),
-                                ("bias", bias, torch.float32)):  # fmt: skip
-        check_shape(name, tensor, (rows.shape[0],))
-        check_dtype(name, tensor, dtype)
-        check_contiguous(name, tensor)
-        check_device(name, tensor, logits.device)
-    return add_logit_bias_reference(logits, rows, token_ids, bias)
-
-
-def add_logit_bias_reference(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    check_logits(logits)
+    check_dense("rows", rows, (None,), torch.int64, logits.device)
+    check_dense("token_ids", token_ids, (len(rows),), torch.int64, logits.device)
+    check_dense("bias", bias, (len(rows),), torch.float32, logits.device)
     return logits.index_put_((rows, token_ids), bias, accumulate=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
+from coatcheck.kernels.launch_check import check_dense, check_logits
 from coatcheck.kernels.sampling.filter_floor import filter_floor
 
 # splitmix64's increment and multipliers, as the signed integers that torch takes.
@@ -118,9 +118,7 @@ def sample(
     choice: Tensor,
     position: Tensor,
 ) -> Tensor:
-    check_shape("logits", logits, (None, None))
-    check_dtype("logits", logits, torch.float32)
-    check_rows("logits", logits)
+    check_logits(logits)
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
@@ -130,17 +128,14 @@ def sample(
         ("choice", choice, torch.int32),
         ("position", position, torch.int64),
     ):
-        check_shape(name, tensor, (logits.shape[0],))
-        check_dtype(name, tensor, dtype)
-        check_contiguous(name, tensor)
-        check_device(name, tensor, logits.device)
+        check_dense(name, tensor, (logits.shape[0],), dtype, logits.device)
     if takes_triton(logits):
         floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         launch_draw(logits, temperature, floors, seed, choice, position, out)
         return out
-    library = native.library()
-    if library is None or logits.device.type != "cpu" or logits.shape[1] == 0:
+    library = native.library_for(logits)
+    if library is None or logits.shape[1] == 0:
         return sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position)
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     if library.sample(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
-from coatcheck.kernels.launch_check import check_contiguous, check_device, check_dtype, check_rows, check_shape
+from coatcheck.kernels.launch_check import check_dense, check_logits
 
 _BLOCK = 1024
 
@@ -34,35 +34,23 @@ def _token_mask(logits, rows, mask, stride, words, vocab, BLOCK: tl.constexpr):
     tl.store(logits + row * stride + at, float("-inf"), inside & forbidden)
 
 
-def launch_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
+def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """Return `logits`, changed in place."""
     vocab = logits.shape[1]
-    if len(rows) * vocab:
+    check_logits(logits)
+    check_dense("rows", rows, (None,), torch.int64, logits.device)
+    check_dense("mask", mask, (rows.shape[0], -(-vocab // 32)), torch.int32, logits.device)
+    library = native.library_for(logits)
+    if library is not None:
+        library.token_mask(
+            logits.data_ptr(), logits.stride(0), vocab, rows.data_ptr(), len(rows), mask.data_ptr(), mask.shape[1]
+        )
+    elif not takes_triton(logits):
+        apply_token_mask_reference(logits, rows, mask)
+    elif len(rows) * vocab:
         _token_mask[(len(rows), -(-vocab // _BLOCK))](
             logits, rows, mask, logits.stride(0), mask.shape[1], vocab, BLOCK=_BLOCK, num_warps=4
         )
-
-
-def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Return `logits`, changed in place."""
-    check_shape("logits", logits, (None, None))
-    check_dtype("logits", logits, torch.float32)
-    check_rows("logits", logits)
-    check_shape("rows", rows, (None,))
-    check_shape("mask", mask, (rows.shape[0], -(-logits.shape[1] // 32)))
-    for name, tensor, dtype in (("rows", rows, torch.int64), ("mask", mask, torch.int32)):
-        check_dtype(name, tensor, dtype)
-        check_contiguous(name, tensor)
-        check_device(name, tensor, logits.device)
-    library = native.library()
-    if takes_triton(logits):
-        launch_token_mask(logits, rows, mask)
-    elif library is None or logits.device.type != "cpu":
-        apply_token_mask_reference(logits, rows, mask)
-    else:
-        library.token_mask(
-            logits.data_ptr(), logits.stride(0), logits.shape[1], rows.data_ptr(), len(rows), mask.data_ptr(),
-            mask.shape[1],
-        )  # fmt: skip
     return logits
 
 

@@ -1,12 +1,14 @@
 """AdminService: status and drain of a router, as methods over their messages."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from coatcheck.proto.contract import VERSION
 from coatcheck.proto.errors import InvalidRequest, NotFound
 from coatcheck.proto.stubs.coatcheck_pb2 import (
+    CacheAudit,
     DrainRequest,
     DrainResponse,
     GroupStatus,
@@ -105,7 +107,8 @@ class AdminService:
 
     def _group_status(self, connection: GroupConnection) -> GroupStatus:
         status = _connection_status(connection, connection.name in self._groups.draining)
-        status.audit.CopyFrom(self._groups.index.hit_prediction.audits[connection.name])
+        audit = self._groups.index.hit_prediction.stats(connection.name)
+        status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
         return status
 
     async def _drain_group(self, name: str, undo: bool, timeout: float | None) -> bool:
@@ -139,7 +142,7 @@ class AdminService:
 
 def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupStatus:
     endpoint = connection.endpoint
-    if not connection.is_attached:
+    if connection.registration is None:
         # This router may know that the group is lost before the supervisor does.
         state = "lost" if endpoint.state == "serving" and connection.detached_because else "starting"
         return _endpoint_status(endpoint, state, connection.detached_because or endpoint.reason)

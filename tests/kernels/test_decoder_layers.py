@@ -96,7 +96,7 @@ def test_an_attention_half_is_its_operations_in_a_row(
     )
     out, total = half(x, None if first else residual, batch.step(), batch.cache)
 
-    h, want_total = (before(x), x) if first else before.after_adding(x, residual)
+    h, want_total = (before(x), x) if first else before.add_and_norm(x, residual)
     q, k, v = qkv(h).view(tokens, -1, DIM).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
@@ -115,19 +115,25 @@ def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: 
     gate_up, down, before = linear(2 * 200, HIDDEN, dtype, True), linear(HIDDEN, 200, dtype), norm(HIDDEN, dtype)
     x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
     out, total = MlpHalf(before, gate_up, down, activation)(x, residual)
-    h, want_total = before.after_adding(x, residual)
+    h, want_total = before.add_and_norm(x, residual)
     assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
 
 
 @needs_avx512_bf16
 def test_wrong_arguments_are_refused_by_name() -> None:
-    """A wrong shape, dtype or stride of any tensor is refused before anything is computed."""
+    """A wrong shape, dtype or stride of any tensor is refused before anything is computed.
+
+    Another half with another hidden size took `narrow` before.
+    """
     batch = Batch([(4, 1), (9, 1)], torch.float32)
     qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, torch.float32), linear(96, HEADS * DIM, torch.float32)
     before, q_norm = norm(HIDDEN, torch.float32), norm(DIM, torch.float32)
     half = AttentionHalf(before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0)
     x, step, cache = torch.randn(2, HIDDEN), batch.step(), batch.cache
+    narrow = torch.randn(2, 64)
+    MlpHalf(norm(64, torch.float32), linear(96, 64, torch.float32), linear(64, 48, torch.float32), "silu")(narrow, None)
     refused = [
+        ("x", lambda: half(narrow, None, step, cache)),
         ("x", lambda: half(x[:, :90], None, step, cache)),
         ("x", lambda: half(x.bfloat16(), None, step, cache)),
         ("x", lambda: half(torch.randn(HIDDEN, 2).T, None, step, cache)),
@@ -155,7 +161,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count: int) -> None:
-    """The first `count` layers of a run, with rotary tables of two kinds, give the bits of their halves in turn."""
+    """The first `count` layers of a run, with two kinds of rotary tables, give the bits of their halves run in turn."""
     torch.manual_seed(count)
     batches = [Batch([(40, 1), (0, 21), (17, 1)], dtype) for _ in range(3)]
     for batch in batches[1:]:  # one step: layers differ only in their caches and rotary tables
@@ -168,13 +174,13 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
         RunLayer(
             AttentionHalf(
                 norm(HIDDEN, dtype), linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype),
-                linear(HIDDEN, HEADS * DIM, dtype), HEADS, KV_HEADS, DIM, scale=0.2, sliding_window=30 * turn,
+                linear(HIDDEN, HEADS * DIM, dtype), HEADS, KV_HEADS, DIM, scale=0.2, sliding_window=30 * table,
             ),
             MlpHalf(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
             norm(HIDDEN, dtype) if sandwich else None, norm(HIDDEN, dtype) if sandwich else None,
-            table_index=turn,
+            table_index=table,
         )
-        for turn in (0, 1, 0)
+        for table in (0, 1, 0)
     ]  # fmt: skip
     ours, theirs = [batch.cache for batch in batches], [batch.copy for batch in batches]
     x = torch.randn(len(batches[0].slots), HIDDEN).to(dtype)

@@ -64,7 +64,6 @@ def test_the_plain_weight_is_not_kept() -> None:
     gc.collect()
     assert linear.form == "plain" or gone() is None
     assert linear.weight_shape == (64, 64)
-    linear.warm([1, 3])
 
 
 def test_wrong_inputs_are_refused_by_name() -> None:

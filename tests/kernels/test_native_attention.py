@@ -1,4 +1,4 @@
-"""The CPU path of paged attention against the float32 reference: odd lengths, layouts, options and contracts."""
+"""Paged attention on CPU against the float32 reference: lengths, layouts, options, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_pools_of_any_kind_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("kv", QUANTISED)
-def test_neighbours_leave_every_bit_alone_in_a_quantised_pool(kv: torch.dtype) -> None:
-    """A sequence alone and in a batch, over a block size that divides nothing: the same bits."""
+def test_results_over_a_quantised_pool_do_not_depend_on_the_batch(kv: torch.dtype) -> None:
+    """A sequence has the same bits alone and in a batch, also if the block size is not a power of two."""
     batch = Batch([(30, 130), (1, 40), (50, 1100)], 6, 2, 64, torch.bfloat16, 7, kv)
     alone = paged_attention(
         batch.q[:30], batch.cache, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
@@ -56,7 +56,7 @@ def test_neighbours_leave_every_bit_alone_in_a_quantised_pool(kv: torch.dtype) -
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_window_softcap_and_sinks(dtype: torch.dtype, window: int, softcap: float, with_sinks: bool) -> None:
-    """Sliding window, soft-cap and sinks do what the formula says, alone and together."""
+    """Sliding window, soft-cap and sinks give what the formula gives, alone and together."""
     batch = Batch([(1, 90), (70, 190), (3, 3), (1, 1)], 6, 2, 64, dtype)
     sinks = torch.randn(6) if with_sinks else None
     have = batch.run(sliding_window=window, softcap=softcap, sinks=sinks)
@@ -65,28 +65,28 @@ def test_window_softcap_and_sinks(dtype: torch.dtype, window: int, softcap: floa
 
 @pytest.mark.parametrize("size", [1, 7, 32, 128])
 def test_any_block_size(size: int) -> None:
-    """Block sizes that divide nothing serve as well as 16."""
+    """Block sizes other than 16 give the same results, also sizes that are not powers of two."""
     batch = Batch([(1, 100), (20, 65), (1, 129)], 4, 2, 32, torch.bfloat16, size)
     close(batch.run(), batch.reference())
 
 
-def test_large_head_dims_and_odd_ones_still_serve() -> None:
-    """A head_dim outside the native set takes the reference."""
+def test_a_head_size_that_the_c_library_lacks_takes_the_reference() -> None:
+    """A head_dim that is no multiple of 16 gives what the formula gives."""
     batch = Batch([(2, 9), (1, 17)], 2, 1, 20, torch.bfloat16)
     close(batch.run(), batch.reference())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_sequence_is_summed_in_splits(dtype: torch.dtype) -> None:
-    """Beyond one split of 1,024 keys, decode and prefill still agree with the formula."""
+    """Sequences longer than one split of 1,024 keys give what the formula gives, in decode and prefill."""
     batch = Batch([(1, 2500), (3, 1030), (1, 1024), (1, 1025)], 3, 1, 64, dtype)
     close(batch.run(), batch.reference())
     close(batch.run(sliding_window=1200), batch.reference(1200))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neighbours_and_chunks_leave_every_bit_alone(dtype: torch.dtype) -> None:
-    """A sequence alone, in a batch, in one chunk, in many, and token by token: the same bits."""
+def test_results_do_not_depend_on_batch_and_chunks(dtype: torch.dtype) -> None:
+    """A sequence has the same bits alone, in a batch, in one chunk, in several, and token by token."""
     batch = Batch([(300, 1300), (1, 40), (50, 1100)], 6, 2, 64, dtype)
     whole = batch.run()
     alone = paged_attention(
@@ -105,7 +105,7 @@ def test_neighbours_and_chunks_leave_every_bit_alone(dtype: torch.dtype) -> None
 
 
 def test_shared_blocks_give_both_sequences_their_prefix() -> None:
-    """Two sequences whose tables name the same blocks read the same keys."""
+    """Two sequences with the same blocks in their tables get the same result."""
     batch = Batch([(1, 40), (1, 40)], 4, 2, 64, torch.bfloat16)
     batch.block_tables[1] = batch.block_tables[0]
     batch.q[1] = batch.q[0]
@@ -113,22 +113,19 @@ def test_shared_blocks_give_both_sequences_their_prefix() -> None:
     assert torch.equal(have[0], have[1])
 
 
-def test_rows_past_the_last_sequence_are_left_alone() -> None:
-    """Padding tokens and sequences of no tokens write nothing; an empty batch is fine."""
+def test_padding_changes_no_result() -> None:
+    """Rows past the last sequence and sequences without tokens change no result. An empty batch gives no rows."""
     batch = Batch([(1, 20), (0, 0), (3, 30)], 4, 2, 32, torch.bfloat16)
     padded = torch.cat((batch.q, batch.q))
-    out = torch.full(padded.shape, 7.0).bfloat16()
-    got = paged_attention(padded, batch.cache, **batch.tables(), max_seqlen_q=3, scale=batch.scale, out=out)
-    assert got is out and (out[4:] == 7).all()
+    out = paged_attention(padded, batch.cache, **batch.tables(), max_seqlen_q=3, scale=batch.scale)
     assert torch.equal(out[:4], batch.run())
     empty = Batch([], 4, 2, 32, torch.bfloat16)
     assert empty.run().shape == (0, 4, 32)
 
 
-def test_the_launcher_names_the_tensor_it_refuses() -> None:
-    """Wrong shapes, dtypes, strides and devices are refused by name before anything is written."""
+def test_a_refusal_names_the_argument() -> None:
+    """Wrong shapes, dtypes, strides, devices and options are refused, and the message names the argument."""
     batch = Batch([(2, 20), (1, 3)], 4, 2, 32, torch.float32)
-    out = torch.full(batch.q.shape, 7.0)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("q", {"q": batch.q[:, :3]}),
         ("q", {"q": batch.q.transpose(1, 2)}),
@@ -140,11 +137,9 @@ def test_the_launcher_names_the_tensor_it_refuses() -> None:
         ("sinks", {"sinks": torch.zeros(3)}),
         ("sliding_window", {"sliding_window": -1}),
         ("softcap", {"softcap": float("nan")}),
-        ("out", {"out": out.bfloat16()}),
     ]
-    good = dict(q=batch.q, cache=batch.cache, out=out, max_seqlen_q=2, scale=1.0, **batch.tables())
+    good = dict(q=batch.q, cache=batch.cache, max_seqlen_q=2, scale=1.0, **batch.tables())
     for name, change in cases:
         arguments = {**good, **change}
         with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
             paged_attention(arguments.pop("q"), arguments.pop("cache"), **arguments)
-    assert (out == 7).all()

@@ -17,8 +17,8 @@ def test_one_openmp_pool_is_mapped() -> None:
     """torch and the native library share one libgomp: two pools on the same cores would spin against each other."""
     assert native.library() is not None, "the library is built where tests run"
     script = (
-        "import torch\nfrom coatcheck.kernels.layers.rms_norm import rms_norm\n"
-        "rms_norm(torch.randn(600, 600), torch.ones(600), 1e-6); torch.randn(900, 900) @ torch.randn(900, 900)\n"
+        "import torch\nfrom coatcheck.kernels.layers.rms_norm import RmsNorm\n"
+        "RmsNorm(torch.ones(600), 1e-6)(torch.randn(600, 600)); torch.randn(900, 900) @ torch.randn(900, 900)\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'omp5' in line}\n"
         "print(len(maps), maps)\n"
     )

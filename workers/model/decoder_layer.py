@@ -87,7 +87,7 @@ class DecoderLayer:
         if self.attention_half is not None and rotary.native is not None and logits_indices is None:
             x, residual = self.attention_half(x, residual, rotary.native, cache)
         else:
-            x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.after_adding(x, residual)
+            x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.add_and_norm(x, residual)
             x = self.output(self._attend(self.qkv(x), rotary, metadata, cache, logits_indices))
         if self.reduce is not None:
             x = self.reduce(x)
@@ -164,7 +164,7 @@ class DenseMlp:
         if self.native_half is not None:
             x, residual = self.native_half(x, residual)
         else:
-            x, residual = self.norm.after_adding(x, residual)
+            x, residual = self.norm.add_and_norm(x, residual)
             x = self.down(silu_mul(self.gate_up(x), self.activation))
         return (x if self.reduce is None else self.reduce(x)), residual
 
@@ -178,7 +178,7 @@ class SparseMlp:
         self.experts = mlp
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm.after_adding(x, residual)
+        x, residual = self.norm.add_and_norm(x, residual)
         return self.experts(x[None])[0], residual
 
 

@@ -73,7 +73,7 @@ class FusedBody:
             rows = logits_indices if index == last else None
             hidden, residual = layer(hidden, residual, rotary[rope_type], metadata, kv[index], rows)
         assert residual is not None
-        return self.norm.after_adding(hidden, residual)[0]
+        return self.norm.add_and_norm(hidden, residual)[0]
 
     def _rotary_tables(
         self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata

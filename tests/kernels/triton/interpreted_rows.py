@@ -4,17 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from coatcheck.kernels.attention.rotary import apply_rotary_reference, launch_rotary, rotary_and_store_reference
-from coatcheck.kernels.kv.copy_blocks import launch_copy_blocks
+from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
+from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.quantise import _fp8_bits, _nibbles, _widened
-from coatcheck.kernels.kv.store_kv import launch_store_kv, store_kv_reference
-from coatcheck.kernels.layers.rms_norm import launch_rms_norm, rms_norm_reference
-from coatcheck.kernels.layers.silu_mul import launch_silu_mul, silu_mul_reference
-from coatcheck.kernels.sampling.filter_floor import launch_filter_floor
+from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
+from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
+from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
+from coatcheck.kernels.sampling.filter_floor import filter_floor
 from coatcheck.kernels.sampling.logprobs import launch_logprobs
-from coatcheck.kernels.sampling.penalties import launch_penalties
+from coatcheck.kernels.sampling.penalties import apply_penalties
 from coatcheck.kernels.sampling.sample import launch_draw
-from coatcheck.kernels.sampling.token_mask import launch_token_mask
+from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from tests.kernels.caches import QUANTISED, pool_of, strided_cache
 from tests.kernels.triton.agreement import SENTINEL, agree
 
@@ -72,13 +72,13 @@ def store(dtype: torch.dtype, kv: torch.dtype) -> None:
     q, k, v = (part.unflatten(1, (1, 24)) for part in x.split(24, dim=1))
     angle = torch.randn(6, 8).repeat(1, 2)
     slots = torch.tensor([4, -1, 0, 11, 3, 7])
-    for turned in (False, True):
+    for with_rotary in (False, True):
         have, want = (strided_cache(4, 1, 3, 24, kv) for _ in range(2))
-        if turned:
-            launch_rotary(q, k, v, angle.cos(), angle.sin(), torch.empty_like(q), None, have, slots)
+        if with_rotary:
+            rotary_and_store(q, k, v, angle.cos(), angle.sin(), have, slots)
             rotary_and_store_reference(q, k, v, angle.cos(), angle.sin(), want, slots)
         else:
-            launch_store_kv(k, v, have, slots)
+            store_kv(k, v, have, slots)
             store_kv_reference(k, v, want, slots)
         ours, theirs = pool_of(have), pool_of(want)
         changed = ours != theirs
@@ -95,50 +95,49 @@ def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> No
     torch.manual_seed(0)
     for dtype in dtypes:
         x, residual, weight = torch.randn(3, 40).to(dtype), torch.randn(3, 40).to(dtype), torch.randn(40).to(dtype)
-        for offset, cast_first in ((0.0, True), (1.0, False)):
-            out, total = torch.full_like(x, SENTINEL), torch.full_like(x, SENTINEL)
-            launch_rms_norm(x, weight, 1e-6, residual, offset, cast_first, out, total)
-            want = rms_norm_reference(x, weight, 1e-6, residual, offset, cast_first)
-            agree(out, want[0])
-            agree(total, want[1])
+        for offset in (0.0, 1.0):
+            norm = RmsNorm(weight, 1e-6, offset)
+            agree(norm(x), rms_norm_reference(x, weight, 1e-6, None, offset)[0])
+            for have, wanted in zip(
+                norm.add_and_norm(x, residual), rms_norm_reference(x, weight, 1e-6, residual, offset), strict=True
+            ):
+                agree(have, wanted)
         for activation in ("silu", "gelu_tanh"):
             gate_up = torch.randn(3, 70).to(dtype)[:, :66] * 20
-            out = torch.full((3, 33), SENTINEL).to(dtype)
-            launch_silu_mul(gate_up, activation, out)
-            agree(out, silu_mul_reference(gate_up, activation))
+            agree(silu_mul(gate_up, activation), silu_mul_reference(gate_up, activation))
         rotary(dtype)
     pool = torch.randint(0, 255, (6, 4104), dtype=torch.uint8)
     want = pool.clone()
     want[[0, 5]] = want[[2, 2]]
-    launch_copy_blocks(pool, torch.tensor([2, 2]), torch.tensor([0, 5]))
+    copy_blocks(pool, torch.tensor([2, 2]), torch.tensor([0, 5]))
     assert torch.equal(pool, want)
     for width in (4096, 4099):  # eight bytes at a time, and one; both leave the end of each row alone
         source, target = torch.tensor([5, 1, 3]), torch.tensor([4, 0, 2])
         pool = torch.randint(0, 255, (6, 4104), dtype=torch.uint8)
         want = pool.clone()
         want[target, :width] = want[source, :width]
-        launch_copy_blocks(pool[:, :width], source, target)
+        copy_blocks(pool[:, :width], source, target)
         assert torch.equal(pool, want)
 
 
 def empty() -> None:
     """Steps without a row launch nothing, and nothing is written."""
     none, slots, ids = torch.zeros(0, 24), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int32)
-    weight, heads = torch.randn(24), torch.zeros(0, 1, 24)
-    launch_rms_norm(none, weight, 1e-6, none, 0.0, True, none.clone(), none.clone())
-    launch_silu_mul(none, "silu", none[:, :12].contiguous())
+    heads = torch.zeros(0, 1, 24)
+    RmsNorm(torch.randn(24), 1e-6).add_and_norm(none, none)
+    silu_mul(none)
     for kv in (torch.float32, torch.int8):
         cache = strided_cache(2, 1, 3, 24, kv)
         before = pool_of(cache).clone()
-        launch_store_kv(heads, heads, cache, slots)
-        launch_rotary(heads, heads, heads, none, none, heads.clone(), None, cache, slots)
+        store_kv(heads, heads, cache, slots)
+        rotary_and_store(heads, heads, heads, none, none, cache, slots)
         assert torch.equal(pool_of(cache), before)
-    launch_copy_blocks(torch.zeros(2, 64, dtype=torch.uint8), slots, slots)
+    copy_blocks(torch.zeros(2, 64, dtype=torch.uint8), slots, slots)
     floats, ints = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
-    launch_filter_floor(none, floats, ints, floats, floats, floats.clone())
+    filter_floor(none, floats, ints, floats, floats)
     launch_draw(none, floats, floats, slots, ints, slots, slots.clone())
-    launch_token_mask(torch.zeros(2, 24), slots, torch.zeros(0, 1, dtype=torch.int32))
-    launch_penalties(none, ids, ints, ints, floats, floats, floats)
+    apply_token_mask(torch.zeros(2, 24), slots, torch.zeros(0, 1, dtype=torch.int32))
+    apply_penalties(none, ids, ints, ints, floats, floats, floats)
     assert [len(part) for part in launch_logprobs(none, slots)] == [0, 0, 0]
 
 
@@ -148,17 +147,14 @@ def rotary(dtype: torch.dtype) -> None:
     q, k, v = (part.unflatten(1, (-1, 24)) for part in fused.split([72, 24, 24], dim=1))
     angle = torch.randn(4, 8).repeat(1, 2)
     cos, sin = angle.cos(), angle.sin()
-    want_q, want_k = apply_rotary_reference(q, k, cos, sin)
-    q_out, k_out = torch.empty_like(want_q), torch.empty_like(want_k)
-    launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None)
-    agree(q_out, want_q)
-    agree(k_out, want_k)
     slots = torch.tensor([4, -1, 0, 11])
-    for turned in (False, True):
+    for with_rotary in (False, True):
         have, want = (strided_cache(4, 1, 3, 24, dtype) for _ in range(2))
-        if turned:
-            launch_rotary(q, k, v, cos, sin, q_out, None, have, slots)
+        if with_rotary:
+            rotated = rotary_and_store(q, k, v, cos, sin, have, slots)
+            agree(rotated, rotary_and_store_reference(q, k, v, cos, sin, want, slots))
         else:
-            launch_store_kv(k, v, have, slots)
-        store_kv_reference(k_out if turned else k, v, want, slots)
-        assert torch.equal(pool_of(have), pool_of(want))
+            store_kv(k, v, have, slots)
+            store_kv_reference(k, v, want, slots)
+        for ours, theirs in ((have.k, want.k), (have.v, want.v)):
+            agree(ours.nan_to_num(), theirs.nan_to_num())

@@ -2,12 +2,12 @@
 
 import torch
 
-from coatcheck.kernels.sampling.filter_floor import launch_filter_floor
+from coatcheck.kernels.sampling.filter_floor import filter_floor
 from coatcheck.kernels.sampling.logprobs import launch_logprobs, logprobs_reference
-from coatcheck.kernels.sampling.penalties import apply_penalties_reference, launch_penalties
+from coatcheck.kernels.sampling.penalties import apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sampling.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
-from coatcheck.kernels.sampling.token_mask import apply_token_mask_reference, launch_token_mask
-from tests.kernels.triton.agreement import SENTINEL, agree
+from coatcheck.kernels.sampling.token_mask import apply_token_mask, apply_token_mask_reference
+from tests.kernels.triton.agreement import agree
 
 
 def sampling() -> None:
@@ -17,8 +17,7 @@ def sampling() -> None:
     top_k, top_p = torch.tensor([0, 0, 20, 0], dtype=torch.int32), torch.tensor([1.0, 1.0, 0.9, 0.8])
     min_p, choice = torch.zeros(4), torch.tensor([0, 1, -1, 2**31 - 1], dtype=torch.int32)
     seed, position = torch.tensor([0, -1, 2**63 - 1, 12345]), torch.tensor([0, 2**40, 5, 131071])
-    floors = torch.empty(4)
-    launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
+    floors = filter_floor(logits, temperature, top_k, top_p, min_p)
     out, bits = torch.empty(4, dtype=torch.int64), torch.empty(4, 3000, dtype=torch.int64)
     launch_draw(logits, temperature, floors, seed, choice, position, out, bits)
     assert torch.equal(bits, noise_bits_reference(seed, choice, position, torch.arange(3000)))
@@ -27,7 +26,7 @@ def sampling() -> None:
         have, rows = torch.randn(4, 3000)[:, :vocab], torch.tensor([3, 0])
         mask = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=torch.int32)
         want = apply_token_mask_reference(have.clone(), rows, mask)
-        launch_token_mask(have, rows, mask)
+        apply_token_mask(have, rows, mask)
         assert torch.equal(have, want) and want.isinf().any()
 
 
@@ -57,8 +56,7 @@ def filters() -> None:
         top_k = torch.tensor([0, 7, 0, 1, 50, 3, 0, 2, 5000, 0, 0, 1], dtype=torch.int32)
         top_p = torch.tensor([0.9, 1.0, 0.3, 0.95, 0.7, 1.0, 1.0, 0.5, 0.9, 0.01, 1.0, 1.0])
         min_p = torch.tensor([0.0, 0.01, 0.1, 0.0, 0.0, 0.3, 0.05, 0.0, 0.02, 0.0, 0.0, 1.0])
-        floors = torch.full((12,), SENTINEL)
-        launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
+        floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         scaled = logits / temperature[:, None]
         want = filter_reference(scaled, top_k, top_p, min_p) > float("-inf")
         have = (scaled >= floors[:, None]) & (scaled > float("-inf"))
@@ -74,5 +72,5 @@ def penalties() -> None:
         tokens[row, total[row] :] = 10**6  # padding may hold anything
     values = (torch.tensor([1.3, 2.0, 1.5, 0.7, 1.0]), torch.tensor([0.5, 0.1, 1, -1, 0.2]), torch.rand(5))
     want = apply_penalties_reference(logits.clone(), tokens, prompt, total, *values)
-    launch_penalties(logits, tokens, prompt, total, *values)
+    apply_penalties(logits, tokens, prompt, total, *values)
     agree(logits, want)

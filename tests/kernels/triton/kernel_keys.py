@@ -106,12 +106,12 @@ def reduce(dim: int, arch: Arch) -> Key:
 
 def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
     q, element = f"*{pool.q}", f"*{pool.element}"
-    strides = "i32 i32 i32 i32 i32 i32 i32 i32 i32"
-    arguments = f"{q} {q} {q} *fp32 *fp32 {q} {q} {element} {element} {pool.scales}*i64 {strides}"
+    strides = "i32 i32 i32 i32 i32 i32 i32"
+    arguments = f"{q} {q} {q} *fp32 *fp32 {q} {element} {element} {pool.scales}*i64 {strides}"
     block = triton.next_power_of_2(dim)
     rows, warps = store_kv.pick_rows(8, block)
     constants = dict(
-        HEADS=32, KV_HEADS=8, DIM=dim, ROT=dim, SIZE=16, STORE=True, ROWS=rows, HALF=triton.next_power_of_2(dim // 2),
+        HEADS=32, KV_HEADS=8, DIM=dim, ROT=dim, SIZE=16, ROWS=rows, HALF=triton.next_power_of_2(dim // 2),
         BLOCK=block,
     )  # fmt: skip
     return Key(rotary._rotary, arguments, constants | pool.constants, warps)
