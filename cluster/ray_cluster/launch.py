@@ -28,7 +28,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle, RouterHandle, SupervisorHandle
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
-from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan, Resources, node_names
+from coatcheck.cluster.ray_cluster.placement_plan import Node, PlacementPlan
 from coatcheck.cluster.ray_cluster.ray_connection import NAMESPACE
 from coatcheck.cluster.ray_cluster.ray_kv import read_start_number
 from coatcheck.proto.errors import InvalidConfig
@@ -160,14 +160,13 @@ def bundle_nodes(placement_group: PlacementGroup) -> list[str]:
     return list(table["bundles_to_node_id"].values()) if table["state"] == "CREATED" else []
 
 
-def free_resources() -> dict[str, Resources]:
-    """The free resources of each node, by node name."""
+def free_resources() -> list[Node]:
+    """The name and the free resources of each node."""
     from ray._private.state import available_resources_per_node  # public only as a command, `ray status`
 
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
-    nodes = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    names = node_names({id: nodes[id] for id in free})
-    return {names[id]: free[id] for id in free}
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    return [(names[id], resources) for id, resources in free.items()]
 
 
 def router_nodes(resource: str | None) -> list[str]:

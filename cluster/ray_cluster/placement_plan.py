@@ -1,15 +1,14 @@
 """Decides where ranks go: the device, the resources of each rank, and whether the Ray cluster has room. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
 
-Resources = Mapping[str, float]
+Node = tuple[str, Mapping[str, float]]  # name and free resources
 
 _SHOWN_NODES = 8
-_MIN_ID_DIGITS = 6
 
 
 class InsufficientResources(InvalidConfig):
@@ -52,33 +51,33 @@ class PlacementPlan:
     strategies: tuple[str, ...]
 
 
-def plan_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> PlacementPlan:
-    """Place `groups` groups of `tp` ranks. `nodes`: the free resources of each node, by its name.
+def plan_placement(device: str, groups: int, tp: int, nodes: Sequence[Node]) -> PlacementPlan:
+    """Place `groups` groups of `tp` ranks. Two of the `nodes` may have the same name.
 
     Device "auto" is "cuda" if any node has a free GPU. Raises InsufficientResources if the groups do not fit.
     """
     if device == "auto":
-        device = "cuda" if any(node.get("GPU", 0) >= 1 for node in nodes.values()) else "cpu"
+        device = "cuda" if any(resources.get("GPU", 0) >= 1 for _, resources in nodes) else "cpu"
     resource = "GPU" if device == "cuda" else "CPU"
-    free = {name: int(node.get(resource, 0)) for name, node in nodes.items()}
-    if sum(free.values()) < groups * tp:
-        raise InsufficientResources(_shortage(resource, groups, tp, free), resource)
+    free = [int(resources.get(resource, 0)) for _, resources in nodes]
+    if sum(free) < groups * tp:
+        raise InsufficientResources(_shortage(resource, groups, tp, [name for name, _ in nodes], free), resource)
     strategies = []
     for _ in range(groups):
         # The ranks of a group exchange tensors in every layer, so one node should hold them all. Of the nodes that can
         # hold them, take the one with the fewest free resources.
-        candidates = [name for name, amount in free.items() if amount >= tp]
+        candidates = [amount for amount in free if amount >= tp]
         if not candidates:
             break
-        free[min(candidates, key=lambda name: free[name])] -= tp
+        free[free.index(min(candidates))] -= tp
         strategies.append("STRICT_PACK")
     spread = groups - len(strategies)
     return PlacementPlan(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
 
 
-def _shortage(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> str:
-    needed, total = groups * tp, sum(free.values())
-    offering = sorted(((amount, name) for name, amount in free.items() if amount), reverse=True)
+def _shortage(resource: str, groups: int, tp: int, names: Sequence[str], free: Sequence[int]) -> str:
+    needed, total = groups * tp, sum(free)
+    offering = sorted(((amount, name) for name, amount in zip(names, free, strict=True) if amount), reverse=True)
     shown = [f"{amount} on {name}" for amount, name in offering[:_SHOWN_NODES]]
     if len(offering) > _SHOWN_NODES:
         shown.append(f"others on {len(offering) - _SHOWN_NODES} more")
@@ -87,20 +86,3 @@ def _shortage(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> s
         f"{counted(groups, 'group')} with tp {tp} {'needs' if groups == 1 else 'need'} {counted(needed, resource)}, "
         f"and this Ray cluster has {total} free on {counted(len(free), 'node')}{where}: {needed - total} missing"
     )
-
-
-def node_names(names: Mapping[str, str]) -> dict[str, str]:
-    """A distinct name for each node, by node id. `names`: Ray's name of each node.
-
-    Nodes that share a name get the first digits of their id: at least 6, and enough to differ.
-    """
-    ids_by_name: dict[str, list[str]] = {}
-    for id, name in names.items():
-        ids_by_name.setdefault(name, []).append(id)
-    distinct: dict[str, str] = {}
-    for name, ids in ids_by_name.items():
-        digits = _MIN_ID_DIGITS
-        while len({id[:digits] for id in ids}) < len(ids):
-            digits += 1
-        distinct |= {id: f"{name} ({id[:digits]})" if len(ids) > 1 else name for id in ids}
-    return distinct

@@ -32,14 +32,11 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children()}
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends. Linux only; elsewhere does nothing."""
-    _set_subreaper(True)
-
-
-def stop_adopting_orphans() -> None:
-    """Undo adopt_orphans: from now on an orphan goes to process 1, or to a subreaper above this process."""
-    _set_subreaper(False)
+def adopt_orphans(enabled: bool = True) -> None:
+    """Make this process the parent of every descendant whose own parent ends, or end that. Linux only; elsewhere does
+    nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
 def reap_children(pids: set[int]) -> None:
@@ -67,8 +64,3 @@ def kill_descendants(grace_seconds: float = 0.0) -> None:
     for process in stopped:
         with suppress(psutil.Error):
             process.kill()
-
-
-def _set_subreaper(enabled: bool) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)

@@ -17,12 +17,7 @@ from rich.console import Console
 from coatcheck.cluster.command import EXIT_FAILED, fail
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.local_ray import ray_folder
-from coatcheck.cluster.ray_cluster.process_tree import (
-    adopt_orphans,
-    descendants,
-    kill_descendants,
-    stop_adopting_orphans,
-)
+from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, descendants, kill_descendants
 from coatcheck.cluster.ray_cluster.ray_log import find_session, last_error, last_line
 from coatcheck.cluster.ray_cluster.raylet_suspender import RayletSuspender
 from coatcheck.proto.errors import Unavailable
@@ -77,7 +72,7 @@ class RayStart:
             if self._suspender is not None:
                 self._suspender.resume_raylet()
             if self._starts_ray:
-                stop_adopting_orphans()
+                adopt_orphans(False)
 
     def _try_connect(self) -> bool:
         """Make one attempt. If it fails and another may succeed, kill its processes and return False."""

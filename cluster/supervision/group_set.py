@@ -53,7 +53,7 @@ class GroupSet:
         self._placement_groups: dict[str, PlacementGroup] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._task_group: asyncio.TaskGroup | None = None
-        self._removed: set[str] = set()  # names whose start number is still in Ray's key-value store
+        self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
         self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
         self._change_lock = asyncio.Lock()
 
@@ -124,7 +124,7 @@ class GroupSet:
         await asyncio.gather(*(supervisor.stop_group(now=now) for supervisor in self._supervisors))
         for placement_group in self._placement_groups.values():
             ray.util.remove_placement_group(placement_group)
-        for name in self._removed:
+        for name in {*self._placement_groups, *self._removed}:
             ray_kv.delete_start_number(name)
         ray_kv.delete_group_count()
 
@@ -194,9 +194,8 @@ class GroupSet:
                 with suppress(asyncio.CancelledError):
                     await task
             await supervisor.stop_group(now=False)
-            # Ray may not have freed the actors' names when a group of this name is added again. The number makes that
-            # group use the next names.
-            ray_kv.write_start_number(name, supervisor.state.restarts)
+            # The start number stays: Ray may not have freed the actors' names when a group of this name is added again,
+            # and that group then uses the next names.
             self._removed.add(name)
         self._hosts.set_hosts(name, [])
         if (placement_group := self._placement_groups.pop(name, None)) is not None:

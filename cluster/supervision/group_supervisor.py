@@ -17,7 +17,7 @@ from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 _POLL_SECONDS = 0.1
-_CHECK_SECONDS = 1.0  # between two checks of ranks that serve
+_CHECK_SECONDS = 0.5  # between two checks of ranks that serve
 _MAX_BACKOFF_SECONDS = 30.0
 _STABLE_SECONDS = 5.0  # a group that served for longer than this starts with the shortest backoff again
 
@@ -56,7 +56,7 @@ class GroupSupervisor:
         self._has_served = has_served
         self._on_change = on_change
         self._backoff = backoff
-        self._restart_requested = asyncio.Event()
+        self._restart_requested = False
         self._changed = asyncio.Event()
 
     async def adopt_group(self) -> None:
@@ -115,11 +115,9 @@ class GroupSupervisor:
 
     async def wait_until_serving(self) -> None:
         """Raises Unavailable if the group cannot start."""
-        while self.state.state != "serving":
-            self._changed.clear()
-            if self.state.state == "failed":
-                raise Unavailable(f"{self.state.name} does not start: {self.state.reason}")
-            await self._changed.wait()
+        await self._wait_until(lambda: self.state.state in ("serving", "failed"))
+        if self.state.state == "failed":
+            raise Unavailable(f"{self.state.name} does not start: {self.state.reason}")
 
     async def restart_group(self) -> None:
         """End the ranks and start new ones. Requests that still run move to other groups.
@@ -130,10 +128,8 @@ class GroupSupervisor:
         before = self.state.restarts
         if self.state.state not in ("serving", "draining"):
             raise Unavailable(f"{self.state.name} is {self.state.state}: {self.state.reason or 'wait until it serves'}")
-        self._restart_requested.set()
-        while self.state.restarts == before or self.state.state == "starting":
-            self._changed.clear()
-            await self._changed.wait()
+        self._restart_requested = True
+        await self._wait_until(lambda: self.state.restarts != before and self.state.state != "starting")
         if self.state.state != "serving":
             raise Unavailable(f"{self.state.name} does not start again: {self.state.reason}")
 
@@ -143,7 +139,6 @@ class GroupSupervisor:
             self._ranks.kill_ranks()
         else:
             await self._ranks.stop_ranks()
-        self._ranks.forget_starts()
 
     async def _start(self) -> None:
         """Start the ranks and wait until all serve. Raises RankEnded if one ends before that."""
@@ -172,26 +167,14 @@ class GroupSupervisor:
         self._change(previous_crash=crash)
 
     async def _watch(self) -> None:
-        """Raises RankEnded when a rank ends or hangs, RestartRequested when `restart_group` is called."""
-        self._restart_requested.clear()
-        endings = (self._ranks.wait_for_exit(), self._check_ranks(), self._wait_for_restart_request())
-        watches = [asyncio.ensure_future(ending) for ending in endings]
-        try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
-        finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+        """Raises RankEnded when a rank ends or hangs, RestartRequested when `restart_group` is called.
 
-    async def _check_ranks(self) -> None:
-        """Call every rank once a second. A suspended process keeps its connections and is noticed only in this way."""
-        while True:
-            await asyncio.sleep(_CHECK_SECONDS)
+        Calls every rank: a suspended process keeps its connections and is noticed only in this way.
+        """
+        self._restart_requested = False
+        while not self._restart_requested:
+            await self._ranks.wait_for_exit(_CHECK_SECONDS)
             self.state = replace(self.state, ranks=await self._ranks.read_progress())
-
-    async def _wait_for_restart_request(self) -> None:
-        await self._restart_requested.wait()
         raise RestartRequested
 
     def _prepare_next_start(self, was_running: bool) -> None:
@@ -199,6 +182,11 @@ class GroupSupervisor:
         served requests nor recorded how their predecessors ended."""
         incarnation = self.state.incarnation + was_running
         self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, previous_crash=None)
+
+    async def _wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
 
     def _change(self, **changed: object) -> None:
         self.state = replace(self.state, **changed)  # type: ignore[arg-type]  # names and types are GroupState's

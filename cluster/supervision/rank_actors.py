@@ -138,7 +138,7 @@ class RankActors:
         self._full_disks = tuple(rank.full_disk for rank in progress)
         return progress
 
-    async def wait_for_exit(self, seconds: float | None = None) -> None:
+    async def wait_for_exit(self, seconds: float) -> None:
         """Return after `seconds`. Raises RankEnded once a rank has ended: if possible one whose code raised."""
         if not (await asyncio.wait(self._exits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
             return
@@ -167,10 +167,6 @@ class RankActors:
             ended.add_done_callback(_discard_result)
         self._actors, self._exits = [], []
 
-    def forget_starts(self) -> None:
-        """Delete the number of the newest start from Ray's key-value store, because the group is removed."""
-        ray_kv.delete_start_number(self.group)
-
     async def _read_logs(self) -> None:
         self._logs = await self._call_ranks([actor.log_file.remote() for actor in self._actors])
         self._full_disks = ()  # outdated: a process starts only if its disk has room
@@ -186,6 +182,8 @@ class RankActors:
                 answered, pending = await asyncio.wait(pending, timeout=_WAIT_SECONDS)
                 for answer in answered:
                     if error := answer.exception():
+                        if self._exits:
+                            await self.wait_for_exit(_WAIT_SECONDS)  # its error says more
                         rank = answers.index(answer)
                         raise RankEnded(f"rank {rank} has ended: {_summarize(error)}{self._full_disk_clause(rank)}")
                 if not pending:

@@ -6,6 +6,7 @@ Every router gets the state of every group. Routers share nothing else.
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 
 from coatcheck.cluster.config.member_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
@@ -14,6 +15,7 @@ from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.internal_tls import ClusterCertificate
+from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 
 _NODE_SECONDS = 1.0  # between two reads of the cluster's nodes
 _LOAD_SECONDS = 1.5  # groups report their load once a second
@@ -55,18 +57,13 @@ class RouterSet:
 
     async def supervise_routers(self) -> None:
         """Keep the routers running until cancelled."""
-        try:
+        async with asyncio.TaskGroup() as tasks:
             if not self._config.router_per_node:
-                self._add_router(launch.ROUTER, None)
-                await asyncio.gather(*self._tasks.values())
+                self._add_router(tasks, launch.ROUTER, None)
                 return
             while True:
-                await self._follow_nodes()
+                await self._follow_nodes(tasks)
                 await asyncio.sleep(_NODE_SECONDS)
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def set_groups(self, states: list[GroupState]) -> None:
         """Send the state of every group to every router. Does not wait for answers."""
@@ -92,42 +89,42 @@ class RouterSet:
             # Wait first: a router may have sent requests just before it learned that the group drains, and the load
             # report that counts them comes later.
             await asyncio.sleep(min(_LOAD_SECONDS, seconds))
-            if not any(await asyncio.gather(*(router.count_requests(group) for router in self._supervisors.values()))):
+            if group not in busy_groups(await self._read_statuses()):
                 return
 
     async def wait_until_connected(self, group: str) -> None:
         """Wait until every router that answers is connected to a serving group. Raises Unavailable with the reason of
         a router that is not after 10 s."""
         deadline = time.monotonic() + _CONNECT_SECONDS
-        for router in list(self._supervisors.values()):
-            while reason := await router.find_missing_connection([group]):
-                if time.monotonic() > deadline:
-                    raise Unavailable(reason)
-                await asyncio.sleep(_POLL_SECONDS)
+        while reason := missing_connection(await self._read_statuses(), [group]):
+            if time.monotonic() > deadline:
+                raise Unavailable(reason)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def find_missing_connection(self) -> str:
-        """Which router is not connected to which serving group, and why; "" if every router is connected to all."""
+        """Which router does not answer, or is not connected to which serving group; "" if all are connected to all."""
         serving = [state.name for state in self._groups or () if state.state == "serving"]
-        for name, router in list(self._supervisors.items()):
-            reason = await router.find_missing_connection(serving)
-            if reason is None:
-                return f"{name} does not answer"
-            if reason:
-                return reason
-        return ""
+        statuses = await self._read_statuses()
+        silent = next((f"{name} does not answer" for name, status in statuses.items() if status is None), "")
+        return silent or missing_connection(statuses, serving)
 
     async def measure_queue(self) -> tuple[float, int]:
         """(longest queue time of any router in seconds, number of groups that have requests)."""
-        answers = await asyncio.gather(*(router.read_status() for router in self._supervisors.values()))
-        statuses = [status for status in answers if status is not None]
-        busy = {group.name for status in statuses for group in status.groups if group.running or group.waiting}
-        return max((status.queue_seconds for status in statuses), default=0.0), len(busy)
+        statuses = await self._read_statuses()
+        longest = max((status.queue_seconds for status in statuses.values() if status), default=0.0)
+        return longest, len(busy_groups(statuses))
 
     async def stop_routers(self, *, now: bool) -> None:
         """End every router. `now`: kill them at once."""
         await asyncio.gather(*(router.stop_router(now=now) for router in self._supervisors.values()))
 
-    async def _follow_nodes(self) -> None:
+    async def _read_statuses(self) -> dict[str, StatusResponse | None]:
+        """The status of each router, by name; None for a router that does not answer."""
+        routers = dict(self._supervisors)
+        answers = await asyncio.gather(*(router.read_status() for router in routers.values()))
+        return dict(zip(routers, answers, strict=True))
+
+    async def _follow_nodes(self, tasks: asyncio.TaskGroup) -> None:
         nodes = await asyncio.to_thread(launch.router_nodes, self._config.router_resource)
         wanted = {f"router-{id[:8]}": id for id in nodes}
         for name in [name for name in self._supervisors if name not in wanted]:
@@ -137,9 +134,9 @@ class RouterSet:
             await self._supervisors.pop(name).stop_router(now=True)
         for name, id in wanted.items():
             if name not in self._supervisors:
-                self._add_router(name, id)
+                self._add_router(tasks, name, id)
 
-    def _add_router(self, name: str, node: str | None) -> None:
+    def _add_router(self, tasks: asyncio.TaskGroup, name: str, node: str | None) -> None:
         # Once any router has served, a router that cannot start is retried and does not fail the cluster.
         has_served = self._has_served or any(router.has_served for router in self._supervisors.values())
         config = router_config(self._config, name, self._config.grpc_port, self._certificate)
@@ -148,4 +145,22 @@ class RouterSet:
         if self._groups is not None:
             router.set_groups(self._groups)
         self._supervisors[name] = router
-        self._tasks[name] = asyncio.create_task(router.supervise_router())
+        self._tasks[name] = tasks.create_task(router.supervise_router())
+
+
+def busy_groups(statuses: Mapping[str, StatusResponse | None]) -> set[str]:
+    """The groups that have running or waiting requests, as far as the routers know."""
+    known = [group for status in statuses.values() if status for group in status.groups]
+    return {group.name for group in known if group.running or group.waiting}
+
+
+def missing_connection(statuses: Mapping[str, StatusResponse | None], groups: Sequence[str]) -> str:
+    """Which router that answers is not connected to which of these groups, and why; "" if there is none."""
+    for router, status in statuses.items():
+        known = {group.name: group for group in status.groups} if status else {}
+        for name in groups if status else ():
+            if name not in known:
+                return f"{router} does not know {name}"
+            if known[name].state not in ("serving", "draining", "drained"):
+                return f"{router} does not use {name}: {known[name].reason or f'it is {known[name].state}'}"
+    return ""

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -116,26 +115,6 @@ class RouterSupervisor:
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     return await self._actor.status.remote()
         return None
-
-    async def count_requests(self, group: str) -> int:
-        """The running and waiting requests of a group that this router knows of; 0 if the router does not answer."""
-        status = await self.read_status()
-        return sum(known.running + known.waiting for known in status.groups if known.name == group) if status else 0
-
-    async def find_missing_connection(self, groups: Iterable[str]) -> str | None:
-        """To which of these serving groups the router is not connected, and why; "" if it is connected to all, None if
-        the router does not answer."""
-        status = await self.read_status()
-        if status is None:
-            return None
-        known = {group.name: group for group in status.groups}
-        for name in groups:
-            if name not in known:
-                return f"{self._config.name} does not know {name}"
-            if known[name].state not in ("serving", "draining", "drained"):
-                reason = known[name].reason or f"it is {known[name].state}"
-                return f"{self._config.name} does not use {name}: {reason}"
-        return ""
 
     async def _start(self) -> RouterHandle:
         """Find the running router, or start it. Return once it serves."""

@@ -6,6 +6,7 @@ Like real ranks they leave a record of how they ended, under the number of their
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 
 from coatcheck.cluster.supervision.rank_actors import RankEnded
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
@@ -55,12 +56,12 @@ class FakeRanks:
     async def run_ranks(self) -> None:
         self.is_running = True
 
-    async def wait_for_exit(self, seconds: float | None = None) -> None:
+    async def wait_for_exit(self, seconds: float) -> None:
         if self._kind == "ends late":
             self._records[self.starts[-1][1]] = "rank 0: OutOfMemoryError"
             raise RankEnded("rank 0 has ended: out of memory")
-        if seconds is None:
-            await self._end
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._end), seconds)
 
     async def read_progress(self) -> tuple[RankProgress, ...]:
         return (SERVING,) * self.tp
@@ -72,6 +73,3 @@ class FakeRanks:
 
     def kill_ranks(self) -> None:
         self.is_running = False
-
-    def forget_starts(self) -> None:
-        self.starts.clear()

@@ -1,4 +1,4 @@
-"""Placement of ranks, the error if there is no room, and names of nodes."""
+"""Placement of ranks, and the error if there is no room."""
 
 import pickle
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, node_names, plan_placement
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, Node, plan_placement
 from coatcheck.cluster.supervision.rank_actors import RankHosts
 from coatcheck.proto.errors import InvalidConfig
 
@@ -88,9 +88,17 @@ def test_what_helps_depends_on_who_asks(device: str, own_ray: bool, at_start: st
     assert growth.startswith(f"2 groups serve, and more have no room: {missing}") and at_growth in growth
 
 
-def named(nodes: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Nodes by name."""
-    return {f"node-{number}": node for number, node in enumerate(nodes)}
+def named(nodes: list[dict[str, float]]) -> list[Node]:
+    """The nodes, named node-0, node-1, ..."""
+    return [(f"node-{number}", node) for number, node in enumerate(nodes)]
+
+
+def test_nodes_of_one_name_are_two_nodes() -> None:
+    """Nodes of the same name are counted and named one by one."""
+    nodes = [("gpu-host", GPU_NODE), ("gpu-host", {"GPU": 4.0})]
+    assert plan_placement("cuda", 3, 4, nodes).strategies == ("STRICT_PACK",) * 3
+    with pytest.raises(InsufficientResources, match=r"12 free on 2 nodes \(8 on gpu-host, 4 on gpu-host\): 4 missing"):
+        plan_placement("cuda", 4, 4, nodes)
 
 
 def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
@@ -102,29 +110,3 @@ def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
     assert (hosts.max_ranks_per_host("a"), hosts.max_ranks_per_host("b"), hosts.max_ranks_per_host("c")) == (3, 3, 0)
     hosts.set_hosts("b", [])
     assert hosts.max_ranks_per_host("a") == 1
-
-
-def test_a_name_that_others_have_too_comes_with_a_bit_of_the_id() -> None:
-    """Nodes with the same name get six digits of their ids, or more if the first six are equal."""
-    assert node_names({"0" * 9: "a", "1" * 9: "b", "2" * 9: "b"}) == {
-        "0" * 9: "a",
-        "1" * 9: "b (111111)",
-        "2" * 9: "b (222222)",
-    }
-    assert node_names({"fffffff00": "a", "fffffff01": "a"}) == {
-        "fffffff00": "a (fffffff00)",
-        "fffffff01": "a (fffffff01)",
-    }
-    assert node_names({}) == {}
-
-
-@given(
-    st.dictionaries(
-        st.text("0f", min_size=12, max_size=12), st.sampled_from(["127.0.0.1", "gpu-1", "gpu-2"]), max_size=9
-    )
-)
-def test_no_two_nodes_are_called_alike(names: dict[str, str]) -> None:
-    """Every node has a distinct name, which begins with Ray's name of the node."""
-    told = node_names(names)
-    assert told.keys() == names.keys() and len(set(told.values())) == len(names)
-    assert all(told[id].startswith(name) for id, name in names.items())
