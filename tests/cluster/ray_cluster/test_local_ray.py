@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from coatcheck.cluster.ray_cluster import ray_address
 from coatcheck.cluster.ray_cluster.local_ray import delete_stale_tokens, find_local_rays, publish_token, read_token
+from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.cluster.ray_cluster.ray_environment import configure_local_ray, environment_token
-from tests.cluster.serving import coatcheck
+from coatcheck.proto.errors import InvalidConfig, Unavailable
 
 _ADDRESS = "127.0.0.1:4711"
 
@@ -62,11 +64,19 @@ def test_what_a_killed_command_has_left_goes(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([note, strange])
 
 
-def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
-    """If two local Rays listen, `coatcheck scale` without an address contacts neither and names both. If one listens,
-    it contacts that one. A Ray that was ended by kill -9 does not count."""
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ray's folder, which is empty. RAY_ADDRESS is not set."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (folder := tmp_path / "ray").mkdir()
-    environment = {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
+    return folder
+
+
+def test_of_several_that_run_one_must_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If two local Rays listen, a command without an address contacts neither and names both. If one listens, it
+    contacts that one. A Ray that was ended by kill -9 does not count."""
+    monkeypatch.setattr(ray_address, "_CONNECT_SECONDS", 0.5)  # the servers of this test never answer
     with (
         socket.create_server(("127.0.0.1", 0)) as one,
         socket.create_server(("127.0.0.1", 0)) as other,
@@ -74,11 +84,11 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
         publish_token(folder, first := f"127.0.0.1:{one.getsockname()[1]}", "secret"),
     ):
         with publish_token(folder, second := f"127.0.0.1:{other.getsockname()[1]}", "secret"):
-            done = coatcheck("scale", "--groups", "2", environment=environment)
-            assert done.returncode == 2 and done.stderr.startswith("error: 2 Ray clusters run on this host: ")
-            assert first in done.stderr and second in done.stderr and "choose one with --ray-address" in done.stderr
-        done = coatcheck("scale", "--groups", "2", environment=environment)
-        assert f"no Ray cluster answers at {first}, the last one started on this host" in done.stderr
+            with pytest.raises(InvalidConfig, match="^2 Ray clusters run on this host: .*choose one with") as refused:
+                find_ray("auto", own=True)
+            assert first in str(refused.value) and second in str(refused.value)
+        with pytest.raises(Unavailable, match=f"^no Ray cluster answers at {first}, the last one started on this host"):
+            find_ray("auto", own=True)
 
 
 def test_a_token_is_shown_at_its_own_port_alone(tmp_path: Path) -> None:
@@ -88,14 +98,13 @@ def test_a_token_is_shown_at_its_own_port_alone(tmp_path: Path) -> None:
         assert read_token(tmp_path, "127.0.0.1:4712") is None and find_local_rays(tmp_path) == []
 
 
-def test_a_fifo_in_rays_folder_holds_no_command_up(tmp_path: Path) -> None:
-    """A FIFO or a link in place of ray_current_cluster is not read, and the command ends with its usual error."""
-    (folder := tmp_path / "ray").mkdir()
+def test_a_fifo_in_rays_folder_holds_no_command_up(folder: Path) -> None:
+    """A FIFO or a link in place of ray_current_cluster is not read, and no Ray is found."""
     note = folder / "ray_current_cluster"
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         make(note)
-        done = coatcheck("scale", "--groups", "2", environment={"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""})
-        assert done.returncode == 2 and "finds no Ray cluster on this host" in done.stderr
+        with pytest.raises(InvalidConfig, match="finds no Ray cluster on this host"):
+            find_ray("auto", own=True)
         note.unlink()
 
 
