@@ -125,8 +125,8 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
 
     return {
         "groups": groups,
-        "indexed_blocks": index.stats().entries,
-        "bytes_per_block_and_group": memory / index.stats().entries,
+        "indexed_blocks": index.entries,
+        "bytes_per_block_and_group": memory / index.entries,
         "hash_us": min(timeit.repeat(lambda: hash_chain(key, tokens, block_size), number=20, repeat=5)) / 20 * 1e6,
         "match_us": min(timeit.repeat(lambda: index.matched_blocks(chain), number=100, repeat=5)) / 100 * 1e6,
         "expect_and_settle_us": min(timeit.repeat(sending, number=100, repeat=5)) / 100 * 1e6,

@@ -12,6 +12,7 @@ import time
 from typing import Annotated
 
 import typer
+from prometheus_client import CollectorRegistry
 
 from coatcheck.bench.router_cases.front_door import run_group
 from coatcheck.proto.sampling import SamplingParams
@@ -19,9 +20,10 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.admission_queue import AdmissionQueue
-from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 
 async def _measure(waiting: int) -> float:
@@ -36,9 +38,11 @@ async def _measure(waiting: int) -> float:
     while not groups.serving():
         await groups.next_change.wait()
 
+    lifecycle = RequestLifecycle(RequestMetrics(CollectorRegistry()))
+
     async def run(number: int, release: asyncio.Event) -> None:
         request = Request(f"r{number}", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        submission = await dispatcher.send(Attempt(request, 1, suspicion=2), wait_seconds=600.0)
+        submission = await dispatcher.send(Attempt(request, lifecycle, 1, suspicion=2), wait_seconds=600.0)
         await release.wait()
         for _ in range(3):  # its answer takes a while
             await asyncio.sleep(0)

@@ -8,6 +8,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from coatcheck.bench.routing_simulation.rules import Rule
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
@@ -21,7 +22,7 @@ from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NOTHING
 from coatcheck.router.routing.routing_cost import Decision, choose
 from coatcheck.router.serving.admission_queue import due_at
-from coatcheck.router.serving.fair_queue import FairQueue
+from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
 
 # Requests that are sent now, and the group of each.
 Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
@@ -77,7 +78,7 @@ class SimulatedRouter:
     @property
     def indexed_entries(self) -> int:
         """Blocks by group and tier that the first router knows of."""
-        return self._views[0].index.stats().entries
+        return self._views[0].index.entries
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant, or if a prefill is expected after all requests have ended."""
@@ -85,12 +86,17 @@ class SimulatedRouter:
             view.check()
 
 
+@dataclass(eq=False, kw_only=True)
+class _QueuedRequest(QueueEntry):
+    request: SimulatedRequest
+
+
 class _View:
     """One router: what it knows of the groups, and its queue."""
 
     def __init__(self, groups: Sequence[SimulatedGroup], rng: random.Random) -> None:
         self.index = PrefixIndex()
-        self.queue: FairQueue[SimulatedRequest] = FairQueue(1 << 30)  # nothing is refused
+        self.queue: FairQueue[_QueuedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
@@ -116,12 +122,12 @@ class _View:
             yield self._place(job, job.at)
         else:
             seconds = min(cost.prefill_seconds + cost.restore_seconds for cost in self._decide(job, self._loads).costs)
-            self.queue.add(job, ANONYMOUS, due=due_at(job.at, seconds))
+            self.queue.add(_QueuedRequest(tenant=ANONYMOUS, due=due_at(job.at, seconds), request=job))
 
     def send_queued(self, now: float) -> Placed:
         self._read_reports(now)
         while len(self.queue) and self._has_room:
-            yield self._place(self.queue.pop()[0], now)
+            yield self._place(self.queue.pop()[0].request, now)
 
     def record_first_token(self, job: SimulatedRequest) -> None:
         if (number := self._sent.get(id(job))) is not None:
@@ -135,7 +141,7 @@ class _View:
     def check(self) -> None:
         self.index.check()
         self.queue.check()
-        assert not self.index.stats().expected, "an answered prompt is still expected"
+        assert not len(self.index.pending), "an answered prompt is still expected"
 
     @property
     def _has_room(self) -> bool:

@@ -5,13 +5,9 @@ from typing import NamedTuple, Self
 
 from coatcheck.proto.errors import ContextLengthExceeded, DeadlineExceeded
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
-
-# A group that takes new requests.
-ServingGroup = tuple[GroupConnection, Registration]
 
 
 class EligibleGroups(NamedTuple):
@@ -26,9 +22,9 @@ class EligibleGroups(NamedTuple):
     has_begun: bool = False
 
     @classmethod
-    def of(cls, groups: Iterable[ServingGroup], *, has_begun: bool = False) -> Self:
+    def of(cls, groups: Iterable[GroupConnection], *, has_begun: bool = False) -> Self:
         """The class of a request that all of `groups` can run."""
-        return cls(frozenset(connection.name for connection, _ in groups), has_begun)
+        return cls(frozenset(group.name for group in groups), has_begun)
 
 
 def require_deadline(request: Request, decision: Decision, now: float) -> None:
@@ -44,17 +40,16 @@ def require_deadline(request: Request, decision: Decision, now: float) -> None:
         )
 
 
-def max_sequence_tokens(registration: Registration) -> int:
+def max_sequence_tokens(group: GroupConnection) -> int:
     """Max tokens of one sequence on a group: the model's context, or the KV pool if that is smaller."""
-    model = registration.model
-    return min(model.max_model_len, registration.num_blocks * model.block_size)
+    return min(group.model.max_model_len, group.registration.num_blocks * group.model.block_size)
 
 
-def groups_that_can_hold(serving: list[ServingGroup], request: Request) -> list[ServingGroup]:
+def groups_that_can_hold(serving: list[GroupConnection], request: Request) -> list[GroupConnection]:
     """The groups of `serving`, at least one, that can hold the request. Raises ContextLengthExceeded if none can."""
-    able = [group for group in serving if can_hold(group[1], request)]
+    able = [group for group in serving if can_hold(group, request)]
     if not able:
-        most = max(max_sequence_tokens(registration) for _, registration in serving)
+        most = max(max_sequence_tokens(group) for group in serving)
         raise ContextLengthExceeded.for_limit(
             most,
             f"you requested {request.max_len} tokens, prompt and max_tokens together: shorten the prompt or lower "
@@ -63,9 +58,9 @@ def groups_that_can_hold(serving: list[ServingGroup], request: Request) -> list[
     return able
 
 
-def can_hold(registration: Registration, request: Request) -> bool:
-    """Whether an empty group can hold the request."""
-    return request.max_len <= max_sequence_tokens(registration)
+def can_hold(group: GroupConnection, request: Request) -> bool:
+    """Whether the group, if it were empty, could hold the request."""
+    return request.max_len <= max_sequence_tokens(group)
 
 
 def compatibility_key(model: GetModelResponse) -> tuple[str, str, str, str, int]:

@@ -16,6 +16,7 @@ import grpc
 
 from coatcheck.proto.contract import CONTRACT, VERSION, contract_mismatch
 from coatcheck.proto.errors import Overloaded, error_of
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
     FailureNotice,
@@ -43,7 +44,7 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0  # seconds between two attempts to 
 
 
 class GroupConnection:
-    """`registration` is None while the group is not attached. Create it inside an event loop.
+    """`registration` is empty while the group is not attached. Create it inside an event loop.
 
     `on_change` is called when the group attaches or is lost, and when a suspect may run on the group. `on_room` is
     called when the group may have room for another request. `detect_outlier` is called after each load report; it
@@ -62,8 +63,8 @@ class GroupConnection:
         detect_outlier: Callable[["GroupConnection"], GroupEjected | None],
     ) -> None:
         self.endpoint = endpoint
-        self.registration: Registration | None = None
-        self.load = GroupLoad(Registration())
+        self.registration = Registration()
+        self.load = GroupLoad(self.registration)
         self.index = index
         self.submissions = OutputDelivery()
         self.detached_because = endpoint.reason  # why the group is not attached
@@ -88,6 +89,16 @@ class GroupConnection:
     def name(self) -> str:
         return self.endpoint.name
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the group has registered on the present stream."""
+        return bool(self.registration.group)
+
+    @property
+    def model(self) -> GetModelResponse:
+        """The model that the group serves."""
+        return self.registration.model
+
     def submit(
         self,
         request: Request,
@@ -98,9 +109,9 @@ class GroupConnection:
     ) -> Submission:
         """Sends a request to the group, which must be attached. `attempt`: number of groups that had it before;
         `delivered`: output tokens by choice that the group must not send again."""
-        assert self.registration is not None, f"group {self.name} is not attached"
+        assert self.is_attached, f"group {self.name} is not attached"
         self._last_id += 1
-        submission = Submission(self, request, decision, self.registration.model, self._last_id, attempt)
+        submission = Submission(self, request, decision, self._last_id, attempt)
         self.submissions.add(submission)
         message = request.to_submit(
             submission.id,
@@ -116,10 +127,6 @@ class GroupConnection:
     def send_abort(self, id: int, choice: int | None) -> None:
         """Tells the group to abort a choice of a submission, or all of them if `choice` is None."""
         self._stream.send(ToGroup(abort=Abort(id=id, choice=choice)))
-
-    def remove_submission(self, submission: Submission) -> None:
-        """Drops all further outputs of the submission."""
-        self.submissions.remove(submission)
 
     def request_snapshot(self, reason: str) -> None:
         """Asks the group for all the blocks that it holds; its snapshot replaces them in the index."""
@@ -235,11 +242,11 @@ class GroupConnection:
     def _drop_group(self) -> bool:
         """Fails every submission and drops every block of the group, because its stream has ended. Returns whether the
         group had registered."""
-        attached = self.registration is not None
+        attached = self.is_attached
         if self._failure_notice is not None:
             self.detached_because = f"it ended by itself: {self._failure_notice.reason}"
-        self.registration = None
-        self.load = GroupLoad(Registration())
+        self.registration = Registration()
+        self.load = GroupLoad(self.registration)
         self.index.remove_group(self.name)
         if attached:
             reason = f"group {self.name} is lost: {self.detached_because}"

@@ -7,7 +7,6 @@ next incarnation starts, from a record that the group has left.
 import asyncio
 from collections import Counter
 from enum import Enum
-from weakref import WeakValueDictionary
 
 
 class FailureCause(Enum):
@@ -22,8 +21,7 @@ class FailureCause(Enum):
 class GroupFailure:
     """The loss of one incarnation of a group."""
 
-    def __init__(self, group: str, reason: str, cause: FailureCause) -> None:
-        self.group = group
+    def __init__(self, reason: str, cause: FailureCause) -> None:
         self.reason = reason
         self.cause = cause
         self._is_known = asyncio.Event()
@@ -71,30 +69,28 @@ class GroupFailures:
     def __init__(self) -> None:
         self.counts: Counter[FailureCause] = Counter()
         self.explained: Counter[FailureCause] = Counter()
-        self._unknown: set[tuple[str, int]] = set()  # (group, incarnation), the last of each group
-        # Losses of unknown cause by (group, incarnation), while a request holds them.
-        self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = WeakValueDictionary()
+        # group -> its last loss of unknown cause, with the incarnation that was lost
+        self._unknown: dict[str, tuple[int, GroupFailure]] = {}
 
     def record_loss(self, group: str, incarnation: int, reason: str, cause: FailureCause) -> GroupFailure:
         """Records that the router has lost the stream to an incarnation of a group."""
         self.counts[cause] += 1
-        loss = GroupFailure(group, reason, cause)
+        failure = GroupFailure(reason, cause)
         # An incarnation that was lost before and attached again had not ended at the earlier loss. How it ends explains
         # only this loss.
-        self._unknown.discard((group, incarnation))
-        self._open.pop((group, incarnation), None)
+        if group in self._unknown and self._unknown[group][0] == incarnation:
+            del self._unknown[group]
         if cause is FailureCause.UNKNOWN:
-            self._open[group, incarnation] = loss
-            self._unknown = {key for key in self._unknown if key[0] != group} | {(group, incarnation)}
-        return loss
+            self._unknown[group] = (incarnation, failure)
+        return failure
 
     def record_cause(self, group: str, incarnation: int, crash: str) -> None:
         """Records how an incarnation ended, as its supervisor reports. `crash`: its error if it crashed, "" if it was
         ended from outside."""
-        if (group, incarnation) not in self._unknown:
+        lost_incarnation, failure = self._unknown.get(group, (None, None))
+        if failure is None or lost_incarnation != incarnation:
             return
-        self._unknown.remove((group, incarnation))
+        del self._unknown[group]
         cause = FailureCause.CRASH if crash else FailureCause.KILLED
         self.explained[cause] += 1
-        if (loss := self._open.pop((group, incarnation), None)) is not None:
-            loss.set_cause(cause, crash or loss.reason)
+        failure.set_cause(cause, crash or failure.reason)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.eligibility import ServingGroup, compute_same_tokens
+from coatcheck.router.groups.eligibility import compute_same_tokens
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupEjected, GroupFailures
@@ -30,7 +30,7 @@ class GroupRegistry:
         self._on_groups_changed: Callable[[], None] = lambda: None
         self._connections: dict[str, GroupConnection] = {}
         self._absent: dict[str, GroupEndpoint] = {}  # groups without an address
-        self._serving_before: list[ServingGroup] = []
+        self._serving_before: list[GroupConnection] = []
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
         self._outliers = OutlierDetection()
@@ -100,12 +100,12 @@ class GroupRegistry:
         first, then look at the groups, then wait for it."""
         return self._changed
 
-    def serving(self) -> list[ServingGroup]:
+    def serving(self) -> list[GroupConnection]:
         """The groups that take new requests."""
         return [
-            (connection, connection.registration)
+            connection
             for connection in self._connections.values()
-            if connection.registration is not None
+            if connection.is_attached
             and connection.name not in self.draining
             and connection.endpoint.state != "draining"
         ]
@@ -113,8 +113,8 @@ class GroupRegistry:
     def notify(self) -> None:
         """Sets `next_change` and tells the listener, because the groups that take new requests may have changed."""
         serving = self.serving()
-        for _, registration in serving:
-            self.model = registration.model
+        if serving:
+            self.model = serving[-1].model
         self._changed.set()
         self._changed = asyncio.Event()
         if not serving:
@@ -132,15 +132,11 @@ class GroupRegistry:
     def _detect_outlier(self, connection: GroupConnection) -> GroupEjected | None:
         """Called after each load report; returns a GroupEjected if the group is much slower than its peers."""
         status = connection.load.last.status
-        if (
-            connection.registration is None
-            or not status.running
-            or not self._outliers.is_far_beyond_usual(status.slowness)
-        ):
+        if not (connection.is_attached and status.running and self._outliers.is_far_beyond_usual(status.slowness)):
             return None
         peers = [
             other.load.last.status.slowness
-            for other, registration in self.serving()
-            if other is not connection and compute_same_tokens(registration.model, connection.registration.model)
+            for other in self.serving()
+            if other is not connection and compute_same_tokens(other.model, connection.model)
         ]
         return self._outliers.detect(connection.name, status.slowness, peers, asyncio.get_running_loop().time())

@@ -72,7 +72,7 @@ class OutputDelivery:
         self._is_idle.set()
         unstarted = frozenset(unstarted)
         suspects = sum(submission.suspicion > 0 for submission in submissions.values())
-        innocent = GroupFailure(loss.group, loss.reason, FailureCause.PLANNED)
+        innocent = GroupFailure(loss.reason, FailureCause.PLANNED)
         for id, submission in submissions.items():
             was_only_suspect = suspects == (submission.suspicion > 0)
             submission.fail(GroupLost(innocent if id in unstarted else loss, was_only_suspect=was_only_suspect))

@@ -10,45 +10,19 @@ GroupLoad, and its prompt's blocks in the prefix index, as pending.
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
-from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import Cached, SequenceOutput
 from coatcheck.router.groups.group_failures import GroupLost
-from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.request import Request
-from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.routing_cost import Decision
+
+if TYPE_CHECKING:
+    from coatcheck.router.groups.group_connection import GroupConnection
 
 # Unread outputs kept for each choice: ten seconds of a fast stream, or a few megabytes with log-probabilities.
 MAX_UNREAD: Final = 8192
-
-
-class Connection(Protocol):
-    """What a Submission uses of the GroupConnection that it was sent on."""
-
-    load: GroupLoad
-    index: PrefixIndex
-
-    @property
-    def name(self) -> str:
-        """The group's name."""
-
-    def send_abort(self, id: int, choice: int | None) -> None:
-        """Tells the group to abort a choice, or all of them if `choice` is None."""
-
-    def remove_submission(self, submission: "Submission") -> None:
-        """Drops all further outputs of the submission."""
-
-    def request_snapshot(self, reason: str) -> None:
-        """Asks the group for all the blocks that it holds."""
-
-    def on_room(self) -> None:
-        """Tells the owner that the group may have room for another request."""
-
-    def on_change(self) -> None:
-        """Tells the owner that a suspect may run on the group."""
 
 
 class Submission:
@@ -82,10 +56,9 @@ class Submission:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: "GroupConnection",
         request: Request,
         decision: Decision,
-        model: GetModelResponse,
         id: int,
         attempt: int = 0,
     ) -> None:
@@ -93,7 +66,7 @@ class Submission:
         self.id = id
         self.attempt = attempt
         self.decision = decision
-        self.model = model
+        self.model = connection.model
         self.choices = request.sampling.n
         self.uncached_tokens = len(request.prompt_token_ids) - decision.chosen.cached_tokens
         self.suspicion = 0
@@ -104,7 +77,7 @@ class Submission:
         self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
         self._is_pending = True  # the index counts the prompt's blocks as pending
-        connection.index.add_pending(self.group, self, request.block_hashes(model))
+        connection.index.add_pending(self.group, self, request.block_hashes(self.model))
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -158,7 +131,7 @@ class Submission:
         if self._open_choices:
             self._load.end_choices(self._load_number, self._open_choices.bit_count())
             self._open_choices = 0
-        self._connection.remove_submission(self)
+        self._connection.submissions.remove(self)
         self.set_suspicion(0)
         self._connection.on_room()
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import TokenLogprob
-from coatcheck.router.serving.long_prompt import load_tokenizer
+from coatcheck.router.serving.request_validation import load_tokenizer
 from coatcheck.router.text.text_offsets import TextOffsets, prompt_offsets
 from coatcheck.router.text.tokenizer import TokenizerJson
 

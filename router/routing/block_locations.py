@@ -44,12 +44,6 @@ class BlockLocations:
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
 
     @property
-    def blocks(self) -> int:
-        """Number of distinct blocks."""
-        on_device, on_host = self.where
-        return len(on_device.keys() | on_host.keys())
-
-    @property
     def entries(self) -> int:
         """Number of (block, group, tier) triples."""
         return self._entries.total()

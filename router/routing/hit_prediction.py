@@ -5,59 +5,48 @@ prompts too. If they are wrong for many prompts of a group, the index is wrong a
 and a snapshot is needed.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
+
+from coatcheck.proto.stubs.coatcheck_pb2 import CacheAudit
 
 _MEMORY: Final = 32  # prompts that the running averages cover
 _FEWEST: Final = 16  # prompts before a group can diverge
 _TOLERATED: Final = 0.5  # mean error, as a share of the mean larger count
 
 
-@dataclass(frozen=True, slots=True)
-class HitPredictionStats:
-    """Counts of one group since the start. `error_tokens`: sum of the absolute differences, prompt by prompt."""
-
-    prompts: int
-    foreseen_tokens: int
-    found_tokens: int
-    error_tokens: int
-    divergences: int
-
-
 @dataclass(slots=True)
-class _Account:
+class _Averages:
+    """Running averages of the last prompts of a group, in tokens per prompt."""
+
     prompts: int = 0
-    # Running averages per prompt, in tokens.
     error: float = 0.0  # |predicted - found|
     larger: float = 0.0  # max(predicted, found)
 
 
 class HitPrediction:
-    """One for a router."""
+    """One for a router. `audits`: counts of each group since the start."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
-        self._stats: dict[str, HitPredictionStats] = {}
+        self.audits: defaultdict[str, CacheAudit] = defaultdict(CacheAudit)
+        self._averages: defaultdict[str, _Averages] = defaultdict(_Averages)
 
     def record(self, group: str, predicted: int, found: int) -> bool:
         """Records one prompt's cached tokens. Returns True if the group diverges; its running averages then start
         again."""
-        account = self._accounts.setdefault(group, _Account())
-        account.prompts += 1
-        account.error += (abs(predicted - found) - account.error) / min(account.prompts, _MEMORY)
-        account.larger += (max(predicted, found) - account.larger) / min(account.prompts, _MEMORY)
-        diverges = account.prompts >= _FEWEST and account.error > _TOLERATED * account.larger
+        error = abs(predicted - found)
+        averages = self._averages[group]
+        averages.prompts += 1
+        averages.error += (error - averages.error) / min(averages.prompts, _MEMORY)
+        averages.larger += (max(predicted, found) - averages.larger) / min(averages.prompts, _MEMORY)
+        diverges = averages.prompts >= _FEWEST and averages.error > _TOLERATED * averages.larger
         if diverges:
-            self._accounts[group] = _Account()
-        old = self.stats(group)
-        self._stats[group] = HitPredictionStats(
-            old.prompts + 1,
-            old.foreseen_tokens + predicted,
-            old.found_tokens + found,
-            old.error_tokens + abs(predicted - found),
-            old.divergences + diverges,
-        )
+            del self._averages[group]
+        audit = self.audits[group]
+        audit.prompts += 1
+        audit.foreseen_tokens += predicted
+        audit.found_tokens += found
+        audit.error_tokens += error
+        audit.divergences += diverges
         return diverges
-
-    def stats(self, group: str) -> HitPredictionStats:
-        return self._stats.get(group, HitPredictionStats(0, 0, 0, 0, 0))

@@ -10,7 +10,7 @@ blocks matches every group at once.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,20 +29,6 @@ class EventOutcome(Enum):
     IGNORED = "ignored"  # repeated, of another epoch, or before the first snapshot
     SNAPSHOT_NEEDED = "snapshot needed"
     IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixIndexStats:
-    """`blocks`: distinct blocks now. `entries`: (block, group, tier) triples now. `expected`: (block, group) pairs of
-    pending prompts now. `events`, `snapshots` and `problems` count since the start."""
-
-    groups: int
-    blocks: int
-    entries: int
-    expected: int
-    events: int
-    snapshots: int
-    problems: Mapping[EventProblem, int]
 
 
 @dataclass(slots=True)
@@ -64,12 +50,12 @@ class PrefixIndex:
         self.reuse_after_eviction = ReuseAfterEviction()
         self.hit_prediction = HitPrediction()
         self.problems: Counter[EventProblem] = Counter()
-        self.events = self._snapshots = 0
+        self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _Member] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # the bits of all groups
         self._locations = BlockLocations(self.reuse_after_eviction, self.problems)
-        self._pending = PendingPrefixes()
+        self.pending = PendingPrefixes()
 
     @property
     def entries(self) -> int:
@@ -96,7 +82,7 @@ class PrefixIndex:
         if member is None:
             return
         self._locations.remove_group(member.bit)
-        self._pending.remove_group(member.bit)
+        self.pending.remove_group(member.bit)
         self._live &= ~member.bit
         del self._names[member.bit]
 
@@ -137,45 +123,33 @@ class PrefixIndex:
             self._forget(member)
             self._store(member, staged)
             member.next_sequence = chunk.sequence
-            self._snapshots += 1
         return EventOutcome.APPLIED
 
     def add_pending(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
         `remove_pending`, or until the group leaves. `key` identifies the prompt and is never used twice."""
         if (member := self._groups.get(group)) is not None:
-            self._pending.add(member.bit, key, chain)
+            self.pending.add(member.bit, key, chain)
 
     def remove_pending(self, group: str, key: Hashable) -> None:
         """Removes a prompt that the group has computed, or never will. Changes nothing if the prompt was removed
         before, or if the group has left since, even if the group has registered again."""
         if (member := self._groups.get(group)) is not None:
-            self._pending.remove(member.bit, key)
+            self.pending.remove(member.bit, key)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each group the blocks that it holds or is expected to hold, from the start of `chain` without a gap.
         Groups without the first block are left out."""
         on_device, on_host = self._locations.where
-        matches = match_chain(chain, self._live, on_device, on_host, self._pending.where)
+        matches = match_chain(chain, self._live, on_device, on_host, self.pending.where)
         return {self._names[bit]: match for bit, match in matches}
-
-    def stats(self) -> PrefixIndexStats:
-        return PrefixIndexStats(
-            groups=len(self._groups),
-            blocks=self._locations.blocks,
-            entries=self.entries,
-            expected=len(self._pending),
-            events=self.events,
-            snapshots=self._snapshots,
-            problems=dict(self.problems),
-        )
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         assert self._live == sum(member.bit for member in self._groups.values()), "each group has a bit of its own"
         assert self._names == {member.bit: name for name, member in self._groups.items()}
         self._locations.check()
-        self._pending.check()
+        self.pending.check()
 
     def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
         self.events += len(events)

@@ -1,14 +1,12 @@
 """AdminService: status and drain of a router, as methods over their messages."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from coatcheck.proto.contract import VERSION
 from coatcheck.proto.errors import InvalidRequest, NotFound
 from coatcheck.proto.stubs.coatcheck_pb2 import (
-    CacheAudit,
     DrainRequest,
     DrainResponse,
     GroupStatus,
@@ -107,8 +105,7 @@ class AdminService:
 
     def _group_status(self, connection: GroupConnection) -> GroupStatus:
         status = _connection_status(connection, connection.name in self._groups.draining)
-        audit = self._groups.index.hit_prediction.stats(connection.name)
-        status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
+        status.audit.CopyFrom(self._groups.index.hit_prediction.audits[connection.name])
         return status
 
     async def _drain_group(self, name: str, undo: bool, timeout: float | None) -> bool:
@@ -142,7 +139,7 @@ class AdminService:
 
 def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupStatus:
     endpoint = connection.endpoint
-    if connection.registration is None:
+    if not connection.is_attached:
         # This router may know that the group is lost before the supervisor does.
         state = "lost" if endpoint.state == "serving" and connection.detached_because else "starting"
         return _endpoint_status(endpoint, state, connection.detached_because or endpoint.reason)

@@ -15,28 +15,47 @@ the requests with equal `EligibleGroups` only the first is tried. A skipped requ
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
-from coatcheck.router.serving.attempt import Attempt
-from coatcheck.router.serving.fair_queue import FairQueue, QueueStats, TokenCharge
+from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, QueueStats, TokenCharge
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 
 # A request may be overtaken by those that arrive within this multiple of its own prompt's seconds.
 _PATIENCE: Final = 20.0
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 # A request is refused if, to meet its deadline, the queue would have to move more than _MAX_SPEEDUP times as fast as it
-# has moved so far. Checked once _MIN_MOVED requests have left the queue.
+# has moved so far. Checked once _MIN_GRANTS requests have left the queue.
 _MAX_SPEEDUP: Final = 2.0
-_MIN_MOVED: Final = 8
-_MAX_GRANT_TIMES: Final = 64  # last grants, from which the rate of grants is computed
+_MIN_GRANTS: Final = 8
+_MAX_GRANTS: Final = 64  # last grants, from which the rate of grants is computed
 _GUESSED_ANSWER_TOKENS: Final = 64.0  # mean tokens of an answer before any has ended
 _ANSWERS_AVERAGED: Final = 32  # answers that the running average of their tokens covers
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A request as it is sent to its next group. `number`: how many groups had the request before. `delivered`: the
+    output tokens that the client has, by choice.
+
+    `only_compatible_with`: the model of the group that had the request before; only groups that compute the same tokens
+    can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.
+    """
+
+    request: Request
+    lifecycle: RequestLifecycle
+    number: int = 0
+    delivered: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    only_compatible_with: GetModelResponse | None = None
+    suspicion: int = 0
 
 
 class Grant(NamedTuple):
@@ -46,17 +65,14 @@ class Grant(NamedTuple):
     charge: TokenCharge
 
 
-class QueuedAttempt:
-    """One waiting request. Await `grant`; it raises the error of a request that cannot be sent."""
+@dataclass(eq=False, kw_only=True)
+class QueuedAttempt(QueueEntry):
+    """One waiting request; its `scheduling_class` is its EligibleGroups. Await `grant`; it raises the error of a
+    request that cannot be sent."""
 
-    __slots__ = ("attempt", "eligible", "grant", "id", "since")
-
-    def __init__(self, attempt: Attempt, eligible: EligibleGroups, since: float) -> None:
-        self.attempt = attempt
-        self.eligible = eligible
-        self.since = since
-        self.id = 0
-        self.grant: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+    attempt: Attempt
+    since: float
+    grant: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 def due_at(arrival: float, prompt_seconds: float) -> float:
@@ -69,9 +85,9 @@ class AdmissionQueue:
 
     def __init__(self, max_size: int) -> None:
         self._queue: FairQueue[QueuedAttempt] = FairQueue(max_size)
-        self._grant_times: deque[float] = deque(maxlen=_MAX_GRANT_TIMES)
+        # When the queue was last empty, and when it granted requests since: the last of these times.
+        self._grant_times: deque[float] = deque(maxlen=1 + _MAX_GRANTS)
         self._answer_tokens = _GUESSED_ANSWER_TOKENS
-        self._moved, self._formed_at = 0, 0.0  # requests granted since the queue was last empty, and when that was
         self._last_wait = (0.0, 0.0)  # (time of the last grant, seconds that the request had waited)
 
     def __len__(self) -> int:
@@ -98,10 +114,10 @@ class AdmissionQueue:
             return
         if not self._queue.has_room(tenant, priority):
             raise self._full(now)
-        if deadline is None or self._moved < _MIN_MOVED:
+        if deadline is None or len(self._grant_times) <= _MIN_GRANTS:
             return
         ahead = self._queue.count_ahead(tenant, priority, now, eligible)
-        seconds = ahead * (now - self._formed_at) / self._moved
+        seconds = ahead * self._seconds_per_grant(now)
         if now + seconds / _MAX_SPEEDUP > deadline:
             raise DeadlineExceeded(
                 f"{ahead} requests wait before it, which takes about {seconds:.1f} s, and its deadline is in "
@@ -119,28 +135,28 @@ class AdmissionQueue:
         False adds the request even if the queue is full. Raises Overloaded if there is no room."""
         now = asyncio.get_running_loop().time()
         if not len(self._queue):
-            self._moved, self._formed_at = 0, now
-        queued = QueuedAttempt(attempt, eligible, now)
-        request = attempt.request
-        added = self._queue.add(
-            queued,
-            request.tenant,
-            priority=request.priority,
-            tokens=self._expected_tokens(request),
+            self._grant_times.clear()
+            self._grant_times.append(now)
+        queued = QueuedAttempt(
+            tenant=attempt.request.tenant,
+            priority=attempt.request.priority,
+            tokens=self._expected_tokens(attempt.request),
             due=due_at(now, prompt_seconds),
             scheduling_class=eligible,
-            bounded=bounded,
+            attempt=attempt,
+            since=now,
         )
-        if added is None:
-            raise self._full(now)
-        queued.id, displaced = added
+        try:
+            displaced = self._queue.add(queued, bounded=bounded)
+        except QueueFull:
+            raise self._full(now) from None
         if displaced is not None and not displaced.grant.done():
             displaced.grant.set_exception(self._full(now))
         return queued
 
-    def waiting_in_class(self, eligible: EligibleGroups) -> int:
+    def waiting_in_class(self, scheduling_class: Hashable) -> int:
         """Number of waiting requests with these EligibleGroups."""
-        return self._queue.waiting_in_class(eligible)
+        return self._queue.waiting_in_class(scheduling_class)
 
     def peek(self, blocked: AbstractSet[Hashable]) -> QueuedAttempt | None:
         """The next request, leaving out those whose EligibleGroups are `blocked`; None if there is none."""
@@ -150,7 +166,6 @@ class AdmissionQueue:
         """Removes the request that `peek(blocked)` returns, which was sent as `submission`, and sets its grant."""
         queued, charge = self._queue.pop(blocked)
         now = asyncio.get_running_loop().time()
-        self._moved += 1
         self._grant_times.append(now)
         self._last_wait = (now, now - queued.since)
         if queued.grant.done():  # its client has just disconnected
@@ -169,17 +184,12 @@ class AdmissionQueue:
         """Removes a request whose client has disconnected. If the request was granted at the same moment, its
         submission is closed."""
         grant = queued.grant
-        if not self._queue.remove(queued.id) and not grant.cancelled() and grant.exception() is None:
+        if not self._queue.remove(queued) and not grant.cancelled() and grant.exception() is None:
             _cancel_grant(grant.result())
 
     def reclassify(self, eligible_groups: Callable[[Attempt], EligibleGroups]) -> None:
         """Finds the EligibleGroups of each waiting request again. Called when the serving groups have changed."""
-
-        def update(queued: QueuedAttempt) -> EligibleGroups:
-            queued.eligible = eligible_groups(queued.attempt)
-            return queued.eligible
-
-        self._queue.reclassify(update)
+        self._queue.reclassify(lambda queued: eligible_groups(queued.attempt))
 
     def settle_charge(self, charge: TokenCharge, computed: int, answered: int) -> None:
         """Settles the charge of a granted request that has ended. `computed`: prompt tokens that no cache held;
@@ -202,11 +212,14 @@ class AdmissionQueue:
         )
 
     def _retry_seconds(self, now: float) -> float:
-        """Estimated seconds until the queue is empty, from the rate of the last grants."""
+        """Estimated seconds until the queue is empty."""
         if len(self._grant_times) < 2:
             return _SHORTEST_RETRY
-        rate = len(self._grant_times) / max(now - self._grant_times[0], 1e-3)
-        return min(max(len(self._queue) / rate, _SHORTEST_RETRY), _LONGEST_RETRY)
+        return min(max(len(self._queue) * self._seconds_per_grant(now), _SHORTEST_RETRY), _LONGEST_RETRY)
+
+    def _seconds_per_grant(self, now: float) -> float:
+        """Mean seconds from one grant to the next, over the last grants. There must have been one."""
+        return (now - self._grant_times[0]) / (len(self._grant_times) - 1)
 
 
 def _cancel_grant(grant: Grant) -> None:

@@ -1,36 +1,35 @@
 """Dispatcher: sends requests to groups, each to the group with the least cost that can hold it.
 
 New requests wait in the admission queue until a group has room. A request that has lost its group is sent again at
-once, past the queue, to any group that can continue it. If it may have crashed that group itself, the quarantine
-decides where it may run, and when.
+once, past the queue, to any group that can continue it. If it may have crashed that group itself, it waits for a group
+where no other suspect would be lost with it (see poison_suspicion.py).
 """
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
 from coatcheck.proto.errors import DeadlineExceeded, Unavailable
-from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import (
     EligibleGroups,
-    ServingGroup,
     can_hold,
     compatibility_key,
     compute_same_tokens,
     groups_that_can_hold,
     require_deadline,
 )
+from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
-from coatcheck.router.serving.admission_queue import AdmissionQueue, Grant, QueuedAttempt
-from coatcheck.router.serving.attempt import Attempt
-from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, groups_for_suspect
+from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Grant, QueuedAttempt
+from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is serving; try again shortly"
@@ -39,12 +38,13 @@ _NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is
 class Dispatcher:
     """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router."""
 
-    def __init__(self, groups: GroupRegistry, queue: AdmissionQueue, rng: random.Random | None = None) -> None:
+    def __init__(self, groups: GroupRegistry, queue: AdmissionQueue) -> None:
         self.queue = queue
         self.retries = RetryBudget()
         self._groups = groups
-        self._rng = rng or random.Random()
-        self._quarantine = PoisonQuarantine()
+        self._rng = random.Random()
+        # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
+        self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         groups.set_listener(on_room=self.send_waiting, on_groups_changed=self.reclassify_waiting)
 
     def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
@@ -66,7 +66,7 @@ class Dispatcher:
         if not len(self.queue) and (submission := self._send_if_room(attempt)) is not None:
             return self.queue.grant_unqueued(submission, attempt.request)
         queued = self.queue.add(attempt, self._eligible_groups(attempt), self._prompt_seconds(attempt), bounded=bounded)
-        if self.queue.waiting_in_class(queued.eligible) == 1 < len(self.queue):
+        if self.queue.waiting_in_class(queued.scheduling_class) == 1 < len(self.queue):
             self.send_waiting()  # the only waiting request of its class, so its groups may have room now
         try:
             return await queued.grant
@@ -88,7 +88,7 @@ class Dispatcher:
                 self.queue.refuse(error, blocked)
                 continue
             if submission is None:
-                blocked.add(queued.eligible)
+                blocked.add(queued.scheduling_class)
             else:
                 self.queue.grant(submission, blocked)
 
@@ -108,11 +108,12 @@ class Dispatcher:
                 while True:
                     change = self._groups.next_change
                     able = self._require_able_groups(attempt)
-                    if able and attempt.suspicion:
-                        able = await self._wait_in_quarantine(attempt)
-                    if able:
+                    if not able:
+                        await change.wait()
+                    elif not attempt.suspicion:
                         return self._send(attempt, able, exclude_groups)
-                    await change.wait()
+                    elif (submission := await self._send_suspect(attempt, exclude_groups)) is not None:
+                        return submission
         except TimeoutError:
             raise Unavailable(_NO_GROUP if attempt.only_compatible_with is None else _NO_COMPATIBLE) from None
 
@@ -131,21 +132,19 @@ class Dispatcher:
         except TimeoutError:
             raise Unavailable(_NO_GROUP) from None
 
-    async def _wait_in_quarantine(self, attempt: Attempt) -> list[ServingGroup]:
-        """Waits until a suspect may run on some group, and returns these groups; empty if no serving group can continue
-        the request. The result is valid until the caller next awaits."""
+    async def _send_suspect(self, attempt: Attempt, exclude_groups: AbstractSet[str]) -> Submission | None:
+        """Sends a suspect once it may run on some group; returns None if no serving group can continue the request."""
         model = attempt.only_compatible_with
-        key = compatibility_key(model) if model is not None else None
-        with self._quarantine.take_turn(attempt.suspicion, attempt.delivered_tokens, key) as is_next:
+        kind = compatibility_key(model) if model is not None else None
+        async with self._suspect_turns[attempt.suspicion, kind]:
             while True:
-                await is_next.wait()
                 change = self._groups.next_change
                 able = self._require_able_groups(attempt)
-                free = groups_for_suspect(
-                    attempt.suspicion, ((group, group[0].submissions.suspicion) for group in able)
-                )
-                if free or not able:
-                    return free
+                free = groups_for_suspect(attempt.suspicion, [(group, group.submissions.suspicion) for group in able])
+                if free:
+                    return self._send(attempt, free, exclude_groups)
+                if not able:
+                    return None
                 await change.wait()
 
     def _send_queued(self, queued: QueuedAttempt) -> Submission | None:
@@ -156,27 +155,24 @@ class Dispatcher:
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
         able = self._require_able_groups(attempt)
-        if not any(connection.load.has_room for connection, _ in able):
+        if not any(group.load.has_room for group in able):
             return None
-        return self._send(attempt, able, {connection.name for connection, _ in able if connection.load.is_full})
+        return self._send(attempt, able, {group.name for group in able if group.load.is_full})
 
-    def _send(self, attempt: Attempt, able: list[ServingGroup], exclude_groups: AbstractSet[str]) -> Submission:
+    def _send(self, attempt: Attempt, able: list[GroupConnection], exclude_groups: AbstractSet[str]) -> Submission:
         request, lifecycle = attempt.request, attempt.lifecycle
-        if lifecycle is not None:
-            lifecycle.record_routing()
-        preferred = [group for group in able if group[0].name not in exclude_groups] or able
+        lifecycle.record_routing()
+        preferred = [group for group in able if group.name not in exclude_groups] or able
         decision = self._decide(request, preferred)
         if not attempt.number and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
-        if lifecycle is not None:
-            lifecycle.record_sent(decision, attempt.number)
-        connection = next(connection for connection, _ in able if connection.name == decision.group)
-        trace_context = lifecycle.trace_context if lifecycle is not None else NO_TRACE_CONTEXT
-        submission = connection.submit(request, decision, attempt.number, attempt.delivered, trace_context)
+        lifecycle.record_sent(decision, attempt.number)
+        group = next(group for group in able if group.name == decision.group)
+        submission = group.submit(request, decision, attempt.number, attempt.delivered, lifecycle.trace_context)
         submission.suspicion = attempt.suspicion
         return submission
 
-    def _require_able_groups(self, attempt: Attempt) -> list[ServingGroup]:
+    def _require_able_groups(self, attempt: Attempt) -> list[GroupConnection]:
         """As _able_groups, but raises ContextLengthExceeded if groups serve and none can hold a request that has not
         begun."""
         if attempt.only_compatible_with is not None:
@@ -187,13 +183,13 @@ class Dispatcher:
     def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
         return EligibleGroups.of(self._able_groups(attempt), has_begun=attempt.only_compatible_with is not None)
 
-    def _able_groups(self, attempt: Attempt) -> list[ServingGroup]:
+    def _able_groups(self, attempt: Attempt) -> list[GroupConnection]:
         """The serving groups that can hold the request, and continue it if it has begun."""
         model = attempt.only_compatible_with
         return [
             group
             for group in self._groups.serving()
-            if can_hold(group[1], attempt.request) and (model is None or compute_same_tokens(model, group[1].model))
+            if can_hold(group, attempt.request) and (model is None or compute_same_tokens(model, group.model))
         ]
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
@@ -203,20 +199,18 @@ class Dispatcher:
             return 0.0
         return min(cost.prefill_seconds + cost.restore_seconds for cost in self._decide(attempt.request, able).costs)
 
-    def _decide(self, request: Request, groups: list[ServingGroup]) -> Decision:
+    def _decide(self, request: Request, groups: list[GroupConnection]) -> Decision:
         # Groups of one model have the same block hashes; one walk along the chain matches them all.
         matched: dict[tuple[str, str, int], dict[str, PrefixMatch]] = {}
         candidates: list[Candidate] = []
-        for connection, registration in groups:
-            model = registration.model
+        for group in groups:
+            model = group.model
             hashed_as = (model.name, model.fingerprint, model.block_size)
             if hashed_as not in matched:
                 # With prompt_logprobs the whole prompt is computed, whatever is cached.
                 is_scored = request.sampling.prompt_logprobs is not None
                 matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.block_hashes(model))
-            candidates.append(
-                connection.load.candidate(connection.name, matched[hashed_as].get(connection.name, NOTHING))
-            )
+            candidates.append(group.load.candidate(group.name, matched[hashed_as].get(group.name, NOTHING)))
         return choose(
             candidates,
             len(request.prompt_token_ids),

@@ -43,11 +43,11 @@ from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
-from coatcheck.router.serving.long_prompt import encode_long_prompt
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import (
     check_model_name,
     check_token_ids,
+    encode_long_prompt,
     prompt_token_ids,
     validate_request,
 )
@@ -300,7 +300,7 @@ class GenerateService:
 
     def _capacity(self, model: GetModelResponse) -> int:
         """Max tokens of one sequence on any group."""
-        capacities = [max_sequence_tokens(registration) for _, registration in self._groups.serving()]
+        capacities = [max_sequence_tokens(group) for group in self._groups.serving()]
         return max(capacities, default=model.max_model_len)
 
     def _model(self) -> GetModelResponse:

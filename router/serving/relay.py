@@ -17,10 +17,10 @@ from coatcheck.router.groups.group_failures import GroupLost
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.routing_cost import Decision
-from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.admission_queue import Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.fair_queue import TokenCharge
-from coatcheck.router.serving.poison_quarantine import PoisonSuspicion
+from coatcheck.router.serving.poison_suspicion import PoisonSuspicion
 from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
@@ -142,11 +142,11 @@ class Relay:
     def _attempt(self, previous: Submission | None) -> Attempt:
         return Attempt(
             self._request,
+            self._lifecycle,
             self._moves,
             self._response.delivered,
             previous.model if previous is not None else None,
             self._suspicion.level,
-            self._lifecycle,
         )
 
     def _begin_submission(self, submission: Submission) -> Submission:
@@ -164,7 +164,7 @@ class Relay:
         self._submission = None
         self._lost_groups.add(submission.group)
         self._lifecycle.record_group_lost(submission.group, str(lost))
-        self._suspicion.record_loss(lost.failure, was_only_suspect=lost.was_only_suspect, answered=self._has_answered)
+        self._suspicion.record_loss(lost, answered=self._has_answered)
         await self._suspicion.wait_for_causes(self._config.cause_wait_seconds)
         if refusal := self._suspicion.refusal:
             raise Poisoned(f"{refusal}; it is not sent to another") from lost

@@ -115,7 +115,7 @@ async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: S
     assert not router.server.groups.find_connection("a")
     await router.server.set_groups([link.endpoint])
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while next(iter(router.server.groups.connections)).registration is None:
+        while not next(iter(router.server.groups.connections)).is_attached:
             await router.server.groups.next_change.wait()
     status = await router.admin.Status(StatusRequest())
     assert (status.state, status.groups[0].state) == ("unavailable", "drained")

@@ -84,7 +84,7 @@ async def test_a_slow_group_is_put_out_until_it_is_needed(start_router: StartRou
     slow.go()
     await other.kill()
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while [link.name for link, _ in router.server.groups.serving()] != [slow.name]:
+        while [link.name for link in router.server.groups.serving()] != [slow.name]:
             await router.server.groups.next_change.wait()
     slow.send(FromGroup(load=slow.load))
     assert (await router.generation.Generate(ask())).final.group == slow.name

@@ -13,7 +13,7 @@ from tests.router.groups.offline_connection import OfflineConnection
 def submitted(*ids: int) -> tuple[OutputDelivery, list[Submission]]:
     """Requests on a stream without a group."""
     connection = OfflineConnection()
-    return connection.submissions, [connection.submit(id) for id in ids]
+    return connection.submissions, [connection.open(id) for id in ids]
 
 
 def step(token: int, *ids: int, attempt: int = 0) -> list[SequenceOutput]:
@@ -80,7 +80,7 @@ async def test_a_loss_comes_after_what_was_delivered() -> None:
     """A reader still gets what had come before the stream broke, and then the loss."""
     delivery, (submission,) = submitted(1)
     delivery.deliver(step(5, 1))
-    delivery.fail_all(GroupFailure("a", "gone", FailureCause.UNKNOWN))
+    delivery.fail_all(GroupFailure("gone", FailureCause.UNKNOWN))
     assert len(await anext(submission)) == 1
     try:
         await anext(submission)

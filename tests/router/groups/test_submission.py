@@ -14,7 +14,7 @@ from tests.router.groups.offline_connection import MODEL, OfflineConnection
 async def test_a_choice_that_ends_twice_is_counted_once() -> None:
     """A choice that is aborted and then finishes leaves the load once; closing ends the others."""
     connection = OfflineConnection()
-    submission = connection.submit(choices=3)
+    submission = connection.open(choices=3)
     submission.abort_choice(1)
     submission.deliver(SequenceOutput(id=1, choice=1, finish_reason=FINISH_REASON_LENGTH))
     seen = connection.load.candidate("g")
@@ -32,28 +32,28 @@ async def test_a_choice_that_ends_twice_is_counted_once() -> None:
 async def test_its_prompt_is_pending_until_the_group_has_computed_it() -> None:
     """The prompt's whole blocks match as expected until the first output, or until nobody reads."""
     connection = OfflineConnection()
-    first, second = connection.submit(1), connection.submit(2)
-    assert connection.index.stats().expected == 3
+    first, second = connection.open(1), connection.open(2)
+    assert len(connection.index.pending) == 3
     first.record_cached(Cached(device_tokens=4))
-    assert connection.index.stats().expected == 3, "the second one is on its way"
+    assert len(connection.index.pending) == 3, "the second one is on its way"
     second.close(finished=False)
-    assert connection.index.stats().expected == 0
-    assert connection.index.hit_prediction.stats("g").prompts == 1
+    assert len(connection.index.pending) == 0
+    assert connection.index.hit_prediction.audits["g"].prompts == 1
 
 
 async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() -> None:
     """The group attaches again before the submission is closed: the new load and the new index entry stay."""
     connection = OfflineConnection()
-    old = connection.submit(1)
+    old = connection.open(1)
     connection.index.add_group("g", "1")
     connection.load = GroupLoad(Registration(model=MODEL))
-    connection.submissions.fail_all(GroupFailure("g", "gone", FailureCause.UNKNOWN))
-    new = connection.submit(2)
-    before = connection.load.candidate("g"), connection.index.stats().expected
+    connection.submissions.fail_all(GroupFailure("gone", FailureCause.UNKNOWN))
+    new = connection.open(2)
+    before = connection.load.candidate("g"), len(connection.index.pending)
     with pytest.raises(GroupLost):
         await anext(old)
     old.close(finished=True)
-    assert (connection.load.candidate("g"), connection.index.stats().expected) == before
+    assert (connection.load.candidate("g"), len(connection.index.pending)) == before
     assert connection.submissions.get(2) is new and not connection.aborts
     connection.load.check()
     connection.index.check()
@@ -62,7 +62,7 @@ async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() ->
 async def test_a_reader_that_falls_too_far_behind_is_cut_off() -> None:
     """Past the bound nothing more is kept and the group is told once; what was kept is still there to be read."""
     connection = OfflineConnection()
-    submission = connection.submit(7, choices=2)
+    submission = connection.open(7, choices=2)
     for position in range(2 * MAX_UNREAD + 5):
         submission.deliver(SequenceOutput(id=7, choice=position % 2, token_ids=[position]))
     assert connection.aborts == [(7, None)]
@@ -77,5 +77,5 @@ async def test_a_group_that_keeps_diverging_is_asked_for_a_snapshot() -> None:
     """Sixteen prompts of which the group finds far more than was predicted: its blocks are asked for once."""
     connection = OfflineConnection()
     for id in range(1, 17):
-        connection.submit(id).record_cached(Cached(device_tokens=8))
+        connection.open(id).record_cached(Cached(device_tokens=8))
     assert connection.snapshots == ["its cached tokens differ from those that its events predict"]

@@ -11,12 +11,12 @@ def test_every_prompt_is_counted(prompts: list[tuple[int, int]]) -> None:
     """The counts are sums, whatever comes."""
     audit = HitPrediction()
     divergences = sum(audit.record("a", foreseen, found) for foreseen, found in prompts)
-    stats = audit.stats("a")
+    stats = audit.audits["a"]
     assert stats.prompts == len(prompts) and stats.divergences == divergences
     assert stats.foreseen_tokens == sum(foreseen for foreseen, _ in prompts)
     assert stats.found_tokens == sum(found for _, found in prompts)
     assert stats.error_tokens == sum(abs(foreseen - found) for foreseen, found in prompts)
-    assert audit.stats("b").prompts == 0
+    assert audit.audits["b"].prompts == 0
 
 
 def test_a_group_that_keeps_its_word_never_diverges() -> None:

@@ -158,7 +158,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
             if any(counts):
                 expected[group] = tuple(counts)
         assert self.index.matched_blocks(CHAIN) == expected
-        assert self.index.stats().entries == sum(len(held or ()) for held in self.held.values())
+        assert self.index.entries == sum(len(held or ()) for held in self.held.values())
 
 
 TestIndexAgainstSets = IndexAgainstSets.TestCase
@@ -187,7 +187,7 @@ def test_an_older_epoch_changes_nothing() -> None:
     assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is EventOutcome.IGNORED
     assert index.apply_snapshot("a", snapshot(epoch="1")) is EventOutcome.IGNORED
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
-    assert index.stats().problems == {EventProblem.OTHER_EPOCH: 1}
+    assert index.problems == {EventProblem.OTHER_EPOCH: 1}
 
 
 def test_an_unknown_group_changes_nothing() -> None:
@@ -195,7 +195,7 @@ def test_an_unknown_group_changes_nothing() -> None:
     index = following("a")
     assert index.apply_events("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is EventOutcome.IGNORED
     assert index.apply_snapshot("b", snapshot(stored(0))) is EventOutcome.IGNORED
-    assert index.matched_blocks(CHAIN) == {} and index.stats().problems == {EventProblem.UNKNOWN_GROUP: 2}
+    assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.UNKNOWN_GROUP: 2}
 
 
 def test_events_that_were_seen_are_not_applied_twice() -> None:
@@ -205,8 +205,8 @@ def test_events_that_were_seen_are_not_applied_twice() -> None:
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
     assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is EventOutcome.IGNORED
     assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both)) is EventOutcome.APPLIED
-    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 1
-    assert index.stats().problems == {EventProblem.REPEATED: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.entries == 1
+    assert index.problems == {EventProblem.REPEATED: 1}
 
 
 def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
@@ -215,8 +215,8 @@ def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
     assert index.apply_events("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is EventOutcome.SNAPSHOT_NEEDED
     assert index.apply_events("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is EventOutcome.IGNORED
-    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
-    assert index.stats().problems == {EventProblem.GAP: 1, EventProblem.BEFORE_SNAPSHOT: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.entries == 0
+    assert index.problems == {EventProblem.GAP: 1, EventProblem.BEFORE_SNAPSHOT: 1}
     index.apply_snapshot("a", snapshot(stored(0), sequence=4))
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
@@ -236,7 +236,7 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[event]))
     index.check()
-    assert index.matched_blocks(CHAIN) == {} and index.stats().problems == {EventProblem.UNNAMED: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.UNNAMED: 1}
 
 
 def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pending() -> None:
@@ -248,7 +248,7 @@ def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pendin
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 1)}
     index.remove_pending("a", 1)
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
-    assert index.stats().expected == 0
+    assert len(index.pending) == 0
 
 
 def test_a_pending_prompt_ends_with_its_incarnation() -> None:
@@ -262,7 +262,7 @@ def test_a_pending_prompt_ends_with_its_incarnation() -> None:
     index.check()
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 1)}
     index.add_pending("b", 3, CHAIN)
-    assert index.stats().expected == 1
+    assert len(index.pending) == 1
 
 
 def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> None:
@@ -270,7 +270,7 @@ def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> 
     index = following("a")
     orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
-    assert index.matched_blocks(CHAIN) == {} and index.stats().problems == {EventProblem.NO_PARENT: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.NO_PARENT: 1}
     index.apply_events("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
 
@@ -282,7 +282,7 @@ def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None
     index.apply_events(
         "a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)])
     )
-    assert index.stats().problems == {EventProblem.UNNAMED: 1} and index.stats().entries == 0
+    assert index.problems == {EventProblem.UNNAMED: 1} and index.entries == 0
 
 
 @pytest.mark.parametrize("by", ["events", "snapshot"])
@@ -295,8 +295,8 @@ def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
         outcome = index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
     else:
         outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
-    assert outcome is EventOutcome.IMPOSSIBLE and index.stats().problems == {EventProblem.IMPOSSIBLE: 1}
-    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
+    assert outcome is EventOutcome.IMPOSSIBLE and index.problems == {EventProblem.IMPOSSIBLE: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.entries == 0
 
 
 def test_a_hundred_groups_share_the_index() -> None:

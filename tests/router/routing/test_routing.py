@@ -46,7 +46,7 @@ async def test_a_gap_is_healed_by_a_snapshot(start_router: StartRouter) -> None:
     group.blocks, group.sequence = blocks(), 17
     await group.until(lambda: group.snapshot_requests == 1)
     await _indexed(router, 10)
-    assert router.server.groups.index.stats().problems[EventProblem.GAP] == 1
+    assert router.server.groups.index.problems[EventProblem.GAP] == 1
 
 
 async def test_a_lost_group_leaves_nothing_behind(start_router: StartRouter) -> None:
@@ -57,7 +57,7 @@ async def test_a_lost_group_leaves_nothing_behind(start_router: StartRouter) -> 
     await _indexed(router, 10)
     await group.kill()
     await router.wait_for_groups(0)
-    assert router.server.groups.index.stats().entries == 0
+    assert router.server.groups.index.entries == 0
     group.blocks = blocks()[:3]
     await group.start()
     await _indexed(router, 3)
@@ -65,7 +65,7 @@ async def test_a_lost_group_leaves_nothing_behind(start_router: StartRouter) -> 
 
 async def _indexed(router: RouterUnderTest, entries: int) -> None:
     """Waits until the index holds that many; each look lets the links run."""
-    while router.server.groups.index.stats().entries != entries:
+    while router.server.groups.index.entries != entries:
         await router.admin.Status(StatusRequest())
     router.server.groups.index.check()
 

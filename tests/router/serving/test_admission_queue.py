@@ -8,6 +8,7 @@ from typing import Any, cast
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from prometheus_client import CollectorRegistry
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.access.tenant import Tenant
@@ -15,9 +16,10 @@ from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
-from coatcheck.router.serving.admission_queue import AdmissionQueue
-from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
@@ -63,10 +65,13 @@ class LedgerDispatcher(Dispatcher):
         return 0.0
 
 
-def request_of(number: int, length: int, tenant: str = "a") -> Request:
-    """One that comes to `length` tokens."""
+LIFECYCLE = RequestLifecycle(RequestMetrics(CollectorRegistry()))
+
+
+def attempt_of(number: int, length: int, tenant: str = "a") -> Attempt:
+    """Of a request that comes to `length` tokens."""
     params = SamplingParams(max_tokens=1, seed=1)
-    return Request(str(number), [1] * (length - 1), params, tenant=Tenant(tenant))
+    return Attempt(Request(str(number), [1] * (length - 1), params, tenant=Tenant(tenant)), LIFECYCLE)
 
 
 LENGTHS = st.integers(2, 250)
@@ -94,9 +99,9 @@ def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> Non
                 for length, tenant in what:
                     number = len(tasks)
                     lengths[number], tenants[number] = length, tenant
-                    request = request_of(number, length, tenant)
-                    assert request.max_len == length
-                    tasks.append(asyncio.create_task(dispatcher.admit(Attempt(request))))
+                    attempt = attempt_of(number, length, tenant)
+                    assert attempt.request.max_len == length
+                    tasks.append(asyncio.create_task(dispatcher.admit(attempt)))
                 await asyncio.sleep(0)
             elif kind == "ease":
                 for name, count in what.items():
@@ -142,7 +147,7 @@ class FaultyDispatcher(LedgerDispatcher):
 async def test_a_request_that_cannot_be_sent_for_a_fault_fails_alone() -> None:
     """An unexpected error in sending one request is that request's; the next one is sent."""
     dispatcher = FaultyDispatcher(10)
-    faulty, good = (asyncio.create_task(dispatcher.admit(Attempt(request_of(n, 2)))) for n in (0, 1))
+    faulty, good = (asyncio.create_task(dispatcher.admit(attempt_of(n, 2))) for n in (0, 1))
     await asyncio.sleep(0)  # both come
     assert len(dispatcher.queue) == 2
     dispatcher.is_faulty, dispatcher.room["small"] = True, 1
@@ -158,7 +163,7 @@ async def test_of_many_that_wait_few_are_tried() -> None:
     """A thousand requests of many lengths that no group has room for cost three tries, one for each set of groups that
     could hold them, and not a thousand."""
     dispatcher = LedgerDispatcher(2000)
-    attempts = [Attempt(request_of(number, 2 + number % 249)) for number in range(1000)]
+    attempts = [attempt_of(number, 2 + number % 249) for number in range(1000)]
     tasks = [asyncio.create_task(dispatcher.admit(attempt)) for attempt in attempts]
     await asyncio.sleep(0)
     assert len(dispatcher.queue) == 1000 and dispatcher.attempts < 20

@@ -22,7 +22,7 @@ async def two_groups(start_router: StartRouter) -> tuple[RouterUnderTest, FakeGr
     holder = FakeGroup("holder")
     holder.blocks = blocks()[:8]
     router = await start_router(holder, FakeGroup("other"))
-    while router.server.groups.index.stats().entries != 8:
+    while router.server.groups.index.entries != 8:
         await router.admin.Status(StatusRequest())
     return router, holder
 
@@ -36,7 +36,7 @@ async def test_a_dry_run_tells_every_group_s_cost_and_sends_nothing(start_router
     totals = [cost.total_seconds for cost in told.costs]
     assert totals == sorted(totals) and totals[0] < totals[1]
     assert told.costs[1].prefill_seconds == pytest.approx(0.04)  # 40 tokens at 1,000 a second
-    assert not holder.submits and router.server.groups.index.stats().expected == 0
+    assert not holder.submits and len(router.server.groups.index.pending) == 0
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -80,7 +80,7 @@ async def test_what_was_sent_draws_the_next_of_its_kind_at_once(start_router: St
     (cost,) = [cost for cost in told.costs if cost.group == where]
     assert cost.expected_tokens == 36 and cost.queue_seconds > 0
     first.cancel()
-    while router.server.groups.index.stats().expected:
+    while len(router.server.groups.index.pending):
         await router.admin.Status(StatusRequest())
 
 
@@ -89,7 +89,7 @@ async def test_the_audit_is_exported_and_a_group_that_diverges_is_snapshotted_an
     group = FakeGroup(finds=4)  # one block
     group.blocks = blocks()
     router = await start_router(group)
-    while router.server.groups.index.stats().entries != 10:
+    while router.server.groups.index.entries != 10:
         await router.admin.Status(StatusRequest())
     for _ in range(16):
         await router.generation.Generate(ask())

@@ -7,6 +7,7 @@ from functools import partial
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import Unavailable
@@ -14,12 +15,15 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
-from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.admission_queue import Attempt
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 POISON = 7
+LIFECYCLE = RequestLifecycle(RequestMetrics(CollectorRegistry()))
 CRASH = "rank 0: RuntimeError: an illegal memory access"
 
 
@@ -149,7 +153,7 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(start_router: StartR
 
     def place(delivered: int) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        attempt = Attempt(request, 1, {0: [9] * delivered}, suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, {0: [9] * delivered}, suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
     there = await place(0)
@@ -175,7 +179,7 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(sta
 
     def place(like: GetModelResponse) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        attempt = Attempt(request, 1, only_compatible_with=like, suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, only_compatible_with=like, suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
     there = await place(one.model)
@@ -194,7 +198,7 @@ async def test_a_suspect_that_fits_no_group_holds_nobody_up(start_router: StartR
 
     def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
-        attempt = Attempt(request, 1, {0: [9]}, only_compatible_with=small.model, suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, {0: [9]}, only_compatible_with=small.model, suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=wait_seconds))
 
     there = await place(20, 10.0)

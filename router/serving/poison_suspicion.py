@@ -16,13 +16,11 @@ is refused for a loss that it shared with another suspect.
 """
 
 import asyncio
-from bisect import insort
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import count
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
-from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 
 _MAY_SHARE, _ALONE = 1, 2  # see PoisonSuspicion.level; 0 is no suspect
 _CLEARING_TOKENS: Final = 64  # after so many tokens from the next group, earlier losses no longer count
@@ -42,61 +40,55 @@ class PoisonSuspicion:
 
     def __init__(self) -> None:
         self._losses: list[_Loss] = []
-        self._row_start = 0  # index of the first loss since the last answer
+        self._row: list[_Loss] = []  # those since the last answer
         self._tokens = 0  # answered since the last loss
 
     def __bool__(self) -> bool:
         """Whether any loss counts against the request."""
         return bool(self._losses)
 
-    def record_loss(self, failure: GroupFailure, *, was_only_suspect: bool, answered: bool = False) -> None:
-        """Records that the request has lost its group. `was_only_suspect`: no other suspect ran on the group.
-        `answered`: the group had sent some of the answer."""
-        if failure.cause is not FailureCause.PLANNED:
-            self._losses.append(_Loss(failure, was_only_suspect, answered))
+    def record_loss(self, lost: GroupLost, *, answered: bool = False) -> None:
+        """Records that the request has lost its group. `answered`: the group had sent some of the answer."""
+        if lost.failure.cause is not FailureCause.PLANNED:
+            loss = _Loss(lost.failure, lost.was_only_suspect, answered)
+            self._losses.append(loss)
+            self._row.append(loss)
             self._tokens = 0
 
     def record_answer(self, tokens: int) -> None:
         """Records an answer of the next group: `tokens` tokens, or (0) prompt log-probabilities that the client did not
         have."""
-        self._row_start = len(self._losses)
+        self._row.clear()
         self._tokens += tokens
         if self._tokens >= _CLEARING_TOKENS:
             self._losses.clear()
-            self._row_start = 0
 
     @property
     def level(self) -> int:
         """0: the request is no suspect. 1: it may share a group with suspects of level 1. 2: it shares a group with no
         other suspect."""
-        row, before = self._losses[self._row_start :], self._losses[: self._row_start]
-        if len(row) > 1 or _count(before, FailureCause.CRASH) > 1:
+        crashes_before = _count(self._losses, FailureCause.CRASH) - _count(self._row, FailureCause.CRASH)
+        if len(self._row) > 1 or crashes_before > 1:
             return _ALONE
-        if any(loss.failure.cause is FailureCause.CRASH and not loss.answered for loss in row):
+        if any(loss.failure.cause is FailureCause.CRASH and not loss.answered for loss in self._row):
             return _ALONE
-        return _MAY_SHARE if row else 0
+        return _MAY_SHARE if self._row else 0
 
     @property
     def refusal(self) -> str:
         """Why the request is refused; "" if it is sent to another group."""
-        row = self._losses[self._row_start :]
-        if not row or not row[-1].was_only_suspect:
-            return ""
-        reason = row[-1].failure.reason
         if self._is_guilty(FailureCause.CRASH):
-            crashes = _count(self._losses, FailureCause.CRASH)
-            return f"{crashes} groups in a row ended by themselves while they ran this request ({reason})"
-        if len(row) >= _MAX_LOSSES:
-            return f"{len(row)} groups in a row were lost while they ran this request ({reason})"
-        return ""
+            count, happened = _count(self._losses, FailureCause.CRASH), "ended by themselves"
+        elif len(self._row) >= _MAX_LOSSES and self._row[-1].was_only_suspect:
+            count, happened = len(self._row), "were lost"
+        else:
+            return ""
+        return f"{count} groups in a row {happened} while they ran this request ({self._row[-1].failure.reason})"
 
     @property
     def undecided(self) -> list[GroupFailure]:
         """The failures of unknown cause, if the request would be refused should all of them be crashes; else none."""
-        row = self._losses[self._row_start :]
-        if not row or not row[-1].was_only_suspect or self._is_guilty(FailureCause.CRASH):
-            return []
-        if not self._is_guilty(FailureCause.CRASH, FailureCause.UNKNOWN):
+        if self._is_guilty(FailureCause.CRASH) or not self._is_guilty(FailureCause.CRASH, FailureCause.UNKNOWN):
             return []
         return [loss.failure for loss in self._losses if loss.failure.cause is FailureCause.UNKNOWN]
 
@@ -109,60 +101,13 @@ class PoisonSuspicion:
 
     def _is_guilty(self, *causes: FailureCause) -> bool:
         """Whether the request is refused if exactly the losses with these causes count as crashes."""
-        row = self._losses[self._row_start :]
-        if row[-1].failure.cause not in causes:
+        if not self._row or not self._row[-1].was_only_suspect or self._row[-1].failure.cause not in causes:
             return False
-        return _count(row, *causes) > 1 or _count(self._losses, *causes) >= _MAX_LOSSES
+        return _count(self._row, *causes) > 1 or _count(self._losses, *causes) >= _MAX_LOSSES
 
 
 def _count(losses: Sequence[_Loss], *causes: FailureCause) -> int:
     return sum(loss.failure.cause in causes for loss in losses)
-
-
-class _Turn(NamedTuple):
-    order: int  # the lowest is next
-    number: int  # order of arrival, for equal `order`
-    is_next: asyncio.Event
-
-
-class PoisonQuarantine:
-    """The order in which waiting suspects get a group: the suspect with the most delivered tokens first.
-
-    So streams with output resume soon, and a request that crashes groups during prefill comes last. Each kind of group
-    and each level has its own order. Only the suspect that is next looks for a group, because many wait after a crash.
-    """
-
-    def __init__(self) -> None:
-        self._turns: dict[Hashable, list[_Turn]] = {}  # by level and kind of group, in order
-        self._numbers = count()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._turns.values()))
-
-    @contextmanager
-    def take_turn(self, level: int, delivered_tokens: int, kind: Hashable = None) -> Iterator[asyncio.Event]:
-        """Queues a suspect until the block is left. The event is set while the suspect is next."""
-        turns = self._turns.setdefault((level, kind), [])
-        own = _Turn(-delivered_tokens, next(self._numbers), asyncio.Event())
-        insort(turns, own)
-        if turns[0] is own:
-            own.is_next.set()
-            if len(turns) > 1:
-                turns[1].is_next.clear()
-        try:
-            yield own.is_next
-        finally:
-            turns.remove(own)
-            if turns:
-                turns[0].is_next.set()
-            else:
-                del self._turns[level, kind]
-
-    def check(self) -> None:
-        """Raises AssertionError on a broken invariant."""
-        for turns in self._turns.values():
-            assert turns == sorted(turns), "suspects are in order"
-            assert [turn.is_next.is_set() for turn in turns] == [True, *[False] * (len(turns) - 1)], "one is next"
 
 
 def groups_for_suspect(level: int, groups: Iterable[tuple[_T, int]]) -> list[_T]:

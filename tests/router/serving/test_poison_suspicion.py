@@ -1,25 +1,22 @@
 """What lost groups say of a request, as pure decisions."""
 
-import asyncio
-from contextlib import ExitStack
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupFailures
-from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, PoisonSuspicion, groups_for_suspect
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupFailures, GroupLost
+from coatcheck.router.serving.poison_suspicion import PoisonSuspicion, groups_for_suspect
 
 
 def loss(cause: FailureCause) -> GroupFailure:
-    return GroupFailure("a", f"group a is lost: {cause.value}", cause)
+    return GroupFailure(f"group a is lost: {cause.value}", cause)
 
 
 def suspected(*causes: FailureCause, was_only_suspect: bool = True) -> PoisonSuspicion:
     """After such losses in a row."""
     made = PoisonSuspicion()
     for cause in causes:
-        made.record_loss(loss(cause), was_only_suspect=was_only_suspect)
+        made.record_loss(GroupLost(loss(cause), was_only_suspect=was_only_suspect))
     return made
 
 
@@ -52,7 +49,7 @@ def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
     """What was twice beside another suspect goes on, by itself; the next loss, alone, is held against it."""
     suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, was_only_suspect=False)
     assert not suspicion.refusal and suspicion.level == 2
-    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
+    suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert suspicion.refusal.startswith("4 groups in a row ended by themselves")
 
 
@@ -62,7 +59,9 @@ def test_a_cause_that_becomes_known_later_counts() -> None:
     suspicion = PoisonSuspicion()
     for name in ("a", "b"):
         suspicion.record_loss(
-            failures.record_loss(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
+            GroupLost(
+                failures.record_loss(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
+            )
         )
     failures.record_cause("a", 2, "of another incarnation")
     failures.record_cause("a", 3, "rank 0: Segmentation fault")
@@ -79,7 +78,9 @@ def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
     """How a group ends is no sign against what had lost it before while it lived on: that may stay unknown."""
     failures = GroupFailures()
     suspicion = suspected(FailureCause.CRASH)
-    suspicion.record_loss(failures.record_loss("b", 3, "group b is lost", FailureCause.UNKNOWN), was_only_suspect=True)
+    suspicion.record_loss(
+        GroupLost(failures.record_loss("b", 3, "group b is lost", FailureCause.UNKNOWN), was_only_suspect=True)
+    )
     failures.record_loss("b", 3, "group b is lost again", FailureCause.CRASH)
     failures.record_cause("b", 3, "rank 0: Segmentation fault")
     assert not suspicion.refusal and not failures.explained
@@ -91,11 +92,11 @@ def test_progress_clears_a_request() -> None:
     suspicion = suspected(FailureCause.CRASH)
     suspicion.record_answer(1)
     assert suspicion.level == 0 and suspicion
-    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
+    suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert not suspicion.refusal
     suspicion.record_answer(1)
     assert suspicion.level == 2, "it runs apart until it has come far"
-    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
+    suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert suspicion.refusal
     suspicion.record_answer(100)
     assert suspicion.level == 0 and not suspicion and not suspicion.refusal
@@ -108,14 +109,16 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
         failures, suspicion = GroupFailures(), PoisonSuspicion()
         for name in ("a", "b"):
             suspicion.record_loss(
-                failures.record_loss(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
+                GroupLost(
+                    failures.record_loss(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
+                )
             )
             assert not suspicion.undecided, "it goes on whatever the cause was"
             suspicion.record_answer(5)
             failures.record_cause(name, 0, crash)
         assert suspicion.level == (2 if crash else 0)
         third = failures.record_loss("c", 0, "group c is lost", FailureCause.UNKNOWN)
-        suspicion.record_loss(third, was_only_suspect=True)
+        suspicion.record_loss(GroupLost(third, was_only_suspect=True))
         assert not suspicion.refusal and suspicion.undecided == ([third] if crash else [])
         failures.record_cause("c", 0, "rank 0: Segmentation fault")
         assert suspicion.refusal.startswith("3 groups in a row ended by themselves") == bool(crash)
@@ -127,15 +130,15 @@ def test_only_what_decides_is_waited_for() -> None:
     shared with another suspect; what was answered far is not held against a request, whatever becomes known."""
     failures, suspicion = GroupFailures(), PoisonSuspicion()
     first, second = (failures.record_loss(name, 0, "lost", FailureCause.UNKNOWN) for name in ("a", "b"))
-    suspicion.record_loss(first, was_only_suspect=True)
-    suspicion.record_loss(second, was_only_suspect=False)
+    suspicion.record_loss(GroupLost(first, was_only_suspect=True))
+    suspicion.record_loss(GroupLost(second, was_only_suspect=False))
     assert not suspicion.undecided
     suspicion.record_answer(64)
-    suspicion.record_loss(second, was_only_suspect=True)
+    suspicion.record_loss(GroupLost(second, was_only_suspect=True))
     failures.record_cause("a", 0, "rank 0: Segmentation fault")
     assert not suspicion.undecided and suspicion.level == 1
     third = failures.record_loss("c", 0, "lost", FailureCause.UNKNOWN)
-    suspicion.record_loss(third, was_only_suspect=True)
+    suspicion.record_loss(GroupLost(third, was_only_suspect=True))
     assert suspicion.undecided == [second, third]
     failures.record_cause("b", 0, "")
     assert not suspicion.undecided and not suspicion.refusal
@@ -145,16 +148,16 @@ def test_streams_that_were_being_answered_need_not_run_apart() -> None:
     """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
     having got anything there does from then on, and is refused if it was the only suspect there."""
     suspicion = PoisonSuspicion()
-    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True, answered=True)
+    suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True), answered=True)
     assert suspicion.level == 1 and not suspicion.refusal
     other = PoisonSuspicion()
-    other.record_loss(loss(FailureCause.CRASH), was_only_suspect=True, answered=True)
-    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=False)
+    other.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True), answered=True)
+    suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=False))
     assert suspicion.level == 2 and not suspicion.refusal
     other.record_answer(3)
-    other.record_loss(loss(FailureCause.CRASH), was_only_suspect=False, answered=True)
+    other.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=False), answered=True)
     assert other.level == 1 and not other.refusal, "it was answered in between: it ended neither"
-    suspicion.record_loss(loss(FailureCause.CRASH), was_only_suspect=True)
+    suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert suspicion.refusal
 
 
@@ -169,37 +172,6 @@ def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) 
         assert all(2 not in there or len(there) == 1 for there in groups.values())
         if leaves:
             groups[preferred].clear()
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.integers(1, 2), st.integers(0, 3), st.sampled_from(["old", "new"])),
-            st.integers(0, 9).map(lambda number: (number,)),
-        ),
-        max_size=30,
-    )
-)
-def test_one_is_next_of_each_level_and_kind(steps: list[tuple[int, ...]]) -> None:
-    """Whoever comes, and whoever leaves: of those that are as suspect and wait for groups of one kind just that one is
-    next of whose answer most is delivered, and of these the one that came first."""
-    quarantine = PoisonQuarantine()
-    waiting: list[tuple[tuple[object, ...], int, asyncio.Event, ExitStack]] = []
-    for step in steps:
-        if len(step) == 3:
-            level, tokens, kind = step
-            stack = ExitStack()
-            waiting.append(
-                ((level, kind), tokens, stack.enter_context(quarantine.take_turn(level, tokens, kind)), stack)
-            )
-        elif waiting:
-            waiting.pop(step[0] % len(waiting))[3].close()
-        quarantine.check()
-        assert len(quarantine) == len(waiting)
-        for key in {key for key, *_ in waiting}:
-            there = [(tokens, is_next.is_set()) for other, tokens, is_next, _ in waiting if other == key]
-            first = max(range(len(there)), key=lambda n: (there[n][0], -n))
-            assert [number for number, (_, is_next) in enumerate(there) if is_next] == [first]
 
 
 def test_few_are_together_on_two_lost_groups() -> None:
