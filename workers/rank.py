@@ -104,10 +104,7 @@ class Rank:
             device,
             ranks_on_host=self._ranks_on_host,
             compile_watch=self.compile_watch,
-            on_bytes_loaded=lambda done, total: self._update_progress(
-                phase=Phase.LOADING, done_bytes=done, total_bytes=total
-            ),
-            on_model_loaded=lambda: self._update_progress(phase=Phase.WARMING),
+            update_progress=self._update_progress,
         )
 
     def _drive(self, loaded: LoadedRank, communicator: Communicator, ranks: list[public.RankStatus]) -> None:

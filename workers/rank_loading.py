@@ -11,6 +11,7 @@ from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
+from coatcheck.workers.core.rank_progress import Phase
 from coatcheck.workers.core.runner_protocol import Runner
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
@@ -45,12 +46,11 @@ def load_rank(
     *,
     ranks_on_host: int,
     compile_watch: CompileWatch,
-    on_bytes_loaded: Callable[[int, int], None],
-    on_model_loaded: Callable[[], None],
+    update_progress: Callable[..., None] = lambda **changed: None,
 ) -> LoadedRank:
     """Load this rank's slices, allocate the KV pool and run the first steps. Every rank of a group calls it at once.
 
-    `on_bytes_loaded(done, total)` is called while weights are read, `on_model_loaded` once all ranks have read theirs.
+    `update_progress` gets the fields of RankProgress that change.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for settings that do not fit the machine.
     """
     model = load_model(
@@ -60,10 +60,10 @@ def load_rank(
         device=device,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
-        progress=on_bytes_loaded,
+        progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
     communicator.barrier()
-    on_model_loaded()
+    update_progress(phase=Phase.WARMING)
     # Routers and block hashes use the name under which the model is served.
     spec = dataclasses.replace(model.spec, name=config.served_model_name)
     grammars = GrammarBackend.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)

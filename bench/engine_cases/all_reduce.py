@@ -35,7 +35,7 @@ def measure(rank: int, ranks: int, address: str, rounds: int, calls: int, answer
     """Run one rank. Send its seconds by operation and transport through `answer`."""
     torch.set_num_threads(1)
     communicator = Communicator.join(rank, ranks, address, device=torch.device("cpu"))
-    assert communicator.transport == "shared memory", "these ranks share a host"
+    assert communicator.uses_shared_memory, "these ranks share a host"
 
     def median(call: Callable[[], object]) -> float:
         times = []

@@ -54,7 +54,7 @@ def measure(rank: int, address: str, rows: int, letters: int, answer: Any) -> No
     """Run one rank. Send its seconds by plan and transport through `answer`."""
     torch.set_num_threads(1)
     communicator = Communicator.join(rank, 2, address, device=torch.device("cpu"))
-    assert communicator.transport == "shared memory", "these ranks share a host"
+    assert communicator.uses_shared_memory, "these ranks share a host"
     shared = communicator._shared
     figures: dict[str, dict[str, float]] = {}
     for name, plan in plans(rows, letters).items():

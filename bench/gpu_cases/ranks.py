@@ -202,7 +202,8 @@ def as_rank(words: str) -> None:
     else:
         driver = TpRunner(group.runner, communicator)
         tokens = _tokens(serve(group.engine(runner=driver), prompts_of(5, 90, 512), _GREEDY))
-        print(json.dumps({"transport": communicator.transport, "tokens": tokens}))
+        transport = "shared memory" if communicator.uses_shared_memory else "gloo"
+        print(json.dumps({"transport": f"{transport}, over host memory", "tokens": tokens}))
         driver.stop_followers()
     communicator.close()
 

@@ -89,15 +89,7 @@ class LLM:
         self._defaults = sampling_defaults(files) if serve_config.generation_config == "auto" else NO_DEFAULTS
         self._rng = random.SystemRandom() if seed is None else random.Random(seed)
         torch.set_num_threads(divide_cores(config.threads, 1))
-        loaded = load_rank(
-            config,
-            Communicator(),
-            device,
-            ranks_on_host=1,
-            compile_watch=CompileWatch(),
-            on_bytes_loaded=lambda done, total: None,
-            on_model_loaded=lambda: None,
-        )
+        loaded = load_rank(config, Communicator(), device, ranks_on_host=1, compile_watch=CompileWatch())
         self._spec = loaded.spec
         self._engine = build_engine(config, loaded.spec, loaded.runner, loaded.memory, loaded.grammars)
         self._engine.update_copy_costs(loaded.copies)

@@ -70,7 +70,6 @@ class Driver:
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
             max_seqlen_q=max(n for _, n in work),
-            max_seq_len=max(lens),
         )
         whole = [sample_chunks or sequence.computed == len(sequence.tokens) for sequence, _ in work]
         wanted = LogitsIndices(
@@ -91,7 +90,6 @@ class Driver:
             seq_lens=torch.tensor([span.stop], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
             max_seqlen_q=n,
-            max_seq_len=span.stop,
         )
         ids = torch.tensor(sequence.tokens[span.start : span.stop])
         return self.model.forward(ids, torch.tensor(list(span)), metadata, self.kv)

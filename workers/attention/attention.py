@@ -45,38 +45,43 @@ def attend(
     attention_mask: None,
     *,
     attention_metadata: AttentionMetadata,
+    attention_layers: Sequence[AttentionLayer],
     kv_pools: KVPools,
-    sliding_windows: Sequence[int],
-    scaling: float | None = None,
-    softcap: float | None = None,
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
 
-    `sliding_windows`: by layer, 0 for full attention, from the probe. They replace the `sliding_window` argument,
-    because some models write their window only into the mask. `s_aux`: attention sinks, [heads].
+    `attention_layers`: from the probe. They replace the arguments that are ignored, because some models write their
+    window only into the mask. `s_aux`: attention sinks, [heads].
     """
-    layer = layer_index(module)
-    cache = kv_pools[layer]
+    index = layer_index(module)
+    cache = kv_pools[index]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     store_kv(k, v, cache, attention_metadata.slot_mapping)
-    out = paged_attention(
+    sinks = None if s_aux is None else s_aux.float()
+    return attend_pool(q, cache, attention_layers[index], attention_metadata, sinks).unsqueeze(0), None
+
+
+def attend_pool(
+    q: Tensor, cache: KVCache, layer: AttentionLayer, metadata: AttentionMetadata, sinks: Tensor | None = None
+) -> Tensor:
+    """q [T, heads, dim] -> [T, heads, dim]: attention of each token over its sequence's keys and values in `cache`."""
+    return paged_attention(
         q,
         cache,
-        block_tables=attention_metadata.block_tables,
-        seq_lens=attention_metadata.seq_lens,
-        cu_seqlens_q=attention_metadata.cu_seqlens_q,
-        max_seqlen_q=attention_metadata.max_seqlen_q,
-        scale=softmax_scale(scaling, query),
-        sliding_window=sliding_windows[layer],
-        softcap=softcap or 0.0,
-        sinks=None if s_aux is None else s_aux.float(),
-        batch_invariant=attention_metadata.batch_invariant,
-        total_seq_len=attention_metadata.total_seq_len,
-        num_prefills=attention_metadata.num_prefills,
+        block_tables=metadata.block_tables,
+        seq_lens=metadata.seq_lens,
+        cu_seqlens_q=metadata.cu_seqlens_q,
+        max_seqlen_q=metadata.max_seqlen_q,
+        scale=layer.scale,
+        sliding_window=layer.sliding_window,
+        softcap=layer.softcap,
+        sinks=sinks,
+        batch_invariant=metadata.batch_invariant,
+        total_seq_len=metadata.total_seq_len,
+        num_prefills=metadata.num_prefills,
     )
-    return out.unsqueeze(0), None
 
 
 def layer_index(module: nn.Module) -> int:
@@ -85,8 +90,3 @@ def layer_index(module: nn.Module) -> int:
     if not isinstance(layer, int):
         raise ValueError("its attention modules have no layer_idx")
     return layer
-
-
-def softmax_scale(scaling: float | None, query: Tensor) -> float:
-    """The factor of the attention scores; 1 / sqrt(head_dim) if `scaling` is None."""
-    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -25,7 +25,6 @@ class AttentionMetadata:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     max_seqlen_q: int
-    max_seq_len: int
     # Whether a query's result has the same bits in a decode and in a prefill (see paged_attention.py).
     batch_invariant: bool = False
     # Upper bound of the sum of seq_lens; None if unknown.

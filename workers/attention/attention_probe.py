@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.attention.attention import NAME, AttentionLayer, layer_index, softmax_scale
+from coatcheck.workers.attention.attention import NAME, AttentionLayer, layer_index
 from coatcheck.workers.attention.dummy_weights import TokensMixed, use_dummy_weights
 from coatcheck.workers.attention.mask_probe import MaskRecorder, UnsupportedMask, find_sliding_window
 
@@ -245,7 +245,7 @@ def _record_attention(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
-        scale=softmax_scale(scaling, query),
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         sliding_window=window,
         softcap=softcap or 0.0,
         has_sinks=s_aux is not None,

@@ -100,14 +100,9 @@ class Communicator:
         return self
 
     @property
-    def transport(self) -> str:
-        """How tensors travel, for log lines and tests."""
-        if self.size == 1:
-            return "none"
-        backend = str(dist.get_backend())
-        if self._shared is not None:
-            backend = "shared memory" if backend == "gloo" else f"{backend}, plans through shared memory"
-        return f"{backend}, over host memory" if self._stage_on_host else backend
+    def uses_shared_memory(self) -> bool:
+        """Whether the ranks exchange plans, and tensors on CPUs, through shared memory."""
+        return self._shared is not None
 
     @property
     def supports_cuda_graphs(self) -> bool:

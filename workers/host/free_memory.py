@@ -4,6 +4,8 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,11 +24,7 @@ def free_bytes(device: "torch.device") -> int:
 
 def host_free_bytes() -> int:
     """Bytes that the host, or its container, can allocate without swapping."""
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable")
-    )
+    available: int = psutil.virtual_memory().available
     in_container = container_free_bytes(_CGROUP)
     return available if in_container is None else min(available, in_container)
 

@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
-from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.attention.attention import AttentionLayer, attend_pool
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.model.packed_linears import pack_linears, pack_merged, pack_row_parallel
 
@@ -113,21 +112,7 @@ class DecoderLayer:
         q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
         if logits_indices is not None:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
-        out = paged_attention(
-            q,
-            cache,
-            block_tables=metadata.block_tables,
-            seq_lens=metadata.seq_lens,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            max_seqlen_q=metadata.max_seqlen_q,
-            scale=spec.scale,
-            sliding_window=spec.sliding_window,
-            softcap=spec.softcap,
-            batch_invariant=metadata.batch_invariant,
-            total_seq_len=metadata.total_seq_len,
-            num_prefills=metadata.num_prefills,
-        )
-        return out.flatten(1)
+        return attend_pool(q, cache, spec, metadata).flatten(1)
 
     def _native_attention(self) -> AttentionHalf | None:
         """The attention half as one call into C; None if the linears or the head size do not allow it."""

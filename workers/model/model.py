@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
-from coatcheck.workers.attention.attention import KVPools
+from coatcheck.workers.attention.attention import AttentionLayer, KVPools
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
-from coatcheck.workers.core.model_spec import LayerSpec, ModelSpec
+from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.fusion import FusedBody, fuse
@@ -152,13 +152,13 @@ class TransformersBody:
     def __init__(
         self,
         base: nn.Module,
-        layers: Sequence[LayerSpec],
+        layers: Sequence[AttentionLayer],
         *,
         batch_invariant: bool,
         unpackable: Collection[nn.Module],
     ) -> None:
         self.base = base
-        self._sliding_windows = tuple(layer.sliding_window for layer in layers)
+        self._layers = layers
         pack_linears(base, batch_invariant=batch_invariant, exclude=unpackable)
 
     def __call__(
@@ -175,6 +175,6 @@ class TransformersBody:
             use_cache=False,
             attention_metadata=metadata,
             kv_pools=kv,
-            sliding_windows=self._sliding_windows,
+            attention_layers=self._layers,
         ).last_hidden_state
         return hidden[0] if logits_indices is None else hidden[0, logits_indices.tokens]

@@ -125,7 +125,6 @@ class CudaGraphs:
             seq_lens=(positions + 1).to(torch.int32),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device),
             max_seqlen_q=1,
-            max_seq_len=self._token_ids.shape[1] - 1,
             batch_invariant=self._model.deterministic,
             total_seq_len=self._max_total_seq_len,
         )

@@ -117,24 +117,19 @@ class ModelRunner:
             copy_blocks(self.pool, pairs[0], pairs[1])
 
     def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
-        if any(self._sampler.needs_prompt_logprobs(row.slot, row.start) for row in rows):
-            return self._compute_with_prompt_logprobs(rows)
-        if (size := self.graphs.pick_size(rows)) is not None:
+        scores_prompts = any(self._sampler.scores_prompt(row.slot, row.start) for row in rows)
+        if not scores_prompts and (size := self.graphs.pick_size(rows)) is not None:
             return self._sample(rows, self.graphs.replay(rows, size), {})
-        hidden = self._forward(rows, self._logits_indices(rows))
+        indices, reports = self._logits_indices(rows), {}
+        if scores_prompts:  # they need the hidden states of all tokens
+            hidden = self._forward(rows, None)
+            reports = self._prompt_logprobs(rows, hidden)
+            hidden = hidden if indices is None else hidden[indices.tokens]
+        else:
+            hidden = self._forward(rows, indices)
         if not any(row.sample for row in rows):
-            return DeviceStep(len(rows), [], None)
-        return self._sample(rows, self.model.logits(hidden), {})
-
-    def _compute_with_prompt_logprobs(self, rows: list[ScheduledSequence]) -> DeviceStep:
-        """As _compute_rows, with the hidden states of all tokens, which prompt logprobs need."""
-        hidden = self._forward(rows, None)
-        ends = list(accumulate(row.num_tokens for row in rows))
-        reports = self._prompt_logprobs(rows, ends, hidden)
-        last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
-        if not last:
             return DeviceStep(len(rows), [], None, prompt_logprobs=reports)
-        return self._sample(rows, self.model.logits(hidden[self._int64(last)]), reports)
+        return self._sample(rows, self.model.logits(hidden), reports)
 
     def _logits_indices(self, rows: list[ScheduledSequence]) -> LogitsIndices | None:
         """The last token of each row that samples. None if these are all tokens of the step."""
@@ -168,7 +163,6 @@ class ModelRunner:
             seq_lens=seq_lens.to(torch.int32),
             cu_seqlens_q=self._int32(cu_seqlens),
             max_seqlen_q=max_seqlen_q,
-            max_seq_len=max_seq_len,
             batch_invariant=self.model.deterministic,
             total_seq_len=sum(row.start + row.num_tokens for row in rows),
             num_prefills=sum(row.num_tokens > 1 for row in rows),
@@ -184,7 +178,8 @@ class ModelRunner:
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
         # Logprobs are of the model's logits, before the mask, bias and penalties change them.
-        counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.num_logprobs(slot)) is not None}
+        wanted = ((r, self._sampler.sampling(slot).logprobs) for r, slot in enumerate(slots))
+        counts = {r: count for r, count in wanted if count is not None}
         reported = self._int64(list(counts))
         raw_logits = logits[reported] if counts else logits
         failed = self._apply_bitmasks(logits, slots)
@@ -208,19 +203,17 @@ class ModelRunner:
         apply_token_mask(logits, self._int64(rows), bits)
         return failed
 
-    def _prompt_logprobs(
-        self, rows: list[ScheduledSequence], ends: list[int], hidden: Tensor
-    ) -> dict[int, list[LogprobReport]]:
-        """Queue the logprobs of prompt tokens. `ends`: the end of each row in `hidden`, [T, hidden]."""
+    def _prompt_logprobs(self, rows: list[ScheduledSequence], hidden: Tensor) -> dict[int, list[LogprobReport]]:
+        """Queue the logprobs of prompt tokens. `hidden`: of all tokens of the rows, [T, hidden]."""
         reports: dict[int, list[LogprobReport]] = {}
-        for index, row in enumerate(rows):
-            count = self._sampler.num_prompt_logprobs(row.slot)
+        firsts = accumulate((row.num_tokens for row in rows), initial=0)
+        for index, (row, first) in enumerate(zip(rows, firsts, strict=False)):
+            count = self._sampler.sampling(row.slot).prompt_logprobs
             # The hidden state at position p predicts token p + 1, which must belong to the prompt.
             last = min(row.start + row.num_tokens, self._sampler.prompt_len(row.slot) - 1)
             num_scored = last - row.start
             if count is None or num_scored < 1:
                 continue
-            first = ends[index] - row.num_tokens
             reports[index] = []
             for at in range(0, num_scored, _PROMPT_LOGITS_ROWS):
                 n = min(_PROMPT_LOGITS_ROWS, num_scored - at)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
+from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence
 from coatcheck.workers.runner.host_transfer import upload
 
@@ -89,17 +90,12 @@ class Sampler:
         history, lens = token_ids[slot_ids], position_ids.to(torch.int32)
         apply_penalties(logits, history, prompt_lens, lens, floats[3], floats[4], floats[5])
 
-    def num_logprobs(self, slot: int) -> int | None:
-        """How many most likely tokens to report for each sampled token; None for no logprobs."""
-        return self._new_sequences[slot].sampling.logprobs
-
-    def num_prompt_logprobs(self, slot: int) -> int | None:
-        """How many most likely tokens to report for each prompt token; None for no prompt logprobs."""
-        return self._new_sequences[slot].sampling.prompt_logprobs
-
-    def needs_prompt_logprobs(self, slot: int, start: int) -> bool:
+    def scores_prompt(self, slot: int, start: int) -> bool:
         """Whether a row from position `start` on reports logprobs of prompt tokens."""
-        return self.num_prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
+        return self.sampling(slot).prompt_logprobs is not None and start < self.prompt_len(slot) - 1
+
+    def sampling(self, slot: int) -> SamplingParams:
+        return self._new_sequences[slot].sampling
 
     def prompt_len(self, slot: int) -> int:
         return self._new_sequences[slot].prompt_len

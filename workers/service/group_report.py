@@ -21,6 +21,12 @@ _SHORTEST_STUCK_SECONDS: Final = 3.0
 _UNMEASURED_STEP_SECONDS: Final = 60.0
 _PREFILL_TOLERANCE: Final = 4.0  # attention over a long context makes some prefills slower than the average
 
+# The counts that EngineStats and GroupStatus have under the same name.
+_COUNTS: Final = (
+    "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens",
+    "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "slowness",
+    "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures",
+)  # fmt: skip
 _Counts = TypeVar("_Counts", public.Evictions, public.PrefixMisses)
 
 
@@ -46,25 +52,7 @@ class GroupReport:
             state="serving",
             address=address,
             ranks=self.ranks,
-            running=stats.running,
-            waiting=stats.waiting,
-            blocks_total=stats.blocks_total,
-            blocks_used=stats.blocks_used,
-            blocks_cached=stats.blocks_cached,
-            prompt_tokens=stats.prompt_tokens,
-            cached_device_tokens=stats.cached_device_tokens,
-            cached_host_tokens=stats.cached_host_tokens,
-            generated_tokens=stats.generated_tokens,
-            preemptions=stats.preemptions,
-            prefill_tokens_per_second=stats.prefill_tokens_per_second,
-            step_seconds=stats.step_seconds,
-            slowness=stats.slowness,
             kernels=self.kernels,
-            host_blocks_total=stats.host_blocks_total,
-            host_blocks_used=stats.host_blocks_used,
-            demotions=stats.demotions,
-            restores=stats.restores,
-            integrity_failures=stats.integrity_failures,
             host_evictions=sum(stats.host_evictions.values()),
             device_evictions=_fill_counts(public.Evictions(), stats.device_evictions),
             host_evicted=_fill_counts(public.Evictions(), stats.host_evictions),
@@ -76,6 +64,7 @@ class GroupReport:
             demote_bytes_per_second=self.bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
             restore_bytes_per_second=self.bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
             restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,
+            **{name: getattr(stats, name) for name in _COUNTS},
         )
         for rank in status.ranks:
             rank.steps = stats.steps  # ranks step together

@@ -2,14 +2,17 @@
 
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.distributed.communicator import Communicator
 from tests.workers.ranks import run_ranks
 
+TIMEOUT_SECONDS = 2.0  # of a collective
 LENGTHS = (0, 1, 2047, 2048, 5000)  # around what one collective carries
 
 
@@ -25,7 +28,7 @@ def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
     said["sum"] = communicator.all_reduce(mine).tolist()
     said["minimum"] = communicator.all_reduce_min([5, communicator.rank, -communicator.rank])
     said["json"] = communicator.all_gather_json({"rank": communicator.rank})
-    said["transport"] = communicator.transport
+    said["shared"] = communicator.uses_shared_memory
     said["float16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.float16)).tolist()
     said["bfloat16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.bfloat16)).tolist()
     return said
@@ -35,7 +38,7 @@ def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
 def test_ranks_hear_the_same(share_memory: bool) -> None:
     """Sums, gathered tensors and broadcast ints are alike on every rank, in rank order, over gloo and shared memory."""
     for said in run_ranks(2, speak, None, share_memory=share_memory):
-        assert said["transport"] == ("shared memory" if share_memory else "gloo")
+        assert said["shared"] == share_memory
         assert said["float16"] == [1.0] * 5
         assert said["ints"] == [list(range(-length, 0)) for length in LENGTHS]
         assert said["last"] == [[1.0] * 3 + [2.0] * 3] * 2
@@ -46,23 +49,27 @@ def test_ranks_hear_the_same(share_memory: bool) -> None:
         assert said["json"] == [{"rank": 0}, {"rank": 1}]
 
 
-def be_late(communicator: Communicator, seconds: float) -> str:
-    """Rank 1 loads for longer than a collective may take."""
+def be_late(communicator: Communicator, rank_0_gave_up: Path) -> str:
+    """Rank 1 loads for longer than a collective may take, and then skips a collective until rank 0 has given up."""
     if communicator.rank == 1:
-        time.sleep(seconds)
+        time.sleep(1.5 * TIMEOUT_SECONDS)
     communicator.barrier()
     said = communicator.all_reduce(torch.ones(1)).tolist()
     if communicator.rank == 1:
-        time.sleep(seconds)
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
+        while not rank_0_gave_up.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return "asleep"
     with pytest.raises(RuntimeError):
         communicator.all_reduce(torch.ones(1))
+    rank_0_gave_up.touch()
     return str(said)
 
 
-def test_ranks_wait_longer_for_each_other_to_load_than_in_a_step() -> None:
+def test_ranks_wait_longer_for_each_other_to_load_than_in_a_step(tmp_path: Path) -> None:
     """A rank that is late to the meeting is waited for, and one that hangs in a step is not."""
-    assert run_ranks(2, be_late, 6.0, timeout_seconds=2.0) == ["[2.0]", "asleep"]
+    answers = run_ranks(2, be_late, tmp_path / "gave up", timeout_seconds=TIMEOUT_SECONDS)
+    assert answers == ["[2.0]", "asleep"]
 
 
 def go_silent(communicator: Communicator, _: Any) -> str:

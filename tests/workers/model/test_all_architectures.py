@@ -11,20 +11,11 @@ from tests.workers.architecture_sweep import MODEL_TYPES, Verdict, configs_of, d
 # One for each thing that a family does in a way of its own, beyond tests/workers/model/test_other_architectures.py.
 _SAMPLE = {
     "afmoe/plain": "equal",
-    "bailing_hybrid/plain": "refused",
     "bart/plain": "refused",  # learned positions that it counts by itself
     "cohere2/windows-mixed": "equal",
-    "flint/plain": "equal",
-    "gpt_oss/window": "equal",
     "granite_swa/windows-mixed": "equal",
-    "hunyuan_v1_moe/tied": "equal",
-    "lfm2/plain": "refused",
     "llama4_text/plain": "equal",  # a chunk as long as the context hides nothing
-    "llama4_text/chunked": "refused",
     "modernbert-decoder/plain": "equal",
-    "phimoe/window": "equal",
-    "qwen2_moe/windows-mixed": "equal",
-    "zaya/plain": "refused",
 }
 
 

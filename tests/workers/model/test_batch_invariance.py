@@ -29,7 +29,7 @@ Answers = dict[str, tuple[list[int], list[float]]]
 
 PROMPTS = {f"r{step}": [(i * step + 11) % (VOCAB - 3) + 3 for i in range(40 + step)] for step in (5, 23, 37)}
 SAMPLING = SamplingParams(
-    max_tokens=14, seed=2**40 + 9, ignore_eos=True, temperature=0.9, top_p=0.95, repetition_penalty=1.2, logprobs=3
+    max_tokens=8, seed=2**40 + 9, ignore_eos=True, temperature=0.9, top_p=0.95, repetition_penalty=1.2, logprobs=3
 )
 
 
@@ -96,11 +96,11 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
 @pytest.mark.parametrize(
     ("arch", "dtype", "kv_dtype", "tp"),
     [
-        ("llama", "bfloat16", "auto", 1),
+        pytest.param("llama", "bfloat16", "auto", 1, marks=pytest.mark.full),
         ("llama", "float32", "auto", 1),
-        ("gemma2", "bfloat16", "auto", 1),
+        pytest.param("gemma2", "bfloat16", "auto", 1, marks=pytest.mark.full),
         ("qwen3", "bfloat16", "int8", 2),
-        ("llama", "bfloat16", "auto", 4),
+        pytest.param("llama", "bfloat16", "auto", 4, marks=pytest.mark.full),
         ("olmo2", "bfloat16", "auto", 1),
     ],
 )

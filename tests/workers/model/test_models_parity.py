@@ -14,7 +14,7 @@ from tests.workers.checkpoints import ARCHITECTURES, VOCAB, tiny_checkpoint
 from tests.workers.driver import Driver
 from tests.workers.ranks import run_ranks
 
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 CHUNK = 16
 # Longer than a window (16) and several chunks, or inside of one.
 PROMPT_LENGTHS = (50, 7, 37)
@@ -23,8 +23,8 @@ LONGROPE_LENGTHS = (50, 34, 40)
 
 # The pairwise sample: every architecture alone, each kind of split at 2 or at 4 ranks (with 2 KV heads).
 _SAMPLE = {
-    2: ("llama", "gemma2", "phi3-longrope", "olmo2", "mixtral"),
-    4: ("qwen2", "qwen3", "phi3", "olmo2", "qwen3-moe", "llama3-rope"),
+    2: ("llama", "gemma2", "qwen3", "mixtral"),
+    4: ("qwen2", "phi3", "olmo2"),
 }
 CASES = [
     pytest.param(arch, tp, marks=() if tp == 1 or arch in _SAMPLE[tp] else pytest.mark.full, id=f"{arch}-tp{tp}")

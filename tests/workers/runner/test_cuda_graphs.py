@@ -86,9 +86,8 @@ def test_only_fused_dense_models_are_captured(checkpoint_directory: Path) -> Non
     assert supports_cuda_graphs == {"llama": True, "mixtral": False, "olmo2": False}
 
 
-@pytest.mark.parametrize(
-    ("arch", "kv_dtype"), [pytest.param("llama", "auto", marks=pytest.mark.full), ("qwen3", "int8")]
-)
+@pytest.mark.full  # test_simulated_gpu.py runs the Triton kernels and the graphs of one model in `make test`
+@pytest.mark.parametrize(("arch", "kv_dtype"), [("llama", "auto"), ("qwen3", "int8")])
 def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_dtype: str) -> None:
     """With the Triton kernels in the interpreter, plain and padded steps sample the tokens of the CPU path."""
     path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=1)

@@ -36,7 +36,7 @@ full = pytest.mark.full
 def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: str, more: str) -> None:
     """Through Triton's kernels, graphs, transfers and the copier's stream a model says what it says on the CPU; the
     host waits for tokens alone, streams wait for each other, and a run that forgets one of these waits is found out."""
-    path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=2)
+    path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=2, num_attention_heads=4)
     runner = make(path, torch.device("cpu"), kv_dtype, deterministic=more == "deterministic")
     want, restored = serve(runner)
     assert restored > 0
