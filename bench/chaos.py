@@ -9,7 +9,6 @@ compared with an undisturbed run. The figures are written after every kill, so t
 """
 
 import asyncio
-import json
 import random
 import signal
 import sys
@@ -30,8 +29,8 @@ from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.failure_cases.chaos_strike import MOMENTS, Strike, Striker
 from coatcheck.bench.setup.checkpoint import VOCABULARY, train_tokenizer
-from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 
 _COUNTS = ("started", "ended", "failed", "changed", "refused", "moved")
 
@@ -94,12 +93,12 @@ async def run(
             highlight=False,
             soft_wrap=True,
         )
-        write(figures, json_path)
+        write_results(json_path, figures)
     load.stop()
     await asyncio.wait_for(keeping, MAX_WAIT_SECONDS)
     await load.close()
     figures = figures_of(load, striker, made, time.monotonic() - began)
-    write(figures, json_path)
+    write_results(json_path, figures)
     return figures
 
 
@@ -126,15 +125,6 @@ def figures_of(load: ChaosLoad, striker: Striker, made: list[Strike], seconds: f
         "stopped_rank_found_seconds": [round(value, 2) for value in striker.found],
         "faults": load.faults,
     }
-
-
-def write(figures: dict[str, Any], path: Path | None) -> None:
-    """Replace the file at `path`, so that a reader never sees half of one."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(figures, indent=2) + "\n")
-        part.replace(path)
 
 
 def as_table(figures: dict[str, Any]) -> Table:

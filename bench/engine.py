@@ -7,7 +7,6 @@ measured in the same run: memory bandwidth for a decode step, which reads every 
 matrix rate for a prefill.
 """
 
-import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from coatcheck.bench.engine_cases.contestants import Coatcheck, Contestant, Transformers
 from coatcheck.bench.setup.checkpoint import EMBEDDING_BYTES, VOCABULARY, make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.roof import matrix_throughput, read_bandwidth
 
 CONTEXT = 256
@@ -82,11 +81,9 @@ def main(
         bandwidth, throughput = map(max, zip(*roofs, strict=True))
         rows = [judge(*row, ours, bandwidth, throughput) for row in timed]
     Console().print(as_table(rows, bandwidth, throughput))
-    if json_path is not None:
-        facts: dict[str, Any] = dict(describe_machine(), threads=threads, rounds=rounds, steps=steps)
-        facts |= dict(read_bytes_per_second=bandwidth, flops_per_second=throughput)
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    facts: dict[str, Any] = dict(describe_machine(), threads=threads, rounds=rounds, steps=steps)
+    facts |= dict(read_bytes_per_second=bandwidth, flops_per_second=throughput)
+    write_results(json_path, facts | {"rows": [asdict(row) for row in rows]})
 
 
 def measure(case: EngineCase, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int) -> tuple[float, float]:

@@ -8,7 +8,6 @@ and theirs, so that a busy moment hits both; a figure is the shortest run. The b
 bandwidth or operations over the measured bf16 matrix rate, whichever is longer.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.roof import best_seconds, matrix_throughput, read_bandwidth
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
@@ -229,16 +228,8 @@ def main(
         f"{native_status()}, {threads} threads: {bandwidth / 1e9:.1f} GB/s, {throughput / 1e9:.0f} GFLOP/s bf16"
     )
     console.print(table)
-    if out is not None:
-        facts = dict(
-            machine=describe_machine(),
-            threads=threads,
-            kernels=native_status(),
-            bandwidth=bandwidth,
-            throughput=throughput,
-            rows=[asdict(row) for row in found],
-        )
-        out.write_text(json.dumps(facts, indent=2) + "\n")
+    facts = dict(machine=describe_machine(), threads=threads, kernels=native_status(), bandwidth=bandwidth)
+    write_results(out, facts | dict(throughput=throughput, rows=[asdict(row) for row in found]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ public_traces.py says where they come from. `hits` evicts by reuse rate alone, `
 block.
 """
 
-import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -30,8 +29,8 @@ from coatcheck.bench.kv_cases.trace_replay import (
     read_trace,
     replay,
 )
-from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.public_traces import AZURE, FOLDER, Traces, check_traces
+from coatcheck.bench.setup.results_file import update_results
 from coatcheck.cluster.command import fail
 from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.proto.errors import InvalidConfig
@@ -57,10 +56,7 @@ def main(
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
     figures = lengths(traces) if what == "lengths" else (hits if what == "hits" else ttft)(traces, workers)
-    if json_path is not None:
-        known = json.loads(json_path.read_text()) if json_path.exists() else {}
-        known |= {what: {**describe_machine(), "rows": figures}}
-        json_path.write_text(json.dumps(known, indent=1) + "\n")
+    update_results(json_path, **{what: {"rows": figures}})
 
 
 def hits(traces: Path, workers: int) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ With `--tls` every connection is encrypted: the client's to the router, and the 
 """
 
 import asyncio
-import json
 import multiprocessing
 import random
 import tempfile
@@ -23,6 +22,7 @@ from typing import Annotated
 import typer
 
 from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
+from coatcheck.bench.setup.results_file import write_results
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
@@ -148,8 +148,7 @@ def main(
         print("  ".join(f"{name} {value:,.1f}" for name, value in rows[-1].items()), flush=True)
     rows.append(_decide())
     print("  ".join(f"{name} {value:,.1f}" for name, value in rows[-1].items()), flush=True)
-    if json_path is not None:
-        json_path.write_text(json.dumps(rows, indent=2) + "\n")
+    write_results(json_path, rows)
 
 
 if __name__ == "__main__":

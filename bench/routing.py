@@ -17,6 +17,7 @@ public_traces.py says where the traces come from; they are looked for in bench/t
 
 import json
 import multiprocessing
+import random
 import sys
 import time
 from dataclasses import asdict
@@ -27,15 +28,16 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.bench.routing_simulation.rules import rules
-from coatcheck.bench.routing_simulation.service_model import ServiceModel
-from coatcheck.bench.routing_simulation.shared_prompt import SHARED_PROMPT, shared_prompt_trace
+from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel
 from coatcheck.bench.routing_simulation.simulation import GROUPS, OURS, Cell, SimulationResult, pooled_hits, run
 from coatcheck.bench.setup.public_traces import AZURE, CONVERSATION, FOLDER, SYNTHETIC, Traces, check_traces
+from coatcheck.bench.setup.results_file import write_results
 from coatcheck.cluster.benchmark.request_trace import TraceEntry, read_trace
 from coatcheck.cluster.command import fail
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
 
+SHARED_PROMPT = "shared prompt"  # a made-up trace: its name in cells
 FILES = {"conversation": CONVERSATION, "synthetic": SYNTHETIC, "azure": AZURE}
 LOADS = (0.3, 0.5, 0.7, 0.85, 0.95)
 SIZES = (1000, 3000, 10_000)
@@ -75,6 +77,24 @@ def _run_cell(
 
 def _entries(cell: Cell, traces: Path) -> list[TraceEntry]:
     return shared_prompt_trace() if cell.trace == SHARED_PROMPT else read_trace(traces / FILES[cell.trace])
+
+
+def shared_prompt_trace(requests: int = 10_000, shared_blocks: int = 8, seed: int = 0) -> list[TraceEntry]:
+    """All requests share one system prompt of `shared_blocks` blocks.
+
+    Poisson arrivals, one a second on average. Each request adds 400 to 600 tokens of its own and gets 100 to 300
+    tokens, all uniform. The same seed gives the same trace.
+    """
+    dice = random.Random(seed)
+    entries = []
+    at = 0.0
+    for number in range(requests):
+        at += dice.expovariate(1.0)
+        length = shared_blocks * BLOCK + dice.randint(400, 600)
+        own_blocks = range(shared_blocks, length // BLOCK)
+        chain = (*range(shared_blocks), *(shared_blocks * (number + 1) + block for block in own_blocks))
+        entries.append(TraceEntry(at, length, dice.randint(100, 300), chain))
+    return entries
 
 
 def _row(cell: Cell, pooled: float, outcomes: dict[str, SimulationResult]) -> tuple[str, list[bool]]:
@@ -147,9 +167,8 @@ def main(
                 continue
             rows = {rule: asdict(outcome) for rule, outcome in outcomes.items()}
             results[cell.name] = {"cell": cell.name, "pooled_hit_ratio": pooled, "rules": rows}
-            if json_path is not None:
-                written = {"model": asdict(ServiceModel()), "routers": routers, "cells": list(results.values())}
-                json_path.write_text(json.dumps(written, indent=1) + "\n")
+            written = {"model": asdict(ServiceModel()), "routers": routers, "cells": list(results.values())}
+            write_results(json_path, written)
     names = ("p90 at or below", "p99 within 2%", "goodput at or above", "work at most 1.15", "p90 10% below")
     print(f"of {len(cells)}: " + ", ".join(f"{name} in {count}" for name, count in zip(names, tally, strict=True)))
     print(f"{time.perf_counter() - began:.0f} s")

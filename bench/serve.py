@@ -6,7 +6,6 @@ The 82M checkpoint of bench/engine.py, each scenario on each server in turn, the
 adds to a decode step is its time per token with one client, less the engine's own step at that context.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coatcheck.bench.setup.checkpoint import make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
 from coatcheck.bench.setup.servers import CoatcheckServer, Server, VllmServer
 
@@ -72,9 +71,7 @@ def main(
     console.print(f"added to a decode step of {engine_step_ms:.2f} ms by the server: {added:.2f} ms; at most 1.5 ms")
     if vllm is not None:
         console.print(as_targets(results))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(as_json(results, seconds, engine_step_ms), indent=2) + "\n")
+    write_results(json_path, as_json(results, seconds, engine_step_ms))
 
 
 def best(runs: list[Figures]) -> Figures:

@@ -6,7 +6,6 @@ Rounds alternate between the two, so that a busy moment hits both; a figure is t
 the rank that waited longest. The other rows are broadcasts of a decode step's plan: rank 0's integers to all ranks.
 """
 
-import json
 import multiprocessing
 import socket
 import statistics
@@ -23,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.workers.distributed.communicator import Communicator
 
 SHAPES = ((1, 768), (16, 768), (512, 768), (512, 4096))
@@ -103,9 +102,7 @@ def main(
         rows[what] = {"gloo_us": gloo, "shared_memory_us": shared, "ratio": gloo / shared}
         table.add_row(what, f"{gloo:.0f}", f"{shared:.1f}", f"{gloo / shared:.1f}" + (f" (≥ {AT_LEAST})" * target))
     Console().print(table)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(describe_machine() | {"ranks": ranks, "rows": rows}, indent=2) + "\n")
+    write_results(json_path, describe_machine() | {"ranks": ranks, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Chats decode alone for a while, then the prompt arrives and is computed in chunk
 at every step, so a step's duration is every chat's inter-token latency. In process: no server, no network.
 """
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
@@ -66,9 +65,8 @@ def main(
         took = f"{sum(beside):.1f}" if what.startswith("beside") else ""
         table.add_row(what, str(row["steps"]), *(f"{row[k]:.1f}" for k in ("p50", "p90", "p99", "max")), took)
     Console().print(table)
-    if json_path is not None:
-        facts: dict[str, Any] = dict(describe_machine(), max_batch_tokens=max_batch_tokens, chats=chats, rows=rows)
-        json_path.write_text(json.dumps(dict(facts, prompt_seconds=sum(beside)), indent=1) + "\n")
+    facts: dict[str, Any] = dict(describe_machine(), max_batch_tokens=max_batch_tokens, chats=chats, rows=rows)
+    write_results(json_path, dict(facts, prompt_seconds=sum(beside)))
 
 
 def build(directory: Path, prompt_len: int, chats: int, max_batch_tokens: int) -> Engine:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest

@@ -5,7 +5,6 @@
 The 82M checkpoint, one process, the same threads. Without a cache every step computes the whole sequence again.
 """
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from coatcheck.bench.engine_cases.contestants import Coatcheck, Contestant, Transformers
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import update_results
 
 _PROMPT = 32
 _REPLIES = (16, 64, 256)
@@ -64,13 +63,7 @@ def main(
         for row in rows:
             table.add_row(*(f"{value:,.2f}" for value in row.values()))
         Console().print(table)
-    if json_path is not None:
-        known = json.loads(json_path.read_text()) if json_path.exists() else {}
-        known |= {
-            "replies": {**describe_machine(), "rows": replies},
-            "batches": {**describe_machine(), "rows": batches},
-        }
-        json_path.write_text(json.dumps(known, indent=1) + "\n")
+    update_results(json_path, replies={"rows": replies}, batches={"rows": batches})
     if plot is not None:
         _draw(replies, batches, plot)
 

@@ -26,10 +26,10 @@ from rich.console import Console
 from coatcheck.bench.chaos import make_small_checkpoint
 from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.setup.checkpoint import VOCABULARY
-from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from coatcheck.bench.setup.redis_server import redis_server
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.servers import free_port
 
 _STREAMS = 4
@@ -176,8 +176,7 @@ def main(
             scratch.mkdir()
             figures["losses"].append(asyncio.run(lose(loss, checkpoint, scratch)))
             console.print_json(json.dumps(figures["losses"][-1]))
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    write_results(json_path, figures)
 
 
 if __name__ == "__main__":

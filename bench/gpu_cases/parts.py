@@ -1,12 +1,18 @@
-"""The command line of bench/gpu.py: runs the parts one after another."""
+"""The command line of bench/gpu.py: runs the parts one after another.
+
+On a GPU the parts run in a child process, because after a fault in a kernel every later call on the device fails in
+that process. The child records in the table which parts it has begun and ended. If it ends early, the next child runs
+the parts that have not begun.
+"""
 
 import argparse
 import gc
 import platform
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,6 @@ from coatcheck.bench.gpu_cases import engine as gpu_engine
 from coatcheck.bench.gpu_cases import ranks as gpu_ranks
 from coatcheck.bench.gpu_cases import rows as gpu_rows
 from coatcheck.bench.gpu_cases import tune as gpu_tune
-from coatcheck.bench.gpu_cases.children import DEVICE_LOST, run_in_children
 from coatcheck.bench.gpu_cases.clock import Roofs, measure_roofs
 from coatcheck.bench.gpu_cases.table import Measurement, Table
 
@@ -41,6 +46,7 @@ PARTS: dict[str, Part] = {
 }
 # Run only if --only names them: they have no targets.
 ASKED_FOR = {"tune"}
+DEVICE_LOST = 3  # the exit code of a child whose device is unusable
 
 
 def main(arguments: list[str]) -> int:
@@ -78,6 +84,26 @@ def main(arguments: list[str]) -> int:
     table.facts["seconds"] = round(table.seconds)
     table.save()
     return int(table.failed)
+
+
+def run_in_children(command: Sequence[str], parts: Sequence[str], directory: Path) -> int:
+    """Return the exit code of the whole run. A child is `command` with --only, and with --resume after the first."""
+    resume: list[str] = []
+    left = list(parts)
+    (directory / "gpu.json").unlink(missing_ok=True)  # another run's
+    while True:
+        code = subprocess.run([*command, "--only", ",".join(left), *resume]).returncode
+        if code in (0, 1, 2) or not (directory / "gpu.json").exists():
+            return code
+        table = Table.resumed(directory)
+        states: dict[str, str] = table.facts.get("parts", {})
+        for part, state in states.items():
+            if state == "begun" and part in left:
+                table.add(Measurement(part, "the rest of it", failure=f"its process ended with exit code {code}"))
+        fewer = [part for part in left if part not in states]
+        if not fewer or len(fewer) == len(left):
+            return 1
+        left, resume = fewer, ["--resume"]
 
 
 def _is_usable(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -38,8 +38,7 @@ def main(
         for kv_dtype in _KV_DTYPES:
             rows.append(measure(tp, kv_dtype, size, bare))
             print(json.dumps(rows[-1]), flush=True)
-    if json_path is not None:
-        json_path.write_text(json.dumps({**describe_machine(), "gib": gib, "rows": rows}, indent=1) + "\n")
+    write_results(json_path, {**describe_machine(), "gib": gib, "rows": rows})
     wrong = [row for row in rows if not row["as_planned"] or abs(row["held_over_reserved"] - 1) > 0.01]
     sys.exit(f"{len(wrong)} of {len(rows)} are off: {wrong}" if wrong else 0)
 

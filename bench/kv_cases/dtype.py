@@ -7,7 +7,6 @@ values are read back from the pool. Attention's shapes are those of bench/kernel
 the dtypes take turns, and a figure is the shortest run.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.roof import best_seconds
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.kv.kv_cache import KVCache
@@ -154,10 +153,8 @@ def main(
     console = Console()
     console.print(f"{native_status()}, {threads} threads; {len(ids) // WINDOW * WINDOW} tokens of {text}")
     console.print(table)
-    if out is not None:
-        facts = dict(machine=describe_machine(), threads=threads, kernels=native_status(),
-                     rows=[asdict(row) for row in rows])  # fmt: skip
-        out.write_text(json.dumps(facts, indent=2) + "\n")
+    facts = dict(machine=describe_machine(), threads=threads, kernels=native_status())
+    write_results(out, facts | {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

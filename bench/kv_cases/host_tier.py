@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import update_results
 from coatcheck.bench.setup.scenario import Scenario
 from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -55,10 +55,7 @@ def main(
         }
         figures = parts[what](directory, Path(scratch), rounds)
     print(json.dumps(figures, indent=1))
-    if json_path is not None:
-        known = json.loads(json_path.read_text()) if json_path.exists() else {}
-        known |= {what: {**describe_machine(), **figures}}
-        json_path.write_text(json.dumps(known, indent=1) + "\n")
+    update_results(json_path, **{what: figures})
 
 
 def ttft(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:

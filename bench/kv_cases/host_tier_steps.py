@@ -18,7 +18,7 @@ import torch
 import typer
 
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import update_results
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
@@ -64,10 +64,7 @@ def main(
         "demote_seconds_a_block": engines["on"].stats().demote_seconds,
     }
     print(json.dumps(figures, indent=1))
-    if json_path is not None:
-        known = json.loads(json_path.read_text()) if json_path.exists() else {}
-        known |= {"steps": {**describe_machine(), **figures}}
-        json_path.write_text(json.dumps(known, indent=1) + "\n")
+    update_results(json_path, steps=figures)
 
 
 def make_engine(model: Model, host_blocks: int) -> Engine:

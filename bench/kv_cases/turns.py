@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
@@ -46,8 +46,7 @@ def main(
             for name in ("alone", "between", "uncached"):
                 figures[name] = chat(server, name)
     print(json.dumps(figures, indent=1))
-    if json_path is not None:
-        json_path.write_text(json.dumps({**describe_machine(), **figures}, indent=1) + "\n")
+    write_results(json_path, {**describe_machine(), **figures})
 
 
 def chat(server: CoatcheckServer, name: str) -> dict[str, Any]:

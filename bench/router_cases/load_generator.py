@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine
 from coatcheck.bench.setup.servers import CoatcheckServer
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from prometheus_client import CollectorRegistry
 
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus, RankStatus, StatusResponse, Usage
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
 from coatcheck.router.telemetry.request_metrics import RequestMetrics

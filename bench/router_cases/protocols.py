@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.bench.setup.sse_load import run_sse
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
@@ -55,9 +55,7 @@ def main(
     cost = 1 - middle["structured, tokens/s"] / middle["free, tokens/s"]
     print(f"HTTP adds {tpot:+.1%} to the time per token of gRPC at 32 streams; at most 15%")
     print(f"structured output costs {cost:.1%} of the decode throughput at 16 streams; at most 10%")
-    if json_path is not None:
-        results = {**describe_machine(), "runs": found, "http_adds": tpot, "structured_costs": cost}
-        json_path.write_text(json.dumps(results, indent=2) + "\n")
+    write_results(json_path, {**describe_machine(), "runs": found, "http_adds": tpot, "structured_costs": cost})
 
 
 async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]]:

@@ -8,9 +8,10 @@ group and the clients, one for each router, have what is left. Routers share not
 """
 
 import asyncio
-import json
 import multiprocessing
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +19,13 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
-from coatcheck.bench.setup.cpu_share import cpu_share
-from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
+
+_PERIOD_US = 10_000  # short, so that a throttled process waits only briefly
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def run_router(pipe: Connection, port: int) -> None:
@@ -76,6 +79,38 @@ def measure(routers: int, share: float, streams: int, tokens: int) -> dict[str, 
     }
 
 
+@contextmanager
+def cpu_share(pid: int, cores: float) -> Iterator[None]:
+    """Limit a process to `cores` cores inside the context, by a cgroup (version 1 or 2) with a quota.
+
+    Raises PermissionError if the cgroup cannot be made: usually only root has the right to.
+    """
+    group = _make_cgroup(f"share-{os.getpid()}-{pid}", round(cores * _PERIOD_US))
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for member in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(member)
+        group.rmdir()
+
+
+def _make_cgroup(name: str, quota_us: int) -> Path:
+    first = (_CGROUPS / "cpu" / "cpu.cfs_quota_us").parent
+    parent = first if first.is_dir() else _CGROUPS
+    group = parent / name
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise PermissionError(f"cannot make the cgroup {group}: {error.strerror}; this needs root") from error
+    if parent is first:
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+    else:
+        (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+    return group
+
+
 def main(
     routers: Annotated[list[int] | None, typer.Option(min=1, help="Number of routers; may be repeated.")] = None,
     share: Annotated[float, typer.Option(min=0.05, max=1.0, help="Share of a core for each router.")] = 0.2,
@@ -89,8 +124,7 @@ def main(
         row = measure(count, share, streams, tokens)
         rows.append(row | {"ratio": row["tokens_per_second"] / (rows[0] if rows else row)["tokens_per_second"]})
         print("  ".join(f"{name} {value:,.2f}" for name, value in rows[-1].items()), flush=True)
-    if json_path is not None:
-        json_path.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
+    write_results(json_path, {"machine": describe_machine(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coatcheck.bench.gpu_cases.children import run_in_children
-from coatcheck.bench.gpu_cases.parts import main
+from coatcheck.bench.gpu_cases.parts import main, run_in_children
 from coatcheck.bench.gpu_cases.table import Measurement, Table
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from coatcheck.bench import routing
 from coatcheck.bench.routing_simulation.rules import rules
 from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
-from coatcheck.bench.routing_simulation.shared_prompt import shared_prompt_trace
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_router import SimulatedRouter
 from coatcheck.bench.routing_simulation.simulation import OURS, Cell, pooled_hits, run, simulate
@@ -61,7 +60,7 @@ def test_our_router_is_sooner_than_rules_that_do_not_know_prefixes(load: float) 
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
 def test_a_prompt_that_all_share_goes_to_all_groups(load: float) -> None:
     """TTFT p90 is at most 1.1 times the best rule's, and no group does twice the mean work."""
-    entries = shared_prompt_trace(2500)
+    entries = routing.shared_prompt_trace(2500)
     cell = Cell("shared prompt", 3000, load)
     ours, _ = run(cell, OURS, entries)
     best = min(run(cell, rule, entries)[0].ttft_p90 for rule in ("round robin", "least loaded", "llm-d"))

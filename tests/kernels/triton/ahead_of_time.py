@@ -80,9 +80,10 @@ def usage(binary: Any, target: str) -> Usage:
 
 _README = """# Kernels
 
-One operation a file: device function, launcher, plain torch reference; device functions that several share are in
-`online_softmax.py`, `prefill_tile.py` and `quantise.py`. CPU tensors in bfloat16 and float32 take the
-C of `csrc/` where it was built, CUDA tensors Triton, all others the reference.
+Each file has one operation: the Triton kernel, the function that callers use, and a plain torch reference. Device
+functions that several kernels share are in `attention/online_softmax.py`, `attention/prefill_tile.py` and
+`kv/quantise.py`. CUDA tensors take Triton's kernels, CPU tensors in bfloat16 and float32 the C library of `csrc/` if it
+was built, and all others the references.
 
 ## Registers, shared memory and spills
 
