@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.client import async_client
 from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
@@ -182,9 +183,14 @@ async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
         (None, "no server answers at {}"),
     ],
 )
-async def test_only_a_certificate_error_mentions_certificates(tmp_path: Path, behave: Any, said: str) -> None:
+async def test_only_a_certificate_error_mentions_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Any, said: str
+) -> None:
     """With TLS too, a server that ends, hangs, is gone or does not speak TLS has an error of its own, without a word
     about certificates."""
+    connect_limit = "grpc.min_reconnect_backoff_ms"  # the time limit of an attempt to connect, 10 s in the product
+    others = [option for option in async_client.OPTIONS if option[0] != connect_limit]
+    monkeypatch.setattr(async_client, "OPTIONS", [*others, (connect_limit, 1000)])
     access = Credentials.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
     connections = set[asyncio.Task[Any]]()
 

@@ -1,8 +1,10 @@
 """The examples in the docstrings and in the documentation of the Python front door run as they stand."""
 
 import asyncio
+import functools
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,19 @@ from tests.cluster.fake_router import FakeRouter
 DEMO = str(Path(__file__).parents[3] / "demo" / "model")
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 ADDRESS, MODEL = "127.0.0.1:50051", "meta-llama/Llama-3.2-1B"
+
+
+@pytest.fixture(scope="module")
+def load_once() -> Callable[..., coatcheck.LLM]:
+    """LLM's constructor, which loads a model once for all examples."""
+    return functools.cache(coatcheck.LLM)
+
+
+@pytest.fixture(autouse=True)
+def shared_model(load_once: Callable[..., coatcheck.LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples' `LLM(...)` is `load_once`."""
+    monkeypatch.setattr(llm, "LLM", load_once)
+    monkeypatch.setattr(coatcheck, "LLM", load_once, raising=False)
 
 
 def example(module: ModuleType) -> str:

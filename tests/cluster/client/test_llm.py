@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 import coatcheck
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
@@ -23,9 +24,17 @@ PROMPTS = ["def main():", "The string", "import os\n", "A list of", "class Point
 
 
 @pytest.fixture(scope="module")
-def llm() -> coatcheck.LLM:
+def first_draws() -> list[list[int]]:
+    """The first tokens that the module's LLM draws."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def llm(first_draws: list[list[int]]) -> coatcheck.LLM:
     """The demo model in this process."""
-    return coatcheck.LLM(DEMO, seed=5, **SETTINGS)
+    llm = coatcheck.LLM(DEMO, seed=5, **SETTINGS)
+    first_draws.extend(result.token_ids for result in llm.generate(PROMPTS[:2], max_tokens=8))
+    return llm
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +45,21 @@ def group() -> Iterator[str]:
     ranks.kill()
 
 
-async def wait_for_group(client: coatcheck.AsyncClient) -> None:
-    """Until the router has attached its group."""
-    async with asyncio.timeout(MAX_WAIT_SECONDS):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(group: str) -> AsyncIterator[coatcheck.AsyncClient]:
+    """A client of a router that uses the group."""
+    router = Router(RouterConfig(model=DEMO))
+    address = await router.start()
+    await router.set_groups([GroupEndpoint("g", group)])
+    async with coatcheck.AsyncClient(address) as client, asyncio.timeout(MAX_WAIT_SECONDS) as limit:
         while True:
             with contextlib.suppress(Unavailable):
                 await client.get_model()
-                return
+                break
             await asyncio.sleep(0.05)
+        limit.reschedule(None)
+        yield client
+    await router.stop()
 
 
 @pytest.mark.parametrize(
@@ -51,17 +67,12 @@ async def wait_for_group(client: coatcheck.AsyncClient) -> None:
     [{"temperature": 0.0}, {"seed": 11, "n": 2}, {"temperature": 0.0, "stop": ["e"], "logprobs": 2}],
     ids=["greedy", "drawn", "stop string"],
 )
-async def test_tokens_are_those_of_a_server(llm: coatcheck.LLM, group: str, options: dict[str, object]) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_tokens_are_those_of_a_server(
+    llm: coatcheck.LLM, client: coatcheck.AsyncClient, options: dict[str, object]
+) -> None:
     """More prompts than the engine runs at once give, in order, what a router and a group in float32 give."""
-    router = Router(RouterConfig(model=DEMO))
-    address = await router.start()
-    try:
-        await router.set_groups([GroupEndpoint("g", group)])
-        async with coatcheck.AsyncClient(address) as client:
-            await wait_for_group(client)
-            served = [await client.generate(prompt, max_tokens=12, **options) for prompt in PROMPTS]  # type: ignore[arg-type, misc]
-    finally:
-        await router.stop()
+    served = [await client.generate(prompt, max_tokens=12, **options) for prompt in PROMPTS]  # type: ignore[arg-type, misc]
     ours = await asyncio.to_thread(lambda: llm.generate(PROMPTS, max_tokens=12, **options))  # type: ignore[arg-type, misc]
     assert [result.text for result in ours] == [result.text for result in served]
     for one, other in zip(ours, served, strict=True):
@@ -79,10 +90,10 @@ def test_one_prompt_gives_one_result(llm: coatcheck.LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_a_seed_repeats_all_draws() -> None:
+def test_a_seed_repeats_all_draws(llm: coatcheck.LLM, first_draws: list[list[int]]) -> None:
     """Two LLMs of one seed draw the same tokens for requests that have no seed of their own."""
-    first, second = (coatcheck.LLM(DEMO, seed=9, **SETTINGS).generate(PROMPTS[:2], max_tokens=8) for _ in range(2))
-    assert [result.token_ids for result in first] == [result.token_ids for result in second]
+    second = coatcheck.LLM(DEMO, seed=5, **SETTINGS)
+    assert [result.token_ids for result in second.generate(PROMPTS[:2], max_tokens=8)] == first_draws
 
 
 def test_a_refused_prompt_costs_the_others_nothing(llm: coatcheck.LLM) -> None:

@@ -36,9 +36,14 @@ from tests.workers.rank_group import RankGroup
 _OTHER_FIELDS = {"biogpt", "gpt2", "gpt_neox", "olmoe", "opt"}
 # A plan refuses these: it does not count layers that share keys and values.
 _SHARED_LAYERS = {"gemma3n_text", "gemma4_text"}
-ALL = [*ARCHITECTURES, *(name for name in SERVED if name not in _OTHER_FIELDS | _SHARED_LAYERS)]
+# Of the families that no parity test covers, those with rules of their own in the planner; the others run in full.
+_SAMPLE = {"cohere2", "exaone4", "qwen2_moe", "starcoder2"}
+OTHERS = [
+    name if name in _SAMPLE else pytest.param(name, marks=pytest.mark.full)
+    for name in sorted(SERVED.keys() - _OTHER_FIELDS - _SHARED_LAYERS - ARCHITECTURES.keys())
+]
 # Its shared experts go by a name that a plan does not know.
-UNCOUNTED = {"hunyuan_v1_moe"}
+UNCOUNTED = "hunyuan_v1_moe"
 
 
 @cache
@@ -53,7 +58,7 @@ def read(arch: str) -> ModelConfig:
     return ModelConfig(arch, json.loads(found(arch)[0].config.to_json_string()))
 
 
-@pytest.mark.parametrize("arch", ALL)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *OTHERS])
 def test_layers_are_those_that_the_model_asks_for(arch: str) -> None:
     """Heads, head_dim and window of every layer, on any number of ranks, are what the loaded model's layers have."""
     calls = found(arch)[1]
@@ -80,27 +85,29 @@ def test_weights_are_what_a_rank_holds(arch: str, tp: int) -> None:
     assert counted == pytest.approx(sum(torch.Size(shape).numel() for shape in held), rel=0.02)
 
 
-@pytest.mark.parametrize("arch", sorted(set(ALL) - ARCHITECTURES.keys() - UNCOUNTED))
+@pytest.mark.parametrize("arch", OTHERS)
 def test_weights_of_other_families(arch: str) -> None:
     """Beyond what is promised they are within 2%: biases weigh more in tiny models."""
+    if arch == UNCOUNTED:
+        pytest.skip("its shared experts are not counted")
     config = read(arch)
     counted = WeightCount.of(config, ModelShape.of(config).expanded, TpShard(0, 1)).total
     assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
 
 
-@pytest.mark.parametrize("kv_dtype", [KvDtype.FLOAT32, KvDtype.BFLOAT16, KvDtype.INT8, KvDtype.INT4])
-def test_the_layout_is_the_ranks_own(tmp_path: Path, kv_dtype: KvDtype) -> None:
+def test_the_layout_is_the_ranks_own(tmp_path: Path) -> None:
     """The block that a plan counts is, byte by byte, the one that a loaded model's pool is made of."""
     path = tiny_checkpoint("gemma3", tmp_path)
     spec = load_model(path, communicator=Communicator(), dtype="float32", device="cpu").spec
     layers = ModelShape.of(ModelConfig.open(str(path))).layers
-    planned = KvCacheSpec.of(layers, 1, 16, kv_dtype).rank
-    actual = BlockLayout.of(spec.layers, 16, kv_dtype)
-    assert planned == actual
-    assert allocate_kv_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block
+    for kv_dtype in (KvDtype.FLOAT32, KvDtype.BFLOAT16, KvDtype.INT8, KvDtype.INT4):
+        planned = KvCacheSpec.of(layers, 1, 16, kv_dtype).rank
+        actual = BlockLayout.of(spec.layers, 16, kv_dtype)
+        assert planned == actual, kv_dtype
+        assert allocate_kv_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_a_running_group_reports_the_planned_blocks(tmp_path: Path, kv_dtype: str) -> None:
     """A group with quantised blocks registers as many of them, and the kv dtype, as the plan says."""
     path = str(tiny_checkpoint("llama", tmp_path, head_dim=64))
