@@ -6,6 +6,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 BENCH_OUT ?= bench/out
 NATIVE := $(wildcard kernels/*.[ch] kernels/*/*.[ch])
+# Tests start hundreds of Python processes. Without cached bytecode each one would compile all modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests marked full repeat what others show for more cases; `make test-all` empties this and runs them too.
 SAMPLE := and not full
 # Triton 3.6's interpreter breaks on numpy 2.4.

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
+
+if TYPE_CHECKING:
+    from schemathesis import Case
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # which schemathesis does
@@ -26,6 +27,9 @@ async def test_no_generated_request_is_our_fault(start_http_router: StartHttpRou
 
 def send(url: str, count: int) -> Counter[int]:
     """How many of each status."""
+    import schemathesis  # here, because the import takes a second in every process that collects this test
+    from schemathesis import GenerationMode
+
     seen = Counter[int]()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for found in schema.get_all_operations():
@@ -36,7 +40,7 @@ def send(url: str, count: int) -> Counter[int]:
 
             @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
-            def ask(case: schemathesis.Case[Any]) -> None:
+            def ask(case: "Case[Any]") -> None:
                 answer = case.call(base_url=url, timeout=MAX_WAIT_SECONDS)
                 seen[answer.status_code] += 1
                 assert answer.status_code < 500 and b'"server_error"' not in answer.content, answer.text
