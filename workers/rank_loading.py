@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from coatcheck.kernels.compile_watch import CompileWatch
-from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.rank_progress import Phase
-from coatcheck.workers.core.runner_protocol import Runner
+from coatcheck.workers.core.runner_protocol import CopyReport, Runner
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout

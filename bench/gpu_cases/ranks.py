@@ -16,7 +16,7 @@ from coatcheck.bench.gpu_cases.clock import Roofs
 from coatcheck.bench.gpu_cases.engine import Group, Outputs, Shape, prompts_of, serve, tiny_config, write_checkpoint
 from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.copy_report import CopyStatus
+from coatcheck.workers.core.runner_protocol import CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model

@@ -5,6 +5,7 @@ from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
+from tests.workers.invariants import check_engine
 
 
 def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64) -> tuple[Engine, FakeRunner]:
@@ -48,7 +49,7 @@ class Collector:
             self.tokens.setdefault(key, []).extend(output.token_ids)
             if output.finish_reason:
                 self.ends[key] = output
-        self.engine.check()
+        check_engine(self.engine)
 
     def run(self) -> "Collector":
         """Step until the engine has no work."""

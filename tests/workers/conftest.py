@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers.invariants import check_engine
 from tests.workers.served_group import Group, start_group
 
 
@@ -28,4 +29,4 @@ def group() -> Iterator[Group]:
     yield group
     group.loop.stop()
     group.service.stop()
-    group.engine.check()
+    check_engine(group.engine)

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coatcheck.workers.core.copy_report import CopyReport, CopyStatus
 from coatcheck.workers.core.model_spec import LayerSpec, ModelSpec
-from coatcheck.workers.core.runner_protocol import StepResult
+from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus, StepResult
 from coatcheck.workers.core.step_plan import StepPlan
 
 SPEC = ModelSpec(

@@ -1,11 +1,37 @@
 """Runner: the interface through which the engine has its steps computed, in one process or many. Tests use a fake."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
-from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.step_output import TokenLogprob
 from coatcheck.workers.core.step_plan import StepPlan
+
+
+class PeerLost(RuntimeError):
+    """Another rank has died or did not answer a collective in time. Neither the rank that raises this nor the request
+    that it computes is at fault."""
+
+
+class CopyStatus(IntEnum):
+    """The status of one copy between the tiers. A group's status is the minimum over its ranks."""
+
+    IN_PROGRESS = 0
+    CORRUPT = 1  # the checksum of the bytes read is not that of the bytes written
+    DONE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """The progress of the copies between the tiers, over all ranks of a group.
+
+    `statuses`: of every copy that was planned and has not been reported as ended, oldest first.
+    `demote_seconds`, `restore_seconds`: recent time per block on the slowest rank; 0 if none was copied that way.
+    """
+
+    statuses: tuple[CopyStatus, ...]
+    demote_seconds: float
+    restore_seconds: float
 
 
 @dataclass(slots=True)

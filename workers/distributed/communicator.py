@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatcheck.workers.core.errors import PeerLost
+from coatcheck.workers.core.runner_protocol import PeerLost
 from coatcheck.workers.distributed.shm_collectives import ShmCollectives
 
 _JSON_BYTES = 512  # of one rank's value in `all_gather_json`

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.workers.core.errors import PeerLost
+from coatcheck.workers.core.runner_protocol import PeerLost
 
 AllGather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 

@@ -17,16 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
-from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.core.runner_protocol import LaunchedStep, Runner, StepResult
+from coatcheck.workers.core.runner_protocol import CopyReport, LaunchedStep, Runner, StepResult
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine_stats import StepStatistics
 from coatcheck.workers.engine.input_processor import InputProcessor
-from coatcheck.workers.engine.scheduler import Scheduler, SchedulerConfig
+from coatcheck.workers.engine.scheduler import Scheduler
 from coatcheck.workers.kv.kv_cache_manager import build_kv_cache
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
@@ -64,12 +63,16 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction, spec.attention_crossover)
-        config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.spec = spec
         self.block_size = block_size
         # A sequence that runs alone must fit in the pool.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
-        self.scheduler = Scheduler(config, kv_cache)
+        self.scheduler = Scheduler(
+            kv_cache,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            attention_crossover=spec.attention_crossover,
+        )
         self._input_processor = InputProcessor(
             spec,
             block_size=block_size,
@@ -78,7 +81,7 @@ class Engine:
             prefixes=kv_cache.registry,
             clock=clock,
         )
-        self._prefixes = kv_cache.registry
+        self._kv_cache = kv_cache
         self._grammars = GrammarRegistry(grammars_kept)
         self._statistics = StepStatistics(spec.attention_crossover)
         self._runner = runner
@@ -96,7 +99,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
         to_report = self._ended_early or self._refused
-        return bool(self._sequences or self._in_flight or to_report or self.scheduler.kv_cache.has_copies)
+        return bool(self._sequences or self._in_flight or to_report or self._kv_cache.has_copies)
 
     def submit_request(self, request: EngineRequest) -> None:
         """Queue every choice of a request. If the grammar is not compiled yet, the request is queued or refused once
@@ -107,7 +110,7 @@ class Engine:
         choices = self._input_processor.make_sequences(request, grammar_id)
         if request.retention is not None:
             prompt_blocks = len(request.prompt_token_ids) // self.block_size
-            self.scheduler.kv_cache.requeue_blocks(choices[0].block_hashes[:prompt_blocks])
+            self._kv_cache.requeue_blocks(choices[0].block_hashes[:prompt_blocks])
         self._sequences[request.request_id] = choices
         self._next_deadline = min(self._next_deadline, choices[0].deadline)
         if self._grammars.add_request(choices):
@@ -122,7 +125,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Plan and launch a step, then report the oldest step in flight."""
         now = self._clock()
-        self._prefixes.advance_clock(now)
+        self._kv_cache.registry.advance_clock(now)
         self._refuse_overdue(now)
         plan, sequences = self.scheduler.schedule()
         self._grammars.fill_plan(plan)
@@ -130,25 +133,43 @@ class Engine:
             preemptions = [sequence.num_preemptions for sequence in sequences]
             self._in_flight.append(_StepInFlight(plan, sequences, preemptions, self._runner.launch(plan), now))
         if plan.scheduled and len(self._in_flight) <= self._pipeline_depth:
-            return StepOutput(plan.step, [], self.scheduler.kv_cache.drain_events())
+            return StepOutput(plan.step, [], self._kv_cache.drain_events())
         return self._confirm_step(self._in_flight.popleft())
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the present load."""
-        pool = self.scheduler.pool.stats()
+        pool, host, copy_cost = self.scheduler.pool, self._kv_cache.host, self._kv_cache.copy_cost
         waiting = [*self.scheduler.waiting, *self._grammars.waiting_sequences()]
         unplanned = [s.num_unscheduled for s in self.scheduler.running]
         unplanned += [s.num_expected_tokens for s in waiting]
+        measured = self._statistics
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(waiting),
-            blocks_total=pool.total,
-            blocks_used=pool.used,
-            blocks_cached=pool.cached,
+            blocks_total=pool.num_blocks,
+            blocks_used=pool.num_blocks - pool.num_available,
+            blocks_cached=len(pool.evictor),
             queued_prefill_tokens=sum(count for count in unplanned if count > 1),
+            prompt_tokens=measured.prompt_tokens,
+            cached_device_tokens=measured.cached_device_tokens,
+            cached_host_tokens=measured.cached_host_tokens,
+            generated_tokens=measured.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
-            **self._statistics.counts(),
-            **self.scheduler.kv_cache.stats(),
+            steps=measured.steps,
+            prefill_seconds=measured.prefill_seconds,
+            prefill_tokens_per_second=measured.prefill_tokens_per_second,
+            step_seconds=measured.step_seconds,
+            host_blocks_total=host.num_slots,
+            host_blocks_used=host.num_held,
+            demotions=host.num_demotions,
+            restores=host.num_restores,
+            integrity_failures=host.num_corrupt,
+            device_evictions=dict(pool.evictor.num_evictions),
+            host_evictions=dict(host.evictor.num_evictions),
+            prefix_misses=dict(measured.prefix_misses),
+            demote_seconds=copy_cost.demote,
+            restore_seconds=copy_cost.restore,
+            slowness=measured.slowness,
         )
 
     def unstarted_requests(self) -> set[str]:
@@ -161,22 +182,13 @@ class Engine:
         """Update the measured costs by which the KV cache chooses between copying and computing. `copies`: None if the
         ranks have no new measurement."""
         measured = self._statistics
-        self.scheduler.kv_cache.update_copy_cost(
-            copies, tokens_per_second=measured.prefill_tokens_per_second, step_seconds=measured.step_seconds
+        self._kv_cache.copy_cost.update(
+            copies, tokens_per_second=measured.prefill_tokens_per_second, step=measured.step_seconds
         )
 
     def snapshot_blocks(self) -> list[KvEvent]:
         """A `stored` event for every prefix block held, as of the events of all earlier steps."""
-        return self.scheduler.kv_cache.snapshot()
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        in_scheduler = (*self.scheduler.waiting, *self.scheduler.running)
-        self.scheduler.check()
-        self._grammars.check(in_scheduler)
-        known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
-        queued = {id(sequence) for sequence in (*in_scheduler, *self._grammars.waiting_sequences())}
-        assert queued == known, "a sequence is lost or left behind"
+        return self._kv_cache.snapshot()
 
     def _refuse_overdue(self, now: float) -> None:
         """Refuse the requests that have not started by their deadline. Routers abort the started ones."""
@@ -213,7 +225,7 @@ class Engine:
             self._release_compiled(result.num_compiled)
         num_prefill_tokens, seconds = self._record_step(step)
         self.update_copy_costs(result.copies)
-        events = self.scheduler.kv_cache.drain_events()
+        events = self._kv_cache.drain_events()
         refused, self._refused = self._refused, []
         num_decodes = step.plan.num_tokens - num_prefill_tokens
         return StepOutput(step.plan.step, outputs, events, num_prefill_tokens, num_decodes, seconds, refused)

@@ -1,8 +1,7 @@
 """StepStatistics: an engine's counters since its start, and its measured speed. Routers route by both."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Final, TypedDict
+from typing import Final
 
 from coatcheck.workers.core.cache_reasons import MissReason
 from coatcheck.workers.core.sequence import Sequence
@@ -13,21 +12,6 @@ _OLD_WEIGHT: Final = 0.9  # of a running average, per step
 _SHORTEST_PREFILL: Final = 32  # tokens; the duration of a shorter one is mostly its step's overhead
 
 
-class StepCounts(TypedDict):
-    """The fields of EngineStats that StepStatistics fills."""
-
-    prompt_tokens: int
-    cached_device_tokens: int
-    cached_host_tokens: int
-    prefix_misses: Mapping[MissReason, int]
-    generated_tokens: int
-    steps: int
-    prefill_seconds: float
-    prefill_tokens_per_second: float
-    step_seconds: float
-    slowness: float
-
-
 class StepStatistics:
     """Counters since the start, running averages of the prefill rate and of the seconds of a decode-only step, and
     the slowness of recent steps (see StragglerSignal)."""
@@ -35,53 +19,40 @@ class StepStatistics:
     def __init__(self, attention_crossover: int) -> None:
         self.prefill_tokens_per_second = 0.0
         self.step_seconds = 0.0
-        self.generated_tokens = 0
+        self.prompt_tokens = self.cached_device_tokens = self.cached_host_tokens = self.generated_tokens = 0
+        self.prefix_misses: Counter[MissReason] = Counter()
+        self.steps = 0
+        self.prefill_seconds = 0.0
         self._straggler = StragglerSignal(attention_crossover)
-        self._prompt_tokens = 0
-        self._cached_device_tokens = 0
-        self._cached_host_tokens = 0
-        self._prefix_misses: Counter[MissReason] = Counter()
-        self._steps = 0
-        self._prefill_seconds = 0.0
+
+    @property
+    def slowness(self) -> float:
+        return self._straggler.slowness
 
     def count_prompt(self, sequence: Sequence) -> None:
         """Count the prompt of a sequence that has its first token, unless its `prompt_source` computed the prompt."""
         if sequence.prompt_source is None:
-            self._prompt_tokens += sequence.prompt_len
-            self._cached_device_tokens += max(sequence.cached_device_tokens, 0)
-            self._cached_host_tokens += sequence.cached_host_tokens
+            self.prompt_tokens += sequence.prompt_len
+            self.cached_device_tokens += max(sequence.cached_device_tokens, 0)
+            self.cached_host_tokens += sequence.cached_host_tokens
             if sequence.miss is not None:
-                self._prefix_misses[sequence.miss.reason] += 1
+                self.prefix_misses[sequence.miss.reason] += 1
 
     def record_step(self, plan: StepPlan, num_prefill_tokens: int, seconds: float, now: float) -> None:
         """Record a step that took `seconds` and ended at `now`."""
-        self._steps += 1
+        self.steps += 1
         self._straggler.record_step(plan, seconds, now)
         if not plan.scheduled:
             return
         if not num_prefill_tokens:
             self.step_seconds = _average(self.step_seconds, seconds)
             return
-        self._prefill_seconds += seconds
+        self.prefill_seconds += seconds
         if num_prefill_tokens >= _SHORTEST_PREFILL:
             prefill_seconds = max(seconds - self.step_seconds * (len(plan.scheduled) > 1), seconds / 10)
             self.prefill_tokens_per_second = _average(
                 self.prefill_tokens_per_second, num_prefill_tokens / prefill_seconds
             )
-
-    def counts(self) -> StepCounts:
-        return StepCounts(
-            prompt_tokens=self._prompt_tokens,
-            cached_device_tokens=self._cached_device_tokens,
-            cached_host_tokens=self._cached_host_tokens,
-            prefix_misses=dict(self._prefix_misses),
-            generated_tokens=self.generated_tokens,
-            steps=self._steps,
-            prefill_seconds=self._prefill_seconds,
-            prefill_tokens_per_second=self.prefill_tokens_per_second,
-            step_seconds=self.step_seconds,
-            slowness=self._straggler.slowness,
-        )
 
 
 def _average(average: float, sample: float) -> float:

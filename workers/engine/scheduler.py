@@ -14,28 +14,21 @@ When blocks run out, a sequence is preempted: it gives up its slot and blocks an
 preempts one that arrived before it, so the oldest sequence always finishes.
 """
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
+from operator import attrgetter
 from typing import Final
 
-from coatcheck.workers.core.copy_report import CopyReport
+from coatcheck.workers.core.runner_protocol import CopyReport
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
-from coatcheck.workers.kv.prefix_lookup import PrefixLookup
 
 _SMALLEST_CHUNK: Final = 16  # tokens; a smaller chunk costs little more than the overhead of its step
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """`attention_crossover`: the context length in tokens at which attention takes as long as the linears."""
-
-    block_size: int
-    max_num_seqs: int
-    max_batch_tokens: int
-    attention_crossover: int = 4096
+_BY_SORT_KEY: Final = attrgetter("sort_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +36,6 @@ class _CachedPrefix:
     """What a waiting sequence need not compute. `blocks`: its leading blocks, None for a restore from the host."""
 
     blocks: list[int | None]
-    device_blocks: list[int]  # `blocks` without None
     num_tokens: int
     is_forked: bool  # the blocks are those of `prompt_source`; the last may also hold tokens of its output
 
@@ -79,26 +71,29 @@ class _TokenBudget:
 
 
 class Scheduler:
-    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are sorted by `sort_key`."""
+    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are sorted by `sort_key`.
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
-        self.config = config
+    `attention_crossover`: the context length in tokens at which attention takes as long as the linears.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheManager, *, max_num_seqs: int, max_batch_tokens: int, attention_crossover: int
+    ) -> None:
         self.kv_cache = kv_cache
         self.pool = kv_cache.pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._prefixes = PrefixLookup(kv_cache, config.block_size)
+        self._block_size = kv_cache.block_size
+        self._max_batch_tokens = max_batch_tokens
+        self._attention_crossover = attention_crossover
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._unsent_writes: list[TableWrite] = []  # for the next plan
         self._num_steps = 0
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Queue a sequence, which must fit in the pool if it runs alone."""
-        if self.waiting and self.waiting[-1].sort_key > sequence.sort_key:
-            self._insert_waiting(sequence)
-        else:
-            self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_BY_SORT_KEY)
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
         """The next step's plan, and the sequence of each of its `scheduled`."""
@@ -107,8 +102,8 @@ class Scheduler:
         plan.table_writes, self._unsent_writes = self._unsent_writes, []
         scheduled: list[Sequence] = []
         self._plan_decodes(plan, scheduled)
-        left = self.config.max_batch_tokens - len(scheduled)
-        budget = _TokenBudget(left, self.config.attention_crossover, with_decodes=bool(scheduled))
+        left = self._max_batch_tokens - len(scheduled)
+        budget = _TokenBudget(left, self._attention_crossover, with_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
         self.kv_cache.plan_copies(plan, with_decodes=budget.with_decodes)
@@ -128,7 +123,7 @@ class Scheduler:
     def register_blocks(self, sequence: Sequence) -> None:
         """Add the sequence's newly full blocks to the prefix cache. If another block already holds a prefix, the
         sequence switches to that block and frees its own."""
-        size = self.config.block_size
+        size = self._block_size
         for index in range(sequence.num_registered, min(sequence.num_computed // size, len(sequence.block_hashes))):
             block_hash = sequence.block_hashes[index]
             parent = sequence.block_hashes[index - 1] if index else b""
@@ -142,7 +137,7 @@ class Scheduler:
                 self.pool.release_blocks([block])
                 sequence.block_table[index] = known
                 self._unsent_writes.append(TableWrite(sequence.slot, index, known))
-            self._prefixes.remove_pending(sequence, [block_hash])
+            self.kv_cache.remove_pending(sequence, [block_hash])
             sequence.num_registered = index + 1
 
     def record_copies(self, report: CopyReport) -> None:
@@ -154,25 +149,11 @@ class Scheduler:
                 self.register_blocks(sequence)
                 continue
             # The blocks before the corrupt one are registered, so that the next admission finds them.
-            sequence.num_computed = corrupt_at * self.config.block_size
+            sequence.num_computed = corrupt_at * self._block_size
             self.register_blocks(sequence)
             sequence.cached_device_tokens = -1
             sequence.cached_host_tokens = min(sequence.cached_host_tokens, sequence.num_computed)
             self._requeue_sequence(sequence)
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant, the pool's included."""
-        slots = [sequence.slot for sequence in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "slots lost or doubled"
-        for sequence in self.running:
-            room = len(sequence.block_table) * self.config.block_size
-            assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens, "progress out of order"
-            assert sequence.num_scheduled <= room, "tokens without a block"
-            assert not sequence.is_finished, "a finished sequence is running"
-        for sequence in self.waiting:
-            assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
-        held = self.kv_cache.check()
-        self.pool.check((*(sequence.block_table for sequence in self.running), *held))
 
     # Decodes and prefills of running sequences.
 
@@ -199,7 +180,7 @@ class Scheduler:
     def _schedule_tokens(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
         """Add the sequence's next `count` tokens to the plan. Allocate missing blocks, and copy a shared block before
         it is written. The caller makes sure that there are enough blocks."""
-        size = self.config.block_size
+        size = self._block_size
         start = sequence.num_scheduled
         for index in range(start // size, (start + count - 1) // size + 1):
             is_sent = index < len(sequence.block_table)  # whether the ranks have this entry of the table
@@ -231,14 +212,14 @@ class Scheduler:
 
     def _count_missing_blocks(self, sequence: Sequence) -> int:
         """Blocks to allocate for the next token: 1 if the token starts a block or its block is not writable, else 0."""
-        index = sequence.num_scheduled // self.config.block_size
+        index = sequence.num_scheduled // self._block_size
         table = sequence.block_table
         return int(index == len(table) or not self.pool.is_writable(table[index]))
 
     def _cheapest_victim(self, needy: Sequence) -> Sequence:
-        """Of the sequences that arrived after `needy`, the cheapest to preempt; `needy` if there is none."""
+        """Of the sequences that arrived after `needy`, the cheapest to preempt (the latest of equals); else `needy`."""
         later = [s for s in self.running if s.sort_key > needy.sort_key]
-        return min(later, key=lambda s: (self.kv_cache.preemption_cost(s), _latest_first(s.sort_key)), default=needy)
+        return max(later, key=lambda s: (-self.kv_cache.preemption_cost(s), s.sort_key), default=needy)
 
     def _preempt_sequence(self, victim: Sequence, plan: StepPlan) -> None:
         # Decodes are planned oldest first and victims arrived later, so a victim is not in this plan yet.
@@ -251,15 +232,11 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_resources(sequence)
         sequence.num_computed = sequence.num_scheduled = sequence.num_registered = 0
-        self._insert_waiting(sequence)
-
-    def _insert_waiting(self, sequence: Sequence) -> None:
-        at = sum(1 for _ in takewhile(lambda other: other.sort_key < sequence.sort_key, self.waiting))
-        self.waiting.insert(at, sequence)
+        self.add_sequence(sequence)
 
     def _free_resources(self, sequence: Sequence) -> None:
         self._unsent_writes = [write for write in self._unsent_writes if write.slot != sequence.slot]
-        self._prefixes.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
+        self.kv_cache.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
         self.kv_cache.cancel_restores(sequence)
         self.pool.release_blocks(sequence.block_table)
         sequence.block_table = []
@@ -295,68 +272,30 @@ class Scheduler:
             # Waiting for the prompt is cheaper than computing it twice. A resumed source that still prefills would
             # write to its last prompt block after that block is shared.
             return source.num_computed < source.prompt_len or source.num_unscheduled > 1 or source.num_restoring > 0
-        return self._prefixes.is_prefix_pending(sequence, with_decodes=with_decodes)
+        return self.kv_cache.is_prefix_pending(sequence, with_decodes=with_decodes)
 
     def _admit_sequence(self, sequence: Sequence, plan: StepPlan, *, with_decodes: bool) -> bool:
         """Give the sequence a slot and blocks for all its tokens. Return False if there is not enough room."""
         prefix = self._find_prefix(sequence, with_decodes=with_decodes)
-        num_new_blocks = self._count_blocks(len(sequence.token_ids)) - len(prefix.device_blocks)
-        if not self._has_room(prefix, num_new_blocks):
+        cached = [block for block in prefix.blocks if block is not None]
+        num_new_blocks = self._count_blocks(len(sequence.token_ids)) - len(cached)
+        num_unused = sum(self.pool.is_unused(block) for block in cached)
+        # Keep a spare block for each running sequence, and one for a fork, which copies its last block.
+        num_spare = len(self.running) + int(prefix.is_forked) if self.running else 0
+        if num_new_blocks + num_unused + num_spare > self.pool.num_available:
             return False
-        sequence.slot = self._free_slots.pop()
-        self._assign_blocks(sequence, prefix, num_new_blocks)
-        self._restore_blocks(sequence, prefix)
-        missing = None if prefix.is_forked else len(prefix.blocks)
-        self._prefixes.record_cached_tokens(sequence, prefix.num_tokens, missing)
-        cacheable = self._prefixes.count_cacheable_blocks(sequence)
-        self._prefixes.add_pending(sequence, sequence.block_hashes[sequence.num_registered : cacheable])
-        self._insert_running(sequence)
-        self._plan_new_sequence(sequence, plan)
-        return True
-
-    def _find_prefix(self, sequence: Sequence, *, with_decodes: bool) -> _CachedPrefix:
-        """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers."""
-        source = sequence.prompt_source
-        if source is not None and source.slot >= 0 and not source.is_finished:
-            shared = source.block_table[: self._count_blocks(sequence.prompt_len)]
-            return _CachedPrefix([*shared], shared, sequence.prompt_len - 1, is_forked=True)
-        found = self._prefixes.find_cached_blocks(sequence, with_decodes=with_decodes)
-        on_device = [block for block in found if block is not None]
-        return _CachedPrefix(found, on_device, len(found) * self.config.block_size, is_forked=False)
-
-    def _has_room(self, prefix: _CachedPrefix, num_new_blocks: int) -> bool:
-        """Whether the pool has these blocks, and one spare block for each running sequence."""
-        num_unused = sum(self.pool.is_unused(block) for block in prefix.device_blocks)
-        reserve = len(self.running) + int(prefix.is_forked) if self.running else 0  # a fork copies its last block
-        return num_new_blocks + num_unused + reserve <= self.pool.num_available
-
-    def _assign_blocks(self, sequence: Sequence, prefix: _CachedPrefix, num_new_blocks: int) -> None:
-        self.pool.share_blocks(prefix.device_blocks)
+        self.pool.share_blocks(cached)
         new_blocks = iter(self.pool.allocate_blocks(num_new_blocks))
         table = [next(new_blocks) if block is None else block for block in prefix.blocks]
         sequence.block_table = [*table, *new_blocks]
         sequence.num_computed = sequence.num_scheduled = prefix.num_tokens
-        sequence.num_registered = prefix.num_tokens // self.config.block_size
-
-    def _restore_blocks(self, sequence: Sequence, prefix: _CachedPrefix) -> None:
-        """Queue the restores of the blocks that only the host tier holds. Until all are done, only the tokens before
-        the first such block count as computed."""
-        if None not in prefix.blocks:
-            return
-        sequence.num_registered = prefix.blocks.index(None)
-        sequence.num_computed = sequence.num_registered * self.config.block_size
-        for index, block in enumerate(prefix.blocks):
-            if block is None:
-                self.kv_cache.queue_restore(sequence, index)
-
-    def _insert_running(self, sequence: Sequence) -> None:
-        at = len(self.running)
-        while at and self.running[at - 1].sort_key > sequence.sort_key:
-            at -= 1
-        self.running.insert(at, sequence)
-
-    def _plan_new_sequence(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Add the tokens, parameters and block table of an admitted sequence to the plan."""
+        sequence.num_registered = prefix.num_tokens // self._block_size
+        self._queue_restores(sequence, prefix.blocks)
+        missing = None if prefix.is_forked else len(prefix.blocks)
+        self.kv_cache.record_cached_tokens(sequence, prefix.num_tokens, missing)
+        self.kv_cache.add_pending(sequence)
+        sequence.slot = self._free_slots.pop()
+        insort(self.running, sequence, key=_BY_SORT_KEY)
         sampling = sequence.request.sampling
         stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
         ids = list(sequence.token_ids)
@@ -364,10 +303,27 @@ class Scheduler:
             NewSequence(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops)
         )
         plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
+        return True
+
+    def _find_prefix(self, sequence: Sequence, *, with_decodes: bool) -> _CachedPrefix:
+        """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers."""
+        source = sequence.prompt_source
+        if source is not None and source.slot >= 0 and not source.is_finished:
+            shared = source.block_table[: self._count_blocks(sequence.prompt_len)]
+            return _CachedPrefix([*shared], sequence.prompt_len - 1, is_forked=True)
+        found = self.kv_cache.find_cached_blocks(sequence, with_decodes=with_decodes)
+        return _CachedPrefix(found, len(found) * self._block_size, is_forked=False)
+
+    def _queue_restores(self, sequence: Sequence, prefix_blocks: list[int | None]) -> None:
+        """Queue the restores of the blocks that only the host tier holds. Until all are done, only the tokens before
+        the first such block count as computed."""
+        if None not in prefix_blocks:
+            return
+        sequence.num_registered = prefix_blocks.index(None)
+        sequence.num_computed = sequence.num_registered * self._block_size
+        for index, block in enumerate(prefix_blocks):
+            if block is None:
+                self.kv_cache.queue_restore(sequence, index)
 
     def _count_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
-
-
-def _latest_first(sort_key: tuple[int, int]) -> tuple[int, int]:
-    return -sort_key[0], -sort_key[1]
+        return -(-num_tokens // self._block_size)

@@ -12,7 +12,7 @@ import logging
 import os
 from contextlib import suppress
 
-from coatcheck.workers.core.errors import PeerLost
+from coatcheck.workers.core.runner_protocol import PeerLost
 from coatcheck.workers.host.safe_files import PrivateFolder
 
 _FATAL = "Fatal Python error: "  # Python's fault handler writes this before the signal's name

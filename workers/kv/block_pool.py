@@ -5,36 +5,21 @@ A block is *used* (reference count above 0), *cached* (no reference, but its pre
 evicted prefix stays in its block until the block's next owner writes to it; until then the host tier can still copy it.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable
 
-from coatcheck.workers.core.cache_reasons import EvictionReason, Tier
+from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.kv.eviction import Evictor
-from coatcheck.workers.kv.eviction_policy import LRUPolicy
-from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry, choose_max_ghosts
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPoolStats:
-    """Blocks by state. `evictions`: since the start."""
-
-    total: int
-    used: int
-    cached: int
-    free: int
-    evictions: Mapping[EvictionReason, int]
+from coatcheck.workers.kv.prefix_registry import Prefix
 
 
 class BlockPool:
-    """Blocks 0 to `num_blocks` - 1. `evictor`: by default one with LRU order."""
+    """Blocks 0 to `num_blocks` - 1."""
 
-    def __init__(self, num_blocks: int, evictor: Evictor | None = None) -> None:
+    def __init__(self, num_blocks: int, evictor: Evictor) -> None:
         self.num_blocks = num_blocks
-        if evictor is None:
-            evictor = Evictor(PrefixRegistry(choose_max_ghosts(num_blocks)), LRUPolicy(), num_blocks)
-        self._evictor = evictor
+        self.evictor = evictor
         self.registry = evictor.registry
         self._ref_counts = [0] * num_blocks
         self._prefixes: list[Prefix | None] = [None] * num_blocks
@@ -48,7 +33,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate_blocks` can give: free and cached ones."""
-        return len(self._free) + len(self._evictor)
+        return len(self._free) + len(self.evictor)
 
     def allocate_blocks(self, count: int) -> list[int]:
         """`count` blocks with one reference each. Evicts cached blocks if free ones run out.
@@ -77,7 +62,7 @@ class BlockPool:
         for block in blocks:
             prefix = self._prefixes[block]
             if prefix is not None and self._ref_counts[block] == 0:
-                self._evictor.remove_block(prefix)
+                self.evictor.remove_block(prefix)
             self._ref_counts[block] += 1
 
     def release_blocks(self, blocks: Iterable[int]) -> None:
@@ -86,11 +71,10 @@ class BlockPool:
             assert self._ref_counts[block] > 0, f"block {block} released but not held"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                prefix = self._prefixes[block]
-                if prefix is None:
+                if (prefix := self._prefixes[block]) is None:
                     self._free.append(block)
                 else:
-                    self._evictor.add_block(prefix)
+                    self.evictor.add_block(prefix)
 
     def register_block(
         self, block: int, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = ""
@@ -106,10 +90,8 @@ class BlockPool:
     def requeue_block(self, block_hash: bytes) -> None:
         """Queue the block for eviction again after its retention claims have changed. No effect on used blocks."""
         block = self._by_hash.get(block_hash)
-        prefix = self._prefixes[block] if block is not None else None
-        if prefix is not None and prefix in self._evictor:
-            self._evictor.remove_block(prefix)
-            self._evictor.add_block(prefix)
+        if block is not None and (prefix := self._prefixes[block]) is not None:
+            self.evictor.requeue_block(prefix)
 
     def pop_evicted_prefix(self, block: int) -> Prefix | None:
         """The evicted prefix whose KV is still in the block, or None. Call this before every write to the block."""
@@ -126,43 +108,14 @@ class BlockPool:
 
     def snapshot(self) -> list[KvEvent]:
         """A stored event for each prefix block, parents before children."""
-        return [
-            KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.DEVICE)
-            for block in self._by_hash.values()
-            if (prefix := self._prefixes[block]) is not None
-        ]
-
-    def stats(self) -> BlockPoolStats:
-        used = self.num_blocks - self.num_available
-        evictions = dict(self._evictor.num_evictions)
-        return BlockPoolStats(self.num_blocks, used, len(self._evictor), len(self._free), evictions)
-
-    def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
-        """Raise AssertionError unless every block is in one state, and has one reference for each place in `tables`."""
-        holders = Counter(block for table in tables for block in table)
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        cached = {
-            block: prefix
-            for block, prefix in enumerate(self._prefixes)
-            if prefix is not None and prefix in self._evictor
-        }
-        self._evictor.check(cached.values())
-        for block, refs in enumerate(self._ref_counts):
-            prefix = self._prefixes[block]
-            assert refs == holders[block], f"block {block}: {refs} references, {holders[block]} holders"
-            assert (refs == 0) == (block in free or block in cached), f"block {block}: {refs} references, wrong list"
-            assert prefix is None or self._by_hash[prefix.block_hash] == block, f"block {block}: found under no hash"
-            assert not (block in free and prefix), f"block {block} is free and has a prefix"
-            assert not (prefix and block in self._evicted), f"block {block} holds two prefixes"
-        num_prefixes = sum(prefix is not None for prefix in self._prefixes)
-        assert len(self._by_hash) == num_prefixes, "a hash has no block"
+        prefixes = (self._prefixes[block] for block in self._by_hash.values())
+        return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.DEVICE) for prefix in prefixes if prefix]
 
     def _allocate_block(self) -> int:
         if self._free:
             block = self._free.pop()
         else:
-            prefix = self._evictor.evict_block()
+            prefix = self.evictor.evict_block()
             block = self._by_hash.pop(prefix.block_hash)
             self._prefixes[block] = None
             self._evicted[block] = prefix

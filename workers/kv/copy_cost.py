@@ -5,10 +5,10 @@ block, and the cheapest sequence to preempt; and to limit the copies of a step. 
 counts as free, so that the first copies are made and measured.
 """
 
-from dataclasses import dataclass, replace
-from typing import Final, Self
+from dataclasses import dataclass
+from typing import Final
 
-from coatcheck.workers.core.copy_report import CopyReport
+from coatcheck.workers.core.runner_protocol import CopyReport
 
 # The share of a decode step's time that copies may take. 15% raises the p99 of inter-token latency by 1.4 times, 25%
 # by 1.5 (bench/LOG.md).
@@ -18,7 +18,7 @@ _MAX_SECONDS_ALONE: Final = 0.02
 _UNMEASURED_BLOCKS_PER_STEP: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyCost:
     """Seconds, 0 if not measured: `demote` and `restore` of one block on the slowest rank, `prefill` of one token,
     `step` of a decode step."""
@@ -29,12 +29,12 @@ class CopyCost:
     prefill: float = 0.0
     step: float = 0.0
 
-    def updated(self, copies: CopyReport | None, *, tokens_per_second: float, step: float) -> Self:
-        """The costs after a step. `copies`: None if the ranks reported no copies. `tokens_per_second`: of prefill."""
-        measured = replace(self, prefill=1 / tokens_per_second if tokens_per_second else 0.0, step=step)
-        if copies is None:
-            return measured
-        return replace(measured, demote=copies.demote_seconds, restore=copies.restore_seconds)
+    def update(self, copies: CopyReport | None, *, tokens_per_second: float, step: float) -> None:
+        """Record how fast ranks copy, prefill and decode. `copies`: None without a new measurement."""
+        self.prefill = 1 / tokens_per_second if tokens_per_second else 0.0
+        self.step = step
+        if copies is not None:
+            self.demote, self.restore = copies.demote_seconds, copies.restore_seconds
 
     def is_restore_faster(self, num_blocks: int, *, num_queued: int, with_decodes: bool) -> bool:
         """Whether restoring `num_blocks`, after `num_queued` restores, takes less time than computing them."""

@@ -7,20 +7,17 @@ order:
 
     unwanted    a request said that it is not needed again (retention priority 0); oldest first
     ordinary    all others, in the order of an `EvictionPolicy`
-    protected   ordinary blocks of tenants below their fair share of the tier; set aside when the policy picks them
+    protected   ordinary blocks of tenants below their fair share of the tier; moved here when the policy picks them
     retained    a request asked to keep it; lowest priority first. At most RETAINED_SHARE of the tier is retained
 
 The protection keeps a tenant that floods the cache from evicting the prefixes of all other tenants.
 """
 
-import heapq
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, Tier
-from coatcheck.workers.kv.eviction_policy import CandidateHeap, EvictionCandidate, EvictionPolicy, LRUPolicy
+from coatcheck.workers.kv.eviction_policy import CandidateHeap, EvictionCandidate, EvictionPolicy
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
 # A tenant is protected while it has at most PROTECTED_SHARE of an equal share of the evictable blocks, and has made a
@@ -29,15 +26,10 @@ PROTECTED_SHARE: Final = 0.5
 PROTECTION_SECONDS: Final = 600.0
 # The share of a tier's blocks that requests can retain. Beyond it the lowest priorities become ordinary.
 RETAINED_SHARE: Final = 0.25
+# How often protections and retentions that have ended are looked for.
+_REFRESH_SECONDS: Final = 1.0
 
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """An evictable block. `candidate` is None while it has evictable children."""
-
-    prefix: Prefix
-    order: int
-    candidate: EvictionCandidate | None = None
+T = TypeVar("T")
 
 
 class Evictor:
@@ -50,201 +42,141 @@ class Evictor:
         self.num_evictions: Counter[EvictionReason] = Counter()
         self._tier = tier
         self._max_retained = int(capacity * RETAINED_SHARE)
-        self._entries: dict[bytes, _Entry] = {}
+        self._blocks: dict[bytes, EvictionCandidate] = {}  # cancelled while they have evictable children
         self._num_added = 0
-        self._children: Counter[bytes] = Counter()  # evictable children, by the parent's hash
-        self._tenants: Counter[str] = Counter()  # evictable blocks
-        self._unwanted = LRUPolicy()
+        self._num_children: Counter[bytes] = Counter()  # evictable ones, by the parent's hash
+        self._num_blocks_of: Counter[str] = Counter()  # by tenant
+        self._unwanted = CandidateHeap()
         self._ordinary = policy
-        self._protected: dict[str, deque[EvictionCandidate]] = {}  # by tenant
-        self._retained = CandidateHeap()  # by (priority, until when)
-        self._retained_hashes: set[bytes] = set()  # of leaves and of blocks with children
-        self._expiries: list[tuple[float, bytes]] = []  # a heap of when retentions end; may hold outdated entries
-        self._protection_checked_at = 0.0
+        self._protected: deque[EvictionCandidate] = deque()
+        self._retained = CandidateHeap()
+        self._claims: dict[bytes, tuple[int, float]] = {}  # (priority, until) of every retained block, leaf or not
+        self._refreshed_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._blocks)
 
     def __contains__(self, prefix: Prefix) -> bool:
-        entry = self._entries.get(prefix.block_hash)
-        return entry is not None and entry.prefix is prefix
+        block = self._blocks.get(prefix.block_hash)
+        return block is not None and block.prefix is prefix
 
     def add_block(self, prefix: Prefix) -> None:
         """Make a block evictable. Add the blocks of a sequence deepest first."""
-        block_hash = prefix.block_hash
-        assert block_hash not in self._entries, "added twice"
+        assert prefix.block_hash not in self._blocks, "added twice"
         self._num_added += 1
-        entry = self._entries[block_hash] = _Entry(prefix, self._num_added)
-        self._tenants[prefix.tenant] += 1
-        if prefix.claims.in_force(self.registry.now)[0]:
-            self._retained_hashes.add(block_hash)
-            self._schedule_expiry(prefix)
+        block = self._blocks[prefix.block_hash] = EvictionCandidate(prefix, self._num_added, is_cancelled=True)
+        self._num_blocks_of[prefix.tenant] += 1
+        self._set_claim(prefix)
         if prefix.parent_hash:
-            self._children[prefix.parent_hash] += 1
-            if (parent := self._entries.get(prefix.parent_hash)) is not None:
-                self._cancel_candidate(parent)
-        if block_hash not in self._children:
-            self._add_candidate(entry)
+            self._num_children[prefix.parent_hash] += 1
+            if (parent := self._blocks.get(prefix.parent_hash)) is not None:
+                parent.is_cancelled = True
+        if prefix.block_hash not in self._num_children:
+            self._queue_leaf(block)
 
     def remove_block(self, prefix: Prefix) -> None:
         """Remove a block that is in use again, or evicted."""
-        entry = self._entries.pop(prefix.block_hash)
-        self._retained_hashes.discard(prefix.block_hash)
-        self._cancel_candidate(entry)
-        self._tenants[prefix.tenant] -= 1
-        if not self._tenants[prefix.tenant]:
-            del self._tenants[prefix.tenant]
-            self._protected.pop(prefix.tenant, None)
+        self._blocks.pop(prefix.block_hash).is_cancelled = True
+        self._claims.pop(prefix.block_hash, None)
+        _decrement(self._num_blocks_of, prefix.tenant)
         if prefix.parent_hash:
-            self._children[prefix.parent_hash] -= 1
-            if not self._children[prefix.parent_hash]:
-                del self._children[prefix.parent_hash]
-                if (parent := self._entries.get(prefix.parent_hash)) is not None:
-                    self._add_candidate(parent)
+            is_leaf = not _decrement(self._num_children, prefix.parent_hash)
+            if is_leaf and (parent := self._blocks.get(prefix.parent_hash)) is not None:
+                self._queue_leaf(parent)
+
+    def requeue_block(self, prefix: Prefix) -> None:
+        """Queue a block as just used and with its present retention claims. No effect if it is not evictable."""
+        if prefix in self:
+            self.remove_block(prefix)
+            self.add_block(prefix)
 
     def evict_block(self) -> Prefix:
         """Remove and return the block to evict next. There must be an evictable block."""
         now = self.registry.now
-        self._end_expired_retentions()
+        if now >= self._refreshed_at + _REFRESH_SECONDS:
+            self._refreshed_at = now
+            self._requeue_protected()
+            self._end_expired_retentions()
         self._limit_retained()
-        if now >= self._protection_checked_at + 1:
-            self._protection_checked_at = now
-            self._end_protections()
-        candidate, reason = self._pop_candidate()
+        prefix, reason = self._pop_candidate()
         self.num_evictions[reason] += 1
-        self.remove_block(candidate.prefix)
-        candidate.prefix.eviction = EvictionMark(now, self._tier, reason)
-        return candidate.prefix
+        self.remove_block(prefix)
+        prefix.eviction = EvictionMark(now, self._tier, reason)
+        return prefix
 
-    def check(self, evictable: Iterable[Prefix]) -> None:
-        """Raise AssertionError unless exactly the blocks `evictable` are here and every leaf is a candidate."""
-        expected = {prefix.block_hash: prefix for prefix in evictable}
-        assert expected == {block_hash: entry.prefix for block_hash, entry in self._entries.items()}, "other blocks"
-        children = Counter(prefix.parent_hash for prefix in expected.values() if prefix.parent_hash)
-        assert children == self._children, "children miscounted"
-        leaves = {block_hash for block_hash in expected if block_hash not in children}
-        candidates = {name: entry.candidate for name, entry in self._entries.items() if entry.candidate is not None}
-        assert leaves == set(candidates), "a leaf is no candidate, or a block with children is one"
-        assert not any(candidate.is_cancelled for candidate in candidates.values()), "a leaf's candidate is cancelled"
-        assert self._tenants == Counter(prefix.tenant for prefix in expected.values()), "tenants miscounted"
-        assert self._retained_hashes <= set(expected), "a retained block is not here"
-        assert self._retained_hashes <= {block_hash for _, block_hash in self._expiries}, "a retention never ends"
+    def _pop_candidate(self) -> tuple[Prefix, EvictionReason]:
+        while (candidate := self._unwanted.pop()) is not None:
+            if candidate.prefix.claims.is_unwanted(self.registry.now):
+                return candidate.prefix, EvictionReason.UNWANTED
+            self._queue_leaf(candidate)  # requested again since
+        reason = EvictionReason.LOWEST_VALUE
+        while (candidate := self._ordinary.pop()) is not None:
+            if not self._is_protected(candidate.prefix.tenant):
+                return candidate.prefix, reason
+            reason = EvictionReason.OVER_FAIR_SHARE
+            self._protected.append(candidate)
+        while self._protected:
+            if not (candidate := self._protected.popleft()).is_cancelled:
+                return candidate.prefix, EvictionReason.LAST_RESORT
+        candidate = self._retained.pop()
+        assert candidate is not None, "evict_block of a tier without evictable blocks"
+        return candidate.prefix, EvictionReason.LAST_RESORT
 
-    # Candidates and their queues
-
-    def _add_candidate(self, entry: _Entry) -> None:
+    def _queue_leaf(self, leaf: EvictionCandidate) -> None:
         """Put a leaf into the queue where it belongs now."""
-        prefix = entry.prefix
-        candidate = entry.candidate = EvictionCandidate(prefix, entry.order)
-        if prefix.block_hash in self._retained_hashes:
-            self._retained.push(prefix.claims.in_force(self.registry.now), candidate)
+        prefix = leaf.prefix
+        leaf.is_cancelled = True  # it may still be in another queue
+        candidate = self._blocks[prefix.block_hash] = EvictionCandidate(prefix, leaf.order)
+        if (claim := self._claims.get(prefix.block_hash)) is not None:
+            self._retained.push(candidate, claim)
         elif prefix.claims.is_unwanted(self.registry.now):
             self._unwanted.push(candidate)
         else:
             self._ordinary.push(candidate)
-        set_aside = self._protected.get(prefix.tenant)
-        if set_aside and not self._is_protected(prefix.tenant):
-            # The tenant has grown above its share by one block, so one of its blocks can go.
-            self._return_to_ordinary(set_aside, 1)
-
-    def _cancel_candidate(self, entry: _Entry) -> None:
-        if entry.candidate is not None:
-            entry.candidate.is_cancelled = True
-            entry.candidate = None
-
-    def _pop_candidate(self) -> tuple[EvictionCandidate, EvictionReason]:
-        while (candidate := self._unwanted.pop()) is not None:
-            if candidate.prefix.claims.is_unwanted(self.registry.now):
-                return candidate, EvictionReason.UNWANTED
-            self._add_candidate(self._entries[candidate.prefix.block_hash])  # requested again since
-        reason = EvictionReason.LOWEST_VALUE
-        while (candidate := self._ordinary.pop()) is not None or self._end_protections():
-            if candidate is None:
-                continue  # a protection ended just now, so there are ordinary candidates again
-            if not self._is_protected(candidate.prefix.tenant):
-                return candidate, reason
-            reason = EvictionReason.OVER_FAIR_SHARE
-            self._set_aside(candidate)
-        if any(self._return_to_ordinary(set_aside) for set_aside in self._protected.values()):
-            candidate = self._ordinary.pop()
-        else:
-            candidate = self._retained.pop()
-        assert candidate is not None, "evict_block of a tier without evictable blocks"
-        return candidate, EvictionReason.LAST_RESORT
-
-    # Protection: tenants below their fair share
 
     def _is_protected(self, tenant: str) -> bool:
-        if len(self._tenants) == 1:
+        if len(self._num_blocks_of) == 1:
             return False
-        max_blocks = PROTECTED_SHARE * len(self._entries) / len(self._tenants)
-        return self._tenants[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < PROTECTION_SECONDS
+        max_blocks = PROTECTED_SHARE * len(self._blocks) / len(self._num_blocks_of)
+        return self._num_blocks_of[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < PROTECTION_SECONDS
 
-    def _set_aside(self, candidate: EvictionCandidate) -> None:
-        tenant = candidate.prefix.tenant
-        queue = self._protected.setdefault(tenant, deque())
-        queue.append(candidate)
-        if len(queue) > 2 * self._tenants[tenant] + 64:  # most are cancelled
-            self._protected[tenant] = deque(candidate for candidate in queue if not candidate.is_cancelled)
-
-    def _end_protections(self) -> int:
-        """Move the candidates of tenants that are no longer protected to the ordinary queue. Return how many moved."""
-        tenants = [tenant for tenant in self._protected if not self._is_protected(tenant)]
-        return sum(self._return_to_ordinary(self._protected.pop(tenant)) for tenant in tenants)
-
-    def _return_to_ordinary(self, set_aside: deque[EvictionCandidate], limit: int | None = None) -> int:
-        """Move up to `limit` candidates, the first set aside first. Return how many moved."""
-        count = 0
-        while set_aside and (limit is None or count < limit):
-            candidate = set_aside.popleft()
+    def _requeue_protected(self) -> None:
+        """Make protected candidates ordinary. The policy moves them back when it picks one that is still protected."""
+        for candidate in self._protected:
             if not candidate.is_cancelled:
                 self._ordinary.push(candidate)
-                count += 1
-        return count
+        self._protected.clear()
 
-    # Retention: blocks that requests asked to keep
-
-    def _schedule_expiry(self, prefix: Prefix) -> None:
-        heapq.heappush(self._expiries, (self._retained_until(prefix), prefix.block_hash))
-        if len(self._expiries) > 2 * len(self._retained_hashes) + 64:  # most are outdated
-            retained = [self._entries[block_hash].prefix for block_hash in self._retained_hashes]
-            self._expiries = [(self._retained_until(prefix), prefix.block_hash) for prefix in retained]
-            heapq.heapify(self._expiries)
-
-    def _retained_until(self, prefix: Prefix) -> float:
-        """The end of the claim in force; 0 if there is none."""
-        return prefix.claims.in_force(self.registry.now)[1]
+    def _set_claim(self, prefix: Prefix) -> None:
+        """Record the retention claim in force, if there is one."""
+        claim = prefix.claims.in_force(self.registry.now)
+        self._claims.pop(prefix.block_hash, None)
+        if claim[0]:
+            self._claims[prefix.block_hash] = claim
 
     def _end_expired_retentions(self) -> None:
-        while self._expiries and self._expiries[0][0] <= self.registry.now:
-            block_hash = heapq.heappop(self._expiries)[1]
-            if block_hash not in self._retained_hashes:
-                continue
-            entry = self._entries[block_hash]
-            if self._retained_until(entry.prefix):  # retained again since, or a lower claim lasts longer
-                self._schedule_expiry(entry.prefix)
-                self._requeue(entry)
-            else:
-                self._end_retention(entry)
+        expired = [block_hash for block_hash, (_, until) in self._claims.items() if until <= self.registry.now]
+        for block_hash in expired:
+            block = self._blocks[block_hash]
+            self._set_claim(block.prefix)  # a lower claim may last longer
+            if not block.is_cancelled:
+                self._queue_leaf(block)
 
     def _limit_retained(self) -> None:
         """End the retentions of lowest priority beyond the limit: of a leaf and its parents of no higher priority."""
-        while len(self._retained_hashes) > self._max_retained and (candidate := self._retained.pop()) is not None:
-            priority = candidate.prefix.claims.in_force(self.registry.now)[0]
-            entry: _Entry | None = self._entries[candidate.prefix.block_hash]
-            while entry is not None and entry.prefix.claims.in_force(self.registry.now)[0] <= priority:
-                if entry.prefix.block_hash in self._retained_hashes:
-                    self._end_retention(entry)
-                if len(self._retained_hashes) <= self._max_retained:
+        while len(self._claims) > self._max_retained and (leaf := self._retained.pop()) is not None:
+            priority, _ = self._claims[leaf.prefix.block_hash]
+            block: EvictionCandidate | None = leaf
+            while block is not None and len(self._claims) > self._max_retained:
+                block_hash, parent_hash = block.prefix.block_hash, block.prefix.parent_hash
+                if self._claims.get(block_hash, (0, 0.0))[0] > priority:
                     break
-                entry = self._entries.get(entry.prefix.parent_hash)
+                self._claims.pop(block_hash, None)
+                block = self._blocks.get(parent_hash)
+            self._queue_leaf(leaf)
 
-    def _end_retention(self, entry: _Entry) -> None:
-        self._retained_hashes.discard(entry.prefix.block_hash)
-        self._requeue(entry)
 
-    def _requeue(self, entry: _Entry) -> None:
-        """Move a leaf to the queue where it belongs now."""
-        if entry.candidate is not None:
-            self._cancel_candidate(entry)
-            self._add_candidate(entry)
+def _decrement(counts: Counter[T], key: T) -> int:
+    """Subtract 1 and return the new count. Counts of 0 are dropped."""
+    counts[key] -= 1
+    return counts[key] or counts.pop(key)

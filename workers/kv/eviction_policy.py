@@ -6,7 +6,7 @@ skip cancelled candidates.
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from coatcheck.workers.kv.prefix_registry import Prefix
@@ -34,47 +34,36 @@ class EvictionPolicy(Protocol):
         """The next candidate that is not cancelled, or None."""
 
 
-@dataclass(slots=True)
 class CandidateHeap:
-    """Candidates by key, then by `order`. Cancelled ones are swept when they may be half of all."""
+    """Candidates by key, then by `order`: with one key for all, the policy LRU. Cancelled ones are swept when they may
+    be half of all. The keys of one heap are all numbers or all tuples."""
 
-    entries: list[tuple[float | tuple[float, ...], EvictionCandidate]] = field(default_factory=list)
-    sweep_at: int = 64
+    def __init__(self) -> None:
+        self._entries: list[tuple[float | tuple[int, float], EvictionCandidate]] = []
+        self._sweep_at = 64
 
-    def push(self, key: float | tuple[float, ...], candidate: EvictionCandidate) -> None:
-        """The keys of one heap are all numbers or all tuples."""
-        heapq.heappush(self.entries, (key, candidate))
-        if len(self.entries) >= self.sweep_at:
-            self.entries = [entry for entry in self.entries if not entry[1].is_cancelled]
-            heapq.heapify(self.entries)
-            self.sweep_at = 2 * len(self.entries) + 64
+    def __len__(self) -> int:
+        """Candidates, cancelled ones included."""
+        return len(self._entries)
+
+    def push(self, candidate: EvictionCandidate, key: float | tuple[int, float] = 0.0) -> None:
+        heapq.heappush(self._entries, (key, candidate))
+        if len(self._entries) >= self._sweep_at:
+            self._entries = [entry for entry in self._entries if not entry[1].is_cancelled]
+            heapq.heapify(self._entries)
+            self._sweep_at = 2 * len(self._entries) + 64
 
     def peek(self) -> EvictionCandidate | None:
         """The first candidate that is not cancelled, or None."""
-        while self.entries:
-            if not self.entries[0][1].is_cancelled:
-                return self.entries[0][1]
-            heapq.heappop(self.entries)
-        return None
+        while self._entries and self._entries[0][1].is_cancelled:
+            heapq.heappop(self._entries)
+        return self._entries[0][1] if self._entries else None
 
     def pop(self) -> EvictionCandidate | None:
         """Remove and return what `peek` returns."""
         if (candidate := self.peek()) is not None:
-            heapq.heappop(self.entries)
+            heapq.heappop(self._entries)
         return candidate
-
-
-class LRUPolicy:
-    """Least recently used: the block that became evictable first goes first."""
-
-    def __init__(self) -> None:
-        self._heap = CandidateHeap()
-
-    def push(self, candidate: EvictionCandidate) -> None:
-        self._heap.push(0.0, candidate)
-
-    def pop(self) -> EvictionCandidate | None:
-        return self._heap.pop()
 
 
 class ExpectedSavingPolicy:
@@ -106,7 +95,7 @@ class ExpectedSavingPolicy:
         if heap is None:
             heap = self._heaps[kind, band, cost_class] = CandidateHeap()
             self._version = -1
-        heap.push(since, candidate)
+        heap.push(candidate, since)
 
     def pop(self) -> EvictionCandidate | None:
         if self._version != self._table.version:
@@ -131,7 +120,7 @@ class ExpectedSavingPolicy:
             self.push(candidate)
 
     def _sort_heaps(self) -> None:
-        self._heaps = {key: heap for key, heap in self._heaps.items() if heap.entries}
+        self._heaps = {key: heap for key, heap in self._heaps.items() if len(heap)}
         # Among equal savings (all are 0 until a block is requested again) the older go first.
         self._sorted = sorted(self._heaps, key=lambda key: (self._expected_saving(key), -key[1], key[0]))
         self._version = self._table.version
@@ -148,4 +137,4 @@ def create_policy(name: str, table: ReuseTable, crossover: float = math.inf) -> 
     `crossover`: the depth in blocks at which a block takes twice as long to compute as the first; infinite to count
     the reuse rate alone.
     """
-    return ExpectedSavingPolicy(table, crossover) if name == "cost" else LRUPolicy()
+    return ExpectedSavingPolicy(table, crossover) if name == "cost" else CandidateHeap()

@@ -9,12 +9,12 @@ manager decides which plan contains which copies. The ranks copy.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Final
 
-from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, Tier
-from coatcheck.workers.core.copy_report import CopyReport, CopyStatus
+from coatcheck.workers.core.cache_reasons import MissReason, PrefixMiss, Tier
+from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.step_plan import StepPlan
@@ -22,7 +22,7 @@ from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.copy_cost import CopyCost
 from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.eviction_policy import create_policy
-from coatcheck.workers.kv.host_pool import HostPool, HostPoolStats
+from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 
 # Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
@@ -31,7 +31,7 @@ _TRIAL_EVERY: Final = 31
 
 
 @dataclass(slots=True, eq=False)
-class _Restore:
+class Restore:
     """A copy from a host slot to a device block. `sequence`: has the block at `index` of its block table; None once the
     sequence has given the block up."""
 
@@ -41,81 +41,119 @@ class _Restore:
     block: int
 
 
-class KVCacheStats(TypedDict):
-    """The fields of EngineStats that KVCacheManager fills."""
-
-    host_blocks_total: int
-    host_blocks_used: int
-    demotions: int
-    restores: int
-    integrity_failures: int
-    device_evictions: Mapping[EvictionReason, int]
-    host_evictions: Mapping[EvictionReason, int]
-    demote_seconds: float
-    restore_seconds: float
-
-
 class KVCacheManager:
-    """`host`: None without a host tier."""
+    """`host`: without slots if there is no host tier.
 
-    def __init__(self, pool: BlockPool, host: HostPool | None, block_size: int) -> None:
+    A block is *pending* while a running sequence is going to compute or restore it. Another sequence that needs the
+    block waits instead of computing it twice.
+    """
+
+    def __init__(self, pool: BlockPool, host: HostPool, block_size: int) -> None:
         self.pool = pool
         self.host = host
         self.registry = pool.registry
+        self.block_size = block_size
         self.copy_cost = CopyCost(block_size)
-        self._queued: deque[_Restore] = deque()
-        self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; an int is a demotion's slot
+        self._pending: dict[bytes, Sequence] = {}  # by block hash
+        self._queued: deque[Restore] = deque()
+        self._in_progress: list[int | Restore] = []  # in the order of the ranks' reports; an int is a demotion's slot
         self._num_rejected: Counter[str] = Counter()  # copies that cost too much, by direction
         self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
     @property
     def has_copies(self) -> bool:
         """Whether copies are queued, in progress, or would be made in another step."""
-        to_demote = self.host is not None and self.pool.oldest_evicted_block() is not None
+        to_demote = self.host.num_slots and self.pool.oldest_evicted_block() is not None
         return bool(self._queued or self._in_progress or to_demote)
 
-    def find_cached_blocks(self, hashes: Iterable[bytes], *, with_decodes: bool) -> list[int | None]:
-        """The leading blocks of a prompt that need not be computed: device blocks, None for one to restore."""
+    # Which blocks of a prompt are cached.
+
+    def count_cacheable_blocks(self, sequence: Sequence) -> int:
+        """Leading full blocks that may come from the cache. At least one token must be computed, for its logits."""
+        return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self.block_size)
+
+    def find_cached_blocks(self, sequence: Sequence, *, with_decodes: bool) -> list[int | None]:
+        """The leading blocks that need not be computed: device blocks, None for one to restore."""
+        if sequence.wants_prompt_logprobs:
+            return []
         found: list[int | None] = []
-        num_on_host, first_on_host = 0, -1
-        for block_hash in hashes:
+        for block_hash in sequence.block_hashes[: self.count_cacheable_blocks(sequence)]:
             block = self.pool.get_cached_block(block_hash)
-            if block is None:
-                if self.host is None or block_hash not in self.host:
-                    break
-                first_on_host = len(found) if first_on_host < 0 else first_on_host
-                num_on_host += 1
+            if block is None and block_hash not in self.host:
+                break
             found.append(block)
+        num_on_host = found.count(None)
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
         ):
-            return found[: first_on_host + self._is_trial("restore")]  # a trial restores one block
+            return found[: found.index(None) + self._is_trial("restore")]  # a trial restores one block
         return found
+
+    def is_prefix_pending(self, sequence: Sequence, *, with_decodes: bool) -> bool:
+        """Whether another sequence computes or restores the next block that `sequence` needs."""
+        if sequence.wants_prompt_logprobs:
+            return False
+        if sequence.awaited_hash in self._pending:
+            return True
+        found = self.find_cached_blocks(sequence, with_decodes=with_decodes)
+        # The next block to compute, and the first block to restore.
+        needed = {len(found), found.index(None) if None in found else len(found)}
+        for index in needed - {self.count_cacheable_blocks(sequence)}:
+            if sequence.block_hashes[index] in self._pending:
+                sequence.awaited_hash = sequence.block_hashes[index]
+                return True
+        return False
+
+    def add_pending(self, sequence: Sequence) -> None:
+        """Mark the blocks as pending that an admitted sequence will register, unless they are pending already."""
+        for block_hash in sequence.block_hashes[sequence.num_registered : self.count_cacheable_blocks(sequence)]:
+            self._pending.setdefault(block_hash, sequence)
+
+    def remove_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
+        """Unmark blocks that `sequence` has registered or given up. Those pending by another sequence stay pending."""
+        for block_hash in hashes:
+            if self._pending.get(block_hash) is sequence:
+                del self._pending[block_hash]
+
+    def record_cached_tokens(self, sequence: Sequence, num_cached: int, missing: int | None) -> None:
+        """At admission, record in `sequence` how much of its prompt was cached, and why block `missing` was not.
+
+        `missing`: None if the cache was not searched. No effect at a later admission, unless a restore of the earlier
+        one found a corrupt block.
+        """
+        if sequence.cached_device_tokens >= 0:
+            return
+        num_full = min(sequence.prompt_len // self.block_size, self.count_cacheable_blocks(sequence))
+        if missing is not None and missing < num_full and not sequence.wants_prompt_logprobs:
+            block_hash = sequence.block_hashes[missing]
+            if block_hash in self.host:
+                sequence.miss = PrefixMiss(missing, MissReason.RECOMPUTED)
+            else:
+                sequence.miss = self.registry.explain_miss(block_hash, missing)
+        cached = min(num_cached, sequence.prompt_len)
+        sequence.cached_host_tokens += sequence.num_restoring * self.block_size
+        sequence.cached_host_tokens = min(sequence.cached_host_tokens, cached)
+        sequence.cached_device_tokens = cached - sequence.cached_host_tokens
 
     def requeue_blocks(self, hashes: list[bytes]) -> None:
         """Apply the changed retention claims of this chain now, even if the request that changed them waits."""
         for block_hash in reversed(hashes):
             self.pool.requeue_block(block_hash)
-            if self.host is not None and block_hash in self.host:
+            if block_hash in self.host:
                 self.host.requeue_block(block_hash)
 
-    def explain_miss(self, block_hash: bytes, index: int) -> PrefixMiss:
-        """Why `find_cached_blocks` ended before this block."""
-        if self.host is not None and block_hash in self.host:
-            return PrefixMiss(index, MissReason.RECOMPUTED)
-        return self.pool.registry.explain_miss(block_hash, index)
+    # Copies between the tiers.
 
     def queue_restore(self, sequence: Sequence, index: int) -> None:
         """Queue the copy of block `index` from the host pool to the sequence's device block."""
-        assert self.host is not None
         slot = self.host.begin_restore(sequence.block_hashes[index])
-        self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
+        self._queued.append(Restore(sequence, index, slot, sequence.block_table[index]))
         sequence.num_restoring += 1
 
     def demote_evicted_prefix(self, block: int, plan: StepPlan) -> None:
         """Before the plan writes to `block`, demote the evicted prefix whose KV is still there, if worthwhile."""
         prefix = self.pool.pop_evicted_prefix(block)
-        if prefix is None or self.host is None:
+        if prefix is None or not self.host.num_slots:
             return
         if prefix.block_hash in self.host:
             self.host.requeue_block(prefix.block_hash)
@@ -126,10 +164,9 @@ class KVCacheManager:
 
     def plan_copies(self, plan: StepPlan, *, with_decodes: bool) -> None:
         """Add as many queued restores, then demotions, as the step has time for. Call this last for each plan."""
-        if self.host is None:
+        if not self.host.num_slots:
             return
-        max_blocks = self.copy_cost.max_blocks_per_step(with_decodes=with_decodes)
-        left = max(max_blocks - len(plan.demotes), 1)
+        left = max(self.copy_cost.max_blocks_per_step(with_decodes=with_decodes) - len(plan.demotes), 1)
         restores = []
         while left > 0 and self._queued:
             restore = self._queued.popleft()
@@ -142,8 +179,7 @@ class KVCacheManager:
         while left > 0 and (block := self.pool.oldest_evicted_block()) is not None:
             self.demote_evicted_prefix(block, plan)
             left -= 1
-        self._in_progress += [slot for _, slot in plan.demotes]
-        self._in_progress += restores
+        self._in_progress += [*(slot for _, slot in plan.demotes), *restores]
 
     def record_copies(self, report: CopyReport) -> list[tuple[Sequence, int | None]]:
         """Take the ranks' report on the oldest copies in progress.
@@ -151,31 +187,28 @@ class KVCacheManager:
         Return the sequences whose last restore has ended, each with the index of its first corrupt block, or None.
         """
         ended: list[tuple[Sequence, int | None]] = []
-        unfinished: list[int | _Restore] = []
+        unfinished: list[int | Restore] = []
         num_reported = len(report.statuses)
-        reported, not_reported = self._in_progress[:num_reported], self._in_progress[num_reported:]
-        for copy, status in zip(reported, report.statuses, strict=True):
+        for copy, status in zip(self._in_progress[:num_reported], report.statuses, strict=True):
             if status is CopyStatus.IN_PROGRESS:
                 unfinished.append(copy)
             elif isinstance(copy, int):
-                assert self.host is not None
                 self.host.end_demotion(copy)
             elif (sequence := self._end_restore(copy, is_intact=status is CopyStatus.DONE)) is not None:
                 ended.append((sequence, self._corrupt_at.pop(sequence, None)))
-        self._in_progress = [*unfinished, *not_reported]
+        self._in_progress[:num_reported] = unfinished
         return ended
 
     def cancel_restores(self, sequence: Sequence) -> None:
         """Drop the queued restores of a sequence that gives up its blocks. Those in progress run to their end."""
         if not sequence.num_restoring:
             return
-        assert self.host is not None
         for restore in self._queued:
             if restore.sequence is sequence:
                 self.host.end_restore(restore.slot, is_intact=None)
         self._queued = deque(restore for restore in self._queued if restore.sequence is not sequence)
         for copy in self._in_progress:
-            if isinstance(copy, _Restore) and copy.sequence is sequence:
+            if isinstance(copy, Restore) and copy.sequence is sequence:
                 copy.sequence = None
         self._corrupt_at.pop(sequence, None)
         sequence.num_restoring = 0
@@ -184,60 +217,24 @@ class KVCacheManager:
         """Seconds to get back the blocks that only `sequence` holds; their number of tokens if nothing is measured."""
         num_shared = sum(self.pool.is_shared(block) for block in sequence.block_table)
         num_tokens = max(sequence.num_scheduled - num_shared * self.copy_cost.block_size, 0)
-        if self.host is None or not self.copy_cost.prefill:
+        if not self.host.num_slots or not self.copy_cost.prefill:
             return float(num_tokens)
         return self.copy_cost.recovery_seconds(num_tokens)
 
-    def update_copy_cost(self, copies: CopyReport | None, *, tokens_per_second: float, step_seconds: float) -> None:
-        """Record how fast ranks copy, prefill and decode. `copies`: None without a new measurement."""
-        if self.host is not None:
-            self.copy_cost = self.copy_cost.updated(copies, tokens_per_second=tokens_per_second, step=step_seconds)
-
-    def stats(self) -> KVCacheStats:
-        host = self.host.stats() if self.host is not None else HostPoolStats()
-        return KVCacheStats(
-            host_blocks_total=host.total,
-            host_blocks_used=host.held,
-            demotions=host.demotions,
-            restores=host.restores,
-            integrity_failures=host.integrity_failures,
-            device_evictions=self.pool.stats().evictions,
-            host_evictions=host.evictions,
-            demote_seconds=self.copy_cost.demote,
-            restore_seconds=self.copy_cost.restore,
-        )
-
     def drain_events(self) -> list[KvEvent]:
         """The events of both tiers since the last call, in order within a tier."""
-        return self.pool.drain_events() + (self.host.drain_events() if self.host is not None else [])
+        return self.pool.drain_events() + self.host.drain_events()
 
     def snapshot(self) -> list[KvEvent]:
         """A stored event for each prefix block in either tier."""
-        return self.pool.snapshot() + (self.host.snapshot() if self.host is not None else [])
-
-    def check(self) -> list[list[int]]:
-        """Raise AssertionError on a broken invariant. Return the device blocks that restores hold."""
-        in_progress = [copy for copy in self._in_progress if isinstance(copy, _Restore)]
-        num_restoring: Counter[Sequence] = Counter()
-        for restore in (*self._queued, *in_progress):
-            if restore.sequence is not None:
-                num_restoring[restore.sequence] += 1
-                assert restore.sequence.block_table[restore.index] == restore.block, "restored into another's block"
-        for sequence, count in num_restoring.items():
-            assert sequence.num_restoring == count, "a restore is lost or counted twice"
-        assert all(restore.sequence is not None for restore in self._queued), "a queued restore has no sequence"
-        assert self._corrupt_at.keys() <= num_restoring.keys(), "a sequence with a corrupt block restores nothing"
-        if self.host is not None:
-            self.host.check()
-        return [[restore.block] for restore in in_progress]
+        return self.pool.snapshot() + self.host.snapshot()
 
     def _is_trial(self, direction: str) -> bool:
         self._num_rejected[direction] += 1
         return self._num_rejected[direction] % _TRIAL_EVERY == 0
 
-    def _end_restore(self, restore: _Restore, *, is_intact: bool) -> Sequence | None:
+    def _end_restore(self, restore: Restore, *, is_intact: bool) -> Sequence | None:
         """Return the restore's sequence if this was its last one."""
-        assert self.host is not None
         self.host.end_restore(restore.slot, is_intact=is_intact)
         self.pool.release_blocks([restore.block])
         sequence = restore.sequence
@@ -257,12 +254,11 @@ def build_kv_cache(
     `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`.
     """
     registry = PrefixRegistry(choose_max_ghosts(num_blocks + host_blocks))
-    crossover = attention_crossover / block_size
-    # Each tier has a policy of its own; the reuse rates that both use are shared.
-    device_policy = create_policy(eviction, registry.reuse_table, crossover)
-    pool = BlockPool(num_blocks, Evictor(registry, device_policy, num_blocks, Tier.DEVICE))
-    host = None
-    if host_blocks:
-        host_policy = create_policy(eviction, registry.reuse_table, crossover)
-        host = HostPool(host_blocks, Evictor(registry, host_policy, host_blocks, Tier.HOST))
-    return KVCacheManager(pool, host, block_size)
+
+    def make_evictor(capacity: int, tier: Tier) -> Evictor:
+        # Each tier has a policy of its own; the reuse rates that both use are shared.
+        policy = create_policy(eviction, registry.reuse_table, attention_crossover / block_size)
+        return Evictor(registry, policy, capacity, tier)
+
+    pool = BlockPool(num_blocks, make_evictor(num_blocks, Tier.DEVICE))
+    return KVCacheManager(pool, HostPool(host_blocks, make_evictor(host_blocks, Tier.HOST)), block_size)

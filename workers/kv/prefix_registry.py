@@ -6,7 +6,7 @@ All tiers share the record of a block. After the last tier has evicted the block
 """
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -75,8 +75,7 @@ class Prefix:
     `depth`: number of blocks before it. `tenant`: the tenant whose share of the cache holds the block.
     `num_requests`: how many requests asked for the block. `cohort`: the blocks last requested together with it; None if
     forgotten. `eviction`: how it left the last tier. `is_corrupt`: its checksum in the host tier did not match.
-    `content`: hash of its tokens and all before them, without the salt. `has_other_salt`: whether a request with
-    another salt asked for the same tokens before.
+    `content`: hash of its tokens and all before them, without the salt; 0 if no request asked for the block.
     """
 
     block_hash: bytes
@@ -89,7 +88,6 @@ class Prefix:
     eviction: EvictionMark | None = None
     is_corrupt: bool = False
     content: int = 0
-    has_other_salt: bool = False
 
 
 class PrefixRegistry:
@@ -100,7 +98,7 @@ class PrefixRegistry:
         self.reuse_table = ReuseTable(_MAX_REQUESTS + 1)
         self._records: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
         self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # keeps ghosts alive
-        self._by_content: WeakValueDictionary[int, Prefix] = WeakValueDictionary()
+        self._first_by_content: WeakValueDictionary[int, Prefix] = WeakValueDictionary()
         self._last_request_at: OrderedDict[str, float] = OrderedDict()  # by tenant
 
     def __len__(self) -> int:
@@ -139,12 +137,13 @@ class PrefixRegistry:
             kind = min(record.num_requests, _MAX_REQUESTS) - 1
             if (cohort := cohorts.get(kind)) is None:
                 cohort = cohorts[kind] = self.reuse_table.create_cohort(kind)
-            self.reuse_table.add_blocks(cohort)
+            self.reuse_table.add_block(cohort)
             record.cohort = cohort
             if retention is not None or record.claims is not NO_CLAIMS:
                 record.claims = record.claims.with_request(retention, self.now)
             if depth < len(contents) and not record.content:
-                self._record_content(record, contents[depth])
+                record.content = contents[depth]
+                self._first_by_content.setdefault(record.content, record)
             parent_hash = block_hash
 
     def record_computed(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
@@ -157,31 +156,24 @@ class PrefixRegistry:
             if parent is not None:  # an answer inherits the retention of its prompt
                 record.claims = parent.claims
             record.cohort = self.reuse_table.create_cohort(_GENERATED)
-            self.reuse_table.add_blocks(record.cohort)
+            self.reuse_table.add_block(record.cohort)
         return record
 
     def explain_miss(self, block_hash: bytes, index: int) -> PrefixMiss:
         """Why no tier holds the block, the `index`-th of a request's prompt."""
         record = self._records.get(block_hash)
-        if record is not None and record.is_corrupt:
+        if record is None:
+            return PrefixMiss(index, MissReason.NEVER_SEEN)
+        if record.is_corrupt:
             return PrefixMiss(index, MissReason.CORRUPT)
-        if record is not None and record.eviction is not None:
+        if record.eviction is not None:
             return PrefixMiss(index, MissReason.EVICTED, record.eviction, self.now - record.eviction.at)
-        has_other_salt = record is not None and record.has_other_salt
-        return PrefixMiss(index, MissReason.OTHER_SALT if has_other_salt else MissReason.NEVER_SEEN)
+        is_first = self._first_by_content.get(record.content, record) is record
+        return PrefixMiss(index, MissReason.NEVER_SEEN if is_first else MissReason.OTHER_SALT)
 
     def idle_seconds(self, tenant: str) -> float:
         """Seconds since the tenant's last request."""
         return self.now - self._last_request_at.get(tenant, -math.inf)
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        assert len(self._recent) <= self.max_ghosts, "too many ghosts"
-        assert all(self._records[block_hash] is record for block_hash, record in self._recent.items()), "two records"
-        sizes = Counter(id(record.cohort) for record in self._records.values() if record.cohort is not None)
-        for record in self._records.values():
-            cohort = record.cohort
-            assert cohort is None or cohort.size == sizes[id(cohort)], "a cohort's size is not its number of blocks"
 
     def _get_or_create(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> Prefix:
         record = self._records.get(block_hash)
@@ -190,16 +182,8 @@ class PrefixRegistry:
         self._recent[block_hash] = record
         self._recent.move_to_end(block_hash)
         if len(self._recent) > self.max_ghosts:
-            self._forget_cohort(self._recent.popitem(last=False)[1])
+            _, forgotten = self._recent.popitem(last=False)
+            if forgotten.cohort is not None:
+                self.reuse_table.forget_block(forgotten.cohort)
+                forgotten.cohort = None
         return record
-
-    def _record_content(self, record: Prefix, content: int) -> None:
-        record.content = content
-        other = self._by_content.get(content)
-        record.has_other_salt = other is not None and (other.block_hash != record.block_hash or other.has_other_salt)
-        self._by_content[content] = record
-
-    def _forget_cohort(self, record: Prefix) -> None:
-        if record.cohort is not None:
-            self.reuse_table.forget_block(record.cohort)
-            record.cohort = None

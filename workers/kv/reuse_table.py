@@ -51,9 +51,9 @@ class ReuseTable:
         self._cohorts[0].append(cohort)
         return cohort
 
-    def add_blocks(self, cohort: Cohort, count: int = 1) -> None:
-        cohort.size += count
-        self._reached[cohort.kind][cohort.band] += count
+    def add_block(self, cohort: Cohort) -> None:
+        cohort.size += 1
+        self._reached[cohort.kind][cohort.band] += 1
 
     def record_reuse(self, cohort: Cohort) -> None:
         """Remove one block of the cohort, because it is requested again."""

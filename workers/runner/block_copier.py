@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.move_blocks import move_blocks
-from coatcheck.workers.core.copy_report import CopyReport, CopyStatus
+from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.move_blocks import sum_blocks
-from coatcheck.workers.core.copy_report import CopyReport
+from coatcheck.workers.core.runner_protocol import CopyReport
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.runner.block_copier import BlockCopier, BlockCopy, CpuBlockCopier, Pairs, split_pairs

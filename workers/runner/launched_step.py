@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.sampling.logprobs import logprobs
-from coatcheck.workers.core.copy_report import CopyReport
-from coatcheck.workers.core.runner_protocol import StepResult
+from coatcheck.workers.core.runner_protocol import CopyReport, StepResult
 from coatcheck.workers.core.step_output import TokenLogprob
 from coatcheck.workers.runner.host_transfer import Download
 

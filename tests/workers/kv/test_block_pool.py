@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.workers.kv.block_pool import BlockPool
+from tests.workers.invariants import check_block_pool
+from tests.workers.kv.pool_visit import make_evictor
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -15,7 +17,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(10)
+        self.pool = BlockPool(10, make_evictor("lru", 10))
         self.tables: list[list[int]] = []
         self.held: set[bytes] = set()
         self.names = 0
@@ -56,7 +58,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.pool.check(self.tables)
+        check_block_pool(self.pool, self.tables)
         for event in self.pool.drain_events():
             assert (event.block_hash in self.held) != event.stored
             self.held ^= {event.block_hash}
@@ -69,7 +71,7 @@ TestBlockPool.settings = settings(max_examples=60, stateful_step_count=30, deadl
 
 def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:
     """A sequence's deepest cached block is evicted first, and the least recently used sequence's blocks go first."""
-    pool = BlockPool(4)
+    pool = BlockPool(4, make_evictor("lru", 4))
     first, second = pool.allocate_blocks(2), pool.allocate_blocks(2)
     for i, block in enumerate([*first, *second]):
         pool.register_block(block, bytes([i]), b"")
@@ -81,11 +83,11 @@ def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:
 
 
 def test_check_sees_a_lost_block() -> None:
-    """check() reports a block that has a reference and no holder."""
-    pool = BlockPool(3)
+    """check_block_pool reports a block that has a reference and no holder."""
+    pool = BlockPool(3, make_evictor("lru", 3))
     pool.allocate_blocks(1)
     with pytest.raises(AssertionError, match="1 references, 0 holders"):
-        pool.check([])
+        check_block_pool(pool, [])
 
 
 def test_the_oldest_evicted_block_is_found_in_constant_time() -> None:
@@ -95,7 +97,7 @@ def test_the_oldest_evicted_block_is_found_in_constant_time() -> None:
         """The time to take the last 500 of `blocks` evicted prefixes, best of three pools."""
         best = float("inf")
         for _ in range(3):
-            pool = BlockPool(blocks)
+            pool = BlockPool(blocks, make_evictor("lru", blocks, ghosts=2 * blocks))
             table = pool.allocate_blocks(blocks)
             for block in table:
                 pool.register_block(block, block.to_bytes(16, "little"), b"")

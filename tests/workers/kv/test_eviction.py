@@ -13,6 +13,7 @@ from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import PROTECTION_SECONDS
 from coatcheck.workers.kv.prefix_registry import Prefix
+from tests.workers.invariants import check_evictor, check_registry
 from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 
@@ -68,8 +69,8 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.evictor.check(self.evictable.values())
-        self.evictor.registry.check()
+        check_evictor(self.evictor, self.evictable.values())
+        check_registry(self.evictor.registry)
         now = self.evictor.registry.now
         for prefix in self.evictable.values():
             assert prefix.claims.in_force(now) == self.claim(prefix)
@@ -140,7 +141,7 @@ def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
     for number in range(500):
         serve(pool, chain_of(f"flood {number} ", 4), "flood")
     assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are evictable while the flood's newest prompt runs
-    assert pool.stats().evictions[EvictionReason.OVER_FAIR_SHARE] > 0
+    assert pool.evictor.num_evictions[EvictionReason.OVER_FAIR_SHARE] > 0
     pool.registry.advance_clock(PROTECTION_SECONDS + 1)
     for number in range(20):
         serve(pool, chain_of(f"later {number} ", 4), "flood")
@@ -169,7 +170,7 @@ def test_ghosts_are_bounded() -> None:
     pool = BlockPool(8, make_evictor("cost", 8, ghosts=100))
     for number in range(200):
         serve(pool, chain_of(f"prompt {number} ", 4))
-        pool.registry.check()
+        check_registry(pool.registry)
     assert len(pool.registry) <= 108
     pool.registry.record_request(chain_of("prompt 180 ", 4))
     assert pool.registry.record_computed(b"prompt 180 0", b"").num_requests == 2

@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
+from tests.workers.invariants import check_host_pool
+from tests.workers.kv.pool_visit import make_evictor
 
 
 class HostPoolMachine(RuleBasedStateMachine):
@@ -16,7 +18,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host_pool = HostPool(4)
+        self.host_pool = HostPool(4, make_evictor("lru", 4))
         self.registry = PrefixRegistry(16)
         self.demoting: list[int] = []
         self.reading: list[int] = []
@@ -52,12 +54,12 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.host_pool.check()
+        check_host_pool(self.host_pool)
         for event in self.host_pool.drain_events():
             assert (event.block_hash in self.held) != event.stored, "stored twice or removed unheld"
             self.held ^= {event.block_hash}
         assert Counter(self.held) == Counter(event.block_hash for event in self.host_pool.snapshot())
-        assert self.host_pool.stats().held == len(self.held)
+        assert self.host_pool.num_held == len(self.held)
 
 
 TestHostPool = HostPoolMachine.TestCase
@@ -66,7 +68,7 @@ TestHostPool.settings = settings(max_examples=60, stateful_step_count=30, deadli
 
 def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
     """While a block is being demoted there is no event, but it can be restored already."""
-    host_pool, prefix = HostPool(2), PrefixRegistry(4).record_computed(b"a", b"")
+    host_pool, prefix = HostPool(2, make_evictor("lru", 2)), PrefixRegistry(4).record_computed(b"a", b"")
     slot = host_pool.begin_demotion(prefix)
     assert slot is not None and b"a" in host_pool
     assert not host_pool.drain_events() and not host_pool.snapshot()
@@ -76,20 +78,20 @@ def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
 
 def test_a_broken_block_is_a_miss_and_counted() -> None:
     """A corrupt block is removed at once. Its slot is free when the last restore that reads it has ended."""
-    host_pool = HostPool(1)
+    host_pool = HostPool(1, make_evictor("lru", 1))
     slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
     assert slot is not None
     host_pool.end_demotion(slot)
     assert host_pool.begin_restore(b"a") == host_pool.begin_restore(b"a") == slot
     host_pool.end_restore(slot, is_intact=False)
-    assert b"a" not in host_pool and host_pool.stats().free == 0
+    assert b"a" not in host_pool and not host_pool._free
     host_pool.end_restore(slot, is_intact=True)
-    assert host_pool.stats().free == 1 and host_pool.stats().integrity_failures == 1
+    assert host_pool._free == [slot] and host_pool.num_corrupt == 1
 
 
 def test_a_restore_ends_only_once() -> None:
     """Ending a restore twice is an error, because it would free a slot that another restore reads."""
-    host_pool = HostPool(1)
+    host_pool = HostPool(1, make_evictor("lru", 1))
     slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
     assert slot is not None
     host_pool.end_demotion(slot)

@@ -97,4 +97,4 @@ def test_what_is_not_wanted_again_goes_first() -> None:
     serve(pool, chain_of("new", 6))
     assert pool.get_cached_block(old[5]) is not None
     assert pool.get_cached_block(discarded[0]) is None
-    assert pool.stats().evictions == {EvictionReason.UNWANTED: 6}
+    assert pool.evictor.num_evictions == {EvictionReason.UNWANTED: 6}

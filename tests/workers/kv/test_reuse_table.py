@@ -16,7 +16,7 @@ def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> Non
                 table.record_reuse(cohort)
                 begun.remove(cohort)
         begun.append(table.create_cohort(kind))
-        table.add_blocks(begun[-1])
+        table.add_block(begun[-1])
 
 
 def test_kinds_that_come_back_are_worth_more() -> None:
@@ -44,7 +44,8 @@ def test_an_old_life_is_counted_in_every_band_it_has_come_to() -> None:
     """A jump of the clock over several bands counts a cohort in each of them."""
     table = ReuseTable(1)
     cohort = table.create_cohort(0)
-    table.add_blocks(cohort, 5)
+    for _ in range(5):
+        table.add_block(cohort)
     table.advance_clock(100.0)
     assert cohort.band == table.band_of(100.0)
     table.record_reuse(cohort)

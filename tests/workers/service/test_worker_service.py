@@ -19,6 +19,7 @@ from coatcheck.workers.core.step_output import SequenceOutput, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from tests.workers.fake_runner import answer
+from tests.workers.invariants import check_engine
 from tests.workers.served_group import BLOCK, Group, Router, choices_running, is_idle, start_group, until
 
 
@@ -175,7 +176,7 @@ async def test_a_group_refuses_more_than_max_open_requests() -> None:
     finally:
         group.loop.stop()
         group.service.stop()
-        group.engine.check()
+        check_engine(group.engine)
 
 
 async def test_an_id_in_use_is_refused(group: Group) -> None:
