@@ -11,10 +11,10 @@ bytes that do not parse, although they are the client's error.
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Final, Never, TypeAlias, TypedDict, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, Never, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -33,7 +33,7 @@ from coatcheck.router.event_loop.message_limits import check_bytes, parse
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.explanation import is_asked, trailing_metadata
-from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
 _log = logging.getLogger(__name__)
 GENERATION_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -73,11 +73,11 @@ class GrpcHandlers:
         generation, admin = self._generation, self._admin
         generation_methods = {
             "Generate": self._unary(
-                pb.GenerateRequest, lambda message, call: generation.generate(message, **call.options()), "generate"
+                pb.GenerateRequest, lambda message, call: generation.generate(message, call.options()), "generate"
             ),
             "GenerateStream": self._streaming(
                 pb.GenerateRequest,
-                lambda message, call: generation.generate_stream(message, **call.options()),
+                lambda message, call: generation.generate_stream(message, call.options()),
                 "generate",
             ),
             "Tokenize": self._unary(pb.TokenizeRequest, lambda message, _: generation.tokenize(message), "generate"),
@@ -169,15 +169,6 @@ class GrpcHandlers:
             ) from None
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Arguments of GenerateService.generate and generate_stream that come from the call and not from its message."""
-
-    tenant: Tenant
-    on_decision: Callable[[Any], None]
-    deadline: float
-    trace_context: Mapping[str, str]
-
-
 @dataclass(frozen=True, slots=True)
 class CallInfo:
     """The context and the tenant of a call, for its method."""
@@ -185,19 +176,19 @@ class CallInfo:
     context: Context
     tenant: Tenant
 
-    def options(self) -> GenerateOptions:
-        """The tenant, and what the call's metadata sets: `on_decision` if an explanation of the routing decision is to
-        be sent in the trailing metadata, `deadline` by the event loop's clock, and the client's `trace_context`."""
-        options = GenerateOptions(tenant=self.tenant)
+    def options(self) -> CallOptions:
+        """The tenant, and what the call's metadata sets. If the metadata asks for an explanation of the routing
+        decision, the trailing metadata will contain it."""
         metadata = self.context.invocation_metadata() or ()
-        if is_asked(metadata):
-            options["on_decision"] = lambda decision: self.context.set_trailing_metadata(trailing_metadata(decision))
-        if (seconds := self.context.time_remaining()) is not None:
-            options["deadline"] = asyncio.get_running_loop().time() + seconds
-        headers = {key: value for key, value in metadata if key in TRACE_CONTEXT_HEADERS and isinstance(value, str)}
-        if headers:
-            options["trace_context"] = headers
-        return options
+        seconds = self.context.time_remaining()
+        options = CallOptions(
+            self.tenant,
+            {key: value for key, value in metadata if key in TRACE_CONTEXT_HEADERS and isinstance(value, str)},
+            asyncio.get_running_loop().time() + seconds if seconds is not None else None,
+        )
+        if not is_asked(metadata):
+            return options
+        return replace(options, on_decision=lambda made: self.context.set_trailing_metadata(trailing_metadata(made)))
 
 
 async def abort_with(context: Context, error: Exception) -> Never:

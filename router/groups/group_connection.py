@@ -74,10 +74,7 @@ class GroupConnection:
         self.on_room = on_room
         self._detect_outlier = detect_outlier
         self._failures = failures
-        self._router = config.name
-        self._model_name = config.model_name
-        self._certificate = config.cluster_certificate
-        self._silence_seconds = config.silence_seconds
+        self._config = config
         self._failure_notice: FailureNotice | None = None
         self._is_slow = False  # ejected because it is slow, and not attached since
         self._pause_ended = asyncio.Event()
@@ -165,13 +162,13 @@ class GroupConnection:
         self._stream = self._new_stream()
         self._failure_notice = None
         try:
-            self._stream.send(ToGroup(hello=Hello(router=self._router, contract=CONTRACT, version=VERSION)))
+            self._stream.send(ToGroup(hello=Hello(router=self._config.name, contract=CONTRACT, version=VERSION)))
             await self._stream.read(self._receive)
             self.detached_because = "the group ended the stream"
         except grpc.aio.AioRpcError as error:
             self.detached_because = f"{error.code().name}: {error.details()}"
         except GroupSilent:
-            self._record_ejection(f"the group has said nothing for {self._silence_seconds:g} s")
+            self._record_ejection(f"the group has said nothing for {self._config.silence_seconds:g} s")
         except GroupEjected as error:
             self._record_ejection(str(error))
             self._is_slow = bool(error.pause)
@@ -185,7 +182,7 @@ class GroupConnection:
         return attached
 
     def _new_stream(self) -> GroupStream:
-        return GroupStream(self.endpoint, self._certificate, self._silence_seconds)
+        return GroupStream(self.endpoint, self._config.cluster_certificate, self._config.silence_seconds)
 
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):
@@ -210,7 +207,7 @@ class GroupConnection:
     def _handle_registration(self, registration: Registration) -> None:
         size = registration.model.block_size
         other_size = self.index.other_block_size(self.name, size)
-        if reason := registration_problem(registration, self.endpoint, self._model_name, other_size):
+        if reason := registration_problem(registration, self.endpoint, self._config.model_name, other_size):
             raise GroupEjected(reason)
         self.registration = registration
         self.detached_because = ""

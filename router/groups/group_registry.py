@@ -26,20 +26,16 @@ class GroupRegistry:
         # Names, so that a group that is lost and started again stays drained.
         self.draining: set[str] = set()
         self._config = config
-        self._on_room: Callable[[], None] = lambda: None
-        self._on_groups_changed: Callable[[], None] = lambda: None
+        # Called whenever some group may have room for another request.
+        self.on_room: Callable[[], None] = lambda: None
+        # Called instead when the set of groups that take new requests has changed.
+        self.on_groups_changed: Callable[[], None] = lambda: None
         self._connections: dict[str, GroupConnection] = {}
         self._absent: dict[str, GroupEndpoint] = {}  # groups without an address
         self._serving_before: list[GroupConnection] = []
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
         self._outliers = OutlierDetection()
-
-    def set_listener(self, *, on_room: Callable[[], None], on_groups_changed: Callable[[], None]) -> None:
-        """`on_room` is called whenever some group may have room for another request; `on_groups_changed` is called
-        instead when the set of groups that take new requests has changed."""
-        self._on_room = on_room
-        self._on_groups_changed = on_groups_changed
 
     @property
     def connections(self) -> Iterable[GroupConnection]:
@@ -81,7 +77,7 @@ class GroupRegistry:
                     self.index,
                     self.failures,
                     on_change=self.notify,
-                    on_room=self._notify_room,
+                    on_room=lambda: self.on_room(),
                     detect_outlier=self._detect_outlier,
                 )
         await asyncio.gather(*closing)
@@ -124,10 +120,10 @@ class GroupRegistry:
         # once.
         same = serving == self._serving_before
         self._serving_before = serving
-        (self._on_room if same else self._on_groups_changed)()
-
-    def _notify_room(self) -> None:
-        self._on_room()
+        if same:
+            self.on_room()
+        else:
+            self.on_groups_changed()
 
     def _detect_outlier(self, connection: GroupConnection) -> GroupEjected | None:
         """Called after each load report; returns a GroupEjected if the group is much slower than its peers."""

@@ -33,27 +33,6 @@ class Submission:
     reader reads again, `on_return` is called with this round, and `woken_in_round` becomes 0.
     """
 
-    __slots__ = (
-        "_connection",
-        "_failure",
-        "_is_pending",
-        "_load",
-        "_load_number",
-        "_open_choices",
-        "_outputs",
-        "_waiter",
-        "attempt",
-        "choices",
-        "decision",
-        "group",
-        "id",
-        "model",
-        "on_return",
-        "suspicion",
-        "uncached_tokens",
-        "woken_in_round",
-    )
-
     def __init__(
         self,
         connection: "GroupConnection",

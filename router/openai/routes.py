@@ -6,7 +6,8 @@ authenticated the client before.
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
@@ -20,7 +21,6 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, NotFound
 from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
-from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
@@ -41,7 +41,7 @@ from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBod
 from coatcheck.router.openai.tool_parser import ToolParser, detect_format
 from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.serving.admin_service import AdminService
-from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -181,18 +181,15 @@ class OpenAIRoutes:
         stream: bool,
     ) -> Response:
         """Generates for all messages; cancels the generation if the client disconnects."""
-        tenant: Tenant = request.scope["tenant"]
         trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
+        options = CallOptions(request.scope["tenant"], trace_context)
         self._check_logprobs(messages, stream=stream)
         if not stream:
-            responses = await while_connected(request.receive, self._generate_all(messages, tenant, trace_context))
+            responses = await while_connected(request.receive, self._generate_all(messages, options))
             return await self._large.make_response(response, responses)
-        generate = self._generation.generate_stream
         admitted = asyncio.Semaphore(0)
-        sources = [
-            generate(message, tenant=tenant, trace_context=trace_context, on_admitted=admitted.release)
-            for message in messages
-        ]
+        options = replace(options, on_admitted=admitted.release)
+        sources = [self._generation.generate_stream(message, options) for message in messages]
         events = await while_connected(request.receive, start_merged(sources, admitted))
         return SseResponse(events, response, self._large)
 
@@ -214,15 +211,12 @@ class OpenAIRoutes:
                 "less with logprobs, n or max_tokens, or send fewer prompts in a request"
             )
 
-    async def _generate_all(
-        self, messages: Sequence[GenerateRequest], tenant: Tenant, trace_context: Mapping[str, str]
-    ) -> list[GenerateResponse]:
+    async def _generate_all(self, messages: Sequence[GenerateRequest], options: CallOptions) -> list[GenerateResponse]:
         """The responses to all messages; the first error cancels the others."""
-        generate = self._generation.generate
         tasks: list[asyncio.Task[GenerateResponse]] = []
         try:
             for message in messages:
-                tasks.append(asyncio.create_task(generate(message, tenant=tenant, trace_context=trace_context)))
+                tasks.append(asyncio.create_task(self._generation.generate(message, options)))
                 await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
             return await asyncio.gather(*tasks)
         finally:

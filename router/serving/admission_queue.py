@@ -26,7 +26,7 @@ from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
-from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, QueueStats, TokenCharge
+from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, TokenCharge
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 
 # A request may be overtaken by those that arrive within this multiple of its own prompt's seconds.
@@ -92,10 +92,6 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._queue)
-
-    def stats(self) -> QueueStats:
-        """The counts for status and metrics."""
-        return self._queue.stats()
 
     def queue_seconds(self, now: float) -> float:
         """How long requests wait now: the larger of the age of the oldest request (see FairQueue.oldest) and the wait

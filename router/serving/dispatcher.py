@@ -45,7 +45,8 @@ class Dispatcher:
         self._rng = random.Random()
         # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
         self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
-        groups.set_listener(on_room=self.send_waiting, on_groups_changed=self.reclassify_waiting)
+        groups.on_room = self.send_waiting
+        groups.on_groups_changed = self.reclassify_waiting
 
     def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
         """As AdmissionQueue.require_room, but before the prompt is known: assumes that every group can hold the

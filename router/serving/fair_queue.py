@@ -33,16 +33,6 @@ class QueueFull(Exception):
     """The queue is full, and the new request displaces no other."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    """Requests that wait now, and requests taken, displaced and refused since the start."""
-
-    waiting: int = 0
-    taken: int = 0
-    displaced: int = 0
-    refused: int = 0
-
-
 @dataclass(eq=False, kw_only=True)
 class QueueEntry:
     """What the order of a waiting request depends on. Subclass it to add what the caller needs.
@@ -86,7 +76,7 @@ class FairQueue(Generic[Entry]):
         self._classes: Counter[Hashable] = Counter()  # class -> waiting requests
         self._ids = count(1)
         self._now = 0.0  # virtual time of the tenants that wait; it only grows
-        self._taken = self._displaced = self._refused = 0
+        self._taken = 0
 
     def __len__(self) -> int:
         return self._classes.total()
@@ -118,10 +108,8 @@ class FairQueue(Generic[Entry]):
         if bounded and len(self) >= self.max_size:
             displaced = self._victim(entry.tenant, entry.priority)
             if displaced is None:
-                self._refused += 1
                 raise QueueFull
             self.remove(displaced)
-            self._displaced += 1
         share = self._share(entry.tenant)
         if not share.queues:
             share.time = max(share.time, self._now)
@@ -201,10 +189,6 @@ class FairQueue(Generic[Entry]):
         if not self._classes[entry.scheduling_class]:
             del self._classes[entry.scheduling_class]
         return True
-
-    def stats(self) -> QueueStats:
-        """The counts for status and metrics."""
-        return QueueStats(len(self), self._taken, self._displaced, self._refused)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
@@ -30,7 +31,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     TokenizeResponse,
 )
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
-from coatcheck.proto.tracing import NO_TRACE_CONTEXT, Tracing
+from coatcheck.proto.tracing import Tracing
 from coatcheck.router.access.rate_limits import TenantLimits
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.config import RouterConfig
@@ -61,6 +62,25 @@ _T = TypeVar("_T")
 _LONG_PROMPT: Final = 16384
 # Max tokens of a call to `tokenize`, unless the model's context is longer. The tokenizer needs 200 bytes per token.
 _MAX_TOKENIZED: Final = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a call to generate brings besides its message.
+
+    `trace_context`: the client's, as headers. `deadline`: when the client gives up, in the event loop's time; a request
+    that cannot begin by then is refused. `on_admitted` is called once the request is valid, before it waits for a
+    group, and `on_decision` at the end with the last routing decision.
+    """
+
+    tenant: Tenant = ANONYMOUS
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    deadline: float | None = None
+    on_admitted: Callable[[], None] = lambda: None
+    on_decision: Callable[[Decision], None] = lambda decision: None
+
+
+_NO_OPTIONS: Final = CallOptions()
 
 
 class GenerateService:
@@ -114,33 +134,23 @@ class GenerateService:
         return self._defaults
 
     async def generate_stream(
-        self,
-        message: GenerateRequest,
-        on_decision: Callable[[Decision], None] | None = None,
-        tenant: Tenant = ANONYMOUS,
-        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
-        deadline: float | None = None,
-        on_admitted: Callable[[], None] = lambda: None,
+        self, message: GenerateRequest, options: CallOptions = _NO_OPTIONS
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yields Started, then prompt log-probabilities and deltas, then Final. Closing the iterator early aborts the
-        request.
-
-        `on_decision` is called at the end with the last routing decision, and `on_admitted` once the request is valid,
-        before it waits for a group. `trace_context`: the client's, as headers. `deadline`: when the client
-        gives up, in the event loop's time; a request that cannot begin by then is refused.
-        """
-        lifecycle = RequestLifecycle(self._metrics, self._tracing, message.request_id, trace_context)
+        request."""
+        tenant = options.tenant
+        lifecycle = RequestLifecycle(self._metrics, self._tracing, message.request_id, options.trace_context)
         relay: Relay | None = None
         failure: BaseException | None = None
         try:
             with self._traffic.count_request(tenant):
-                self._require_capacity(message, tenant, deadline)
-                request = await self._validate(message, tenant, deadline)
+                self._require_capacity(message, tenant, options.deadline)
+                request = await self._validate(message, tenant, options.deadline)
                 lifecycle.record_admitted(
                     request.request_id, len(request.prompt_token_ids), is_resumed=bool(request.resume)
                 )
                 self._limits.charge_tokens(tenant, len(request.prompt_token_ids))
-                on_admitted()
+                options.on_admitted()
                 skip = request.sampling.skip_special_tokens
                 relay = Relay(
                     request,
@@ -157,26 +167,19 @@ class GenerateService:
                 finally:
                     relay.close()
                     self._limits.charge_tokens(tenant, relay.usage.completion_tokens)
-                    if on_decision is not None and relay.decision is not None:
-                        on_decision(relay.decision)
+                    if relay.decision is not None:
+                        options.on_decision(relay.decision)
         except BaseException as error:
             failure = error
             raise
         finally:
             lifecycle.record_end(relay.usage if relay is not None else None, failure)
 
-    async def generate(
-        self,
-        message: GenerateRequest,
-        on_decision: Callable[[Decision], None] | None = None,
-        tenant: Tenant = ANONYMOUS,
-        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
-        deadline: float | None = None,
-    ) -> GenerateResponse:
+    async def generate(self, message: GenerateRequest, options: CallOptions = _NO_OPTIONS) -> GenerateResponse:
         """Runs `generate_stream` and merges its events into one response."""
         response = GenerateResponse()
         texts: dict[int, list[str]] = {}
-        async with aclosing(self.generate_stream(message, on_decision, tenant, trace_context, deadline)) as events:
+        async with aclosing(self.generate_stream(message, options)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "started":

@@ -13,6 +13,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     TokenIds,
 )
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
+from coatcheck.router.serving.generate_service import CallOptions
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.seated_group import SeatedGroup
@@ -27,7 +28,7 @@ def send(
     """A request on its way."""
     sampling = SamplingParams(max_tokens=2, seed=1)
     message = GenerateRequest(token_ids=TokenIds(ids=ids), sampling=sampling, priority=priority)
-    return asyncio.create_task(router.server.generation.generate(message, tenant=tenant))
+    return asyncio.create_task(router.server.generation.generate(message, CallOptions(tenant=tenant)))
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.router.access.tenant import ANONYMOUS, Scope, Tenant
+from coatcheck.router.serving.generate_service import CallOptions
 from coatcheck.router.telemetry.traffic import Traffic
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -90,10 +91,10 @@ async def test_a_request_carries_its_tenant_to_the_group(start_router: StartRout
     tenant = Tenant("search", salt="s", priority=3, max_prompt_tokens=2)
     message = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), cache_salt="c", priority=1)
     message.sampling.max_tokens = 1
-    await router.server.generation.generate(message, tenant=tenant)
+    await router.server.generation.generate(message, CallOptions(tenant=tenant))
     (submit,) = group.submits
     assert (submit.cache_salt, submit.priority) == ("1:sc", 4)
     message.token_ids.ids.append(7)
     with pytest.raises(NeverFits, match="the prompt has 3 tokens, and 'search' may send 2"):
-        await router.server.generation.generate(message, tenant=tenant)
+        await router.server.generation.generate(message, CallOptions(tenant=tenant))
     assert len(group.submits) == 1

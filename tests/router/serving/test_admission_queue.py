@@ -2,7 +2,6 @@
 one request alone."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, cast
 
 import hypothesis.strategies as st
@@ -29,9 +28,6 @@ class NoConnections:
 
     def serving(self) -> list[str]:
         return ["one"]
-
-    def set_listener(self, *, on_room: Callable[[], None], on_groups_changed: Callable[[], None]) -> None:
-        """Nobody is told."""
 
 
 class LedgerDispatcher(Dispatcher):

@@ -18,6 +18,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.serving.admission_queue import due_at
+from coatcheck.router.serving.generate_service import CallOptions
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 
@@ -35,7 +36,7 @@ def send(
     router: RouterUnderTest, message: GenerateRequest, tenant: Tenant = ANONYMOUS
 ) -> "asyncio.Task[GenerateResponse]":
     """On its way."""
-    return asyncio.create_task(router.server.generation.generate(message, tenant=tenant))
+    return asyncio.create_task(router.server.generation.generate(message, CallOptions(tenant=tenant)))
 
 
 async def waiting(router: RouterUnderTest, count: int) -> None:
@@ -201,7 +202,7 @@ async def test_what_a_full_group_refuses_waits_with_the_router(start_router: Sta
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert len(group.submits) == refused + 3
-    assert router.server.dispatcher.queue.stats().waiting == 0
+    assert len(router.server.dispatcher.queue) == 0
 
 
 async def test_a_limited_tenant_is_told_when_to_come(start_router: StartRouter) -> None:
@@ -265,7 +266,7 @@ async def test_who_is_late_in_line_is_not_sent(start_router: StartRouter) -> Non
     group = full_group()
     router = await open_full(start_router, group)
     deadline = asyncio.get_running_loop().time() + 1.0
-    late = asyncio.create_task(router.server.generation.generate(ask(1), deadline=deadline))
+    late = asyncio.create_task(router.server.generation.generate(ask(1), CallOptions(deadline=deadline)))
     kept = send(router, ask(2))
     await waiting(router, 2)
     await asyncio.sleep(deadline - asyncio.get_running_loop().time())
@@ -308,7 +309,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
     large.report(waiting=0)
     await asyncio.gather(long, *asked)
     assert large.submits[0].prompt_token_ids[0] == 100
-    assert router.server.dispatcher.queue.stats().waiting == 0
+    assert len(router.server.dispatcher.queue) == 0
 
 
 async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(start_router: StartRouter) -> None:
