@@ -1,53 +1,25 @@
 """Serving: `coatcheck serve` as a process, as an operator runs it, and what tests can observe from outside."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Self
 
-import grpc
 import psutil
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.cluster.commands.status import as_json_object
 from coatcheck.cluster.ray_cluster.process_tree import descendants
-from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
+from tests.cluster.running_server import COMMAND, RunningServer, coatcheck, until
 
 # Limit for the end of killed processes. Ray's agents, if they were not killed, would run for another minute.
 END_SECONDS = 30.0
-COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
+
+__all__ = ["COMMAND", "END_SECONDS", "Serving", "coatcheck", "kill", "listening", "lives", "still_running", "until"]
 
 
-def coatcheck(
-    *arguments: str, seconds: float = MAX_WAIT_SECONDS, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a `coatcheck` command to its end."""
-    env = {**os.environ, **(environment or {})}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=seconds, env=env)
-
-
-def until(
-    holds: Callable[[], bool],
-    what: str,
-    seconds: float = MAX_WAIT_SECONDS,
-    *,
-    else_tell: Callable[[], object] = lambda: "",
-) -> None:
-    """Poll `holds` until it returns True. Fails after `seconds`, with the result of `else_tell`."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s {else_tell()}"
-        time.sleep(0.1)
-
-
-class Serving:
+class Serving(RunningServer):
     """A context manager that runs `coatcheck serve`, and kills it at the end.
 
     `address` (gRPC) and `url` (HTTP) are set by `wait_ready`. `lines` are the lines of stderr that were read.
@@ -56,8 +28,7 @@ class Serving:
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self._arguments = arguments
         self._environment = {**os.environ, **(environment or {})}
-        self.address = ""
-        self.url = ""
+        super().__init__()
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:
@@ -100,50 +71,6 @@ class Serving:
         """Read stderr to its end."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
-
-    def generate(self, prompt: str, *arguments: str) -> dict[str, Any]:
-        """Run `coatcheck generate --json` and return its object."""
-        done = coatcheck("generate", prompt, "--address", self.address, "--json", *arguments)
-        assert done.returncode == 0, done.stderr
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
-
-    def status(self) -> dict[str, Any]:
-        """What `coatcheck status --json` prints, without a new process, which needs half a second of CPU time. Waits
-        until every serving group has reported its ranks."""
-        answer: dict[str, Any] = {}
-
-        def is_whole() -> bool:
-            answer.update(as_json_object(stub.Status(pb.StatusRequest(), timeout=MAX_WAIT_SECONDS)))
-            return all(group["ranks"] for group in answer["groups"] if group["state"] == "serving")
-
-        with grpc.insecure_channel(self.address) as channel:
-            stub: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-            until(is_whole, "groups say who their ranks are")
-        return answer
-
-    def group(self, name: str) -> dict[str, Any]:
-        """The status of one group; empty while the router does not answer."""
-        try:
-            groups = self.status()["groups"]
-        except grpc.RpcError:
-            return {}
-        return next((group for group in groups if group["name"] == name), {})
-
-    def wait_idle(self) -> None:
-        """Wait until no group reports a running request."""
-        until(lambda: not any(group["running"] for group in self.status()["groups"]), "nothing runs")
-
-    def wait_running(self) -> dict[str, Any]:
-        """Wait until exactly one group reports running requests, and return its status."""
-        found: list[dict[str, Any]] = []
-
-        def runs() -> bool:
-            found[:] = [group for group in self.status()["groups"] if group["running"]]
-            return len(found) == 1
-
-        until(runs, "the stream runs")
-        return found[0]
 
     def actor(self, title: str) -> int:
         """The process id of the first actor of class `title`; 0 if there is none."""

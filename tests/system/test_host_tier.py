@@ -1,4 +1,4 @@
-"""The host tier in a real server: two groups of two ranks, with pools that hold little more than one prompt each."""
+"""The host tier of a real cluster: two groups of two ranks, with pools that hold little more than one prompt each."""
 
 import json
 import os
@@ -18,27 +18,32 @@ from prometheus_client.parser import text_string_to_metric_families
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
-from tests.cluster.serving import Serving, kill, until
-
-pytestmark = pytest.mark.ray
+from coatcheck.workers.core.group_config import GroupConfig
+from tests.cluster.local_cluster import LocalCluster
+from tests.cluster.running_server import until
+from tests.cluster.serving import kill
 
 HOST_BYTES = 11_271 * 3072  # so much is mapped by itself, and its size found again in the process's memory
 PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
 
 
 @pytest.fixture(scope="module")
-def serving(tiny_model: Path) -> Iterator[Serving]:
+def serving(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Pools of 42 blocks of 16 tokens, and host memory for thousands of blocks."""
-    size = ["--groups", "2", "--tp", "2", "--kv-memory", "128KiB", "--host-kv-memory", str(HOST_BYTES)]
-    size += ["--log-format", "json"]
-    size += ["--eviction", "lru"]  # by worth, a prompt that is asked again and again outlives any flood
-    with Serving(str(tiny_model), "--grpc-port", "0", "--dtype", "float32", *size) as serving:
-        serving.wait_ready()
-        yield serving
+    groups = [
+        GroupConfig(
+            name, str(tiny_model), "tiny", tp=2, device="cpu", threads=1, dtype="float32", log_format="json",
+            kv_memory=128 << 10, host_kv_memory=HOST_BYTES,
+            eviction="lru",  # with "cost" a prompt that is repeated outlives any flood
+        )
+        for name in ("group-0", "group-1")
+    ]  # fmt: skip
+    with LocalCluster(groups, tmp_path_factory.mktemp("logs")) as cluster:
+        yield cluster
 
 
 def ask(
-    serving: Serving, prompt: list[int], max_tokens: int = 6, name: str = "", salt: str = ""
+    serving: LocalCluster, prompt: list[int], max_tokens: int = 6, name: str = "", salt: str = ""
 ) -> tuple[list[int], Any]:
     """(greedy tokens, the Final event)."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -51,7 +56,7 @@ def ask(
 
 
 @contextmanager
-def all_work_for(serving: Serving, group: str) -> Iterator[None]:
+def all_work_for(serving: LocalCluster, group: str) -> Iterator[None]:
     """Drains the other group meanwhile, because the router would send new prompts to the group whose cached blocks are
     worth less."""
     other = {"group-0": "group-1", "group-1": "group-0"}[group]
@@ -64,13 +69,13 @@ def all_work_for(serving: Serving, group: str) -> Iterator[None]:
             admin.Drain(pb.DrainRequest(group=other, undo=True), timeout=MAX_WAIT_SECONDS)
 
 
-def flood(serving: Serving, start: int) -> None:
+def flood(serving: LocalCluster, start: int) -> None:
     """Send prompts that nobody repeats, until the pool holds nothing else."""
     for i in range(4):
         ask(serving, [(start + 8 * i + 3 * j * (i + 1)) % 590 + 5 for j in range(200)], 1)
 
 
-def test_a_prefix_comes_back_from_the_host(serving: Serving) -> None:
+def test_a_prefix_comes_back_from_the_host(serving: LocalCluster) -> None:
     """A prompt that others have evicted from the pool gets the same answer, from host memory, and `status` counts
     it."""
     first, final = ask(serving, PROMPT)
@@ -118,15 +123,15 @@ def host_memory(pid: int, memory: FileIO) -> int:
     raise AssertionError("there is no such memory")
 
 
-def logged(pid: int, request_id: str) -> dict[str, Any]:
-    """What a rank has logged at the end of a request."""
-    lines = Path(f"/proc/{pid}/fd/2").read_text().splitlines()
+def logged(serving: LocalCluster, group: str, request_id: str) -> dict[str, Any]:
+    """What rank 0 of a group has logged at the end of a request."""
+    lines = serving.read_log(group, 0).splitlines()
     ends = [json.loads(line) for line in lines if request_id in line and "submission ended" in line]
     found: dict[str, Any] = ends[-1]
     return found
 
 
-def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
+def test_bits_that_flip_in_a_live_groups_host_memory(serving: LocalCluster) -> None:
     """Blocks with a wrong checksum are a miss: counted, logged with that reason, and computed again. The answer stays
     right."""
     first, final = ask(serving, PROMPT)
@@ -143,11 +148,11 @@ def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
     assert again == third == first
     assert final.usage.cached_host_tokens == 0 and after.usage.cached_device_tokens == 192
     assert now["integrity_failures"] > before["integrity_failures"]
-    said = logged(int(now["ranks"][0]["pid"]), "flipped")
+    said = logged(serving, final.group, "flipped")
     assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_host_tokens"]) == ("corrupt", 0, 0)
 
 
-def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
+def test_the_log_says_why_a_prefix_missed(serving: LocalCluster) -> None:
     """The group's log tells apart a new prompt, a prompt of which only the beginning is known, and a prompt that is
     cached under another salt."""
     prompt = [(i * 53 + 7) % 590 + 5 for i in range(200)]
@@ -155,13 +160,12 @@ def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
     with all_work_for(serving, final.group):
         ask(serving, [*prompt[:64], *[598] * 100], 1, "its-beginning")
         ask(serving, prompt, 1, "another-salt", "somebody")
-        leader = int(serving.group(final.group)["ranks"][0]["pid"])
-    said = [logged(leader, name) for name in ("a-new-one", "its-beginning", "another-salt")]
+    said = [logged(serving, final.group, name) for name in ("a-new-one", "its-beginning", "another-salt")]
     found = [(one["prefix_miss"], one["prefix_miss_block"]) for one in said]
     assert found == [("never_seen", 0), ("never_seen", 4), ("other_salt", 0)]
 
 
-def _found(serving: Serving) -> dict[tuple[str, ...], float]:
+def _found(serving: LocalCluster) -> dict[tuple[str, ...], float]:
     """What /metrics says of the first group, by name and labels."""
     with urlopen(f"{serving.url}/metrics", timeout=MAX_WAIT_SECONDS) as answer:
         page = answer.read().decode()
@@ -201,7 +205,7 @@ def _said(group: dict[str, Any]) -> dict[tuple[str, ...], float]:
     return said
 
 
-def test_metrics_say_what_status_says(serving: Serving) -> None:
+def test_metrics_say_what_status_says(serving: LocalCluster) -> None:
     """/metrics and Status agree on occupancy, hits by tier, evictions by reason, copies, their bytes, failures and
     misses. The numbers add up."""
     group: dict[str, Any] = {}
@@ -216,7 +220,7 @@ def test_metrics_say_what_status_says(serving: Serving) -> None:
     assert group["demotions"] <= sum(group["device_evictions"].values())
 
 
-def _in_flight(serving: Serving) -> float:
+def _in_flight(serving: LocalCluster) -> float:
     """The number of requests that the router has received and not answered."""
     with urlopen(f"{serving.url}/metrics", timeout=MAX_WAIT_SECONDS) as answer:
         families = text_string_to_metric_families(answer.read().decode())
@@ -224,7 +228,7 @@ def _in_flight(serving: Serving) -> float:
     return sum(sample.value for sample in samples if sample.name == "coatcheck_active_requests")
 
 
-def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:
+def test_a_rank_killed_while_blocks_come_back(serving: LocalCluster) -> None:
     """A group is killed amid a restore: the other group gives the right answer."""
     first, final = ask(serving, PROMPT)
     answers: list[tuple[list[int], Any]] = []

@@ -3,11 +3,14 @@
 import multiprocessing
 import os
 import socket
+import sys
 import threading
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.proto.log_lines import configure_logging
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.rank import Rank
@@ -17,9 +20,12 @@ _context.set_forkserver_preload(["coatcheck.workers.rank"])
 
 
 class RankGroup:
-    """The processes of one group. `kind`: the class of its ranks."""
+    """The processes of one group. `kind`: the class of its ranks. `log_folder`: each rank writes its log to the file
+    NAME-RANK.log there; None: to this process's stderr."""
 
-    def __init__(self, config: GroupConfig, kind: type[Rank] = Rank, record_base: str = "") -> None:
+    def __init__(
+        self, config: GroupConfig, kind: type[Rank] = Rank, record_base: str = "", log_folder: Path | None = None
+    ) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
         listener.close()
@@ -28,7 +34,7 @@ class RankGroup:
         for rank in range(config.tp):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_live, args=(config, rank, rendezvous, theirs, kind, record_base), daemon=True
+                target=_live, args=(config, rank, rendezvous, theirs, kind, record_base, log_folder), daemon=True
             )
             process.start()
             theirs.close()
@@ -69,9 +75,19 @@ class RankGroup:
 
 
 def _live(
-    config: GroupConfig, number: int, rendezvous: str, pipe: Connection, kind: type[Rank], record_base: str
+    config: GroupConfig,
+    number: int,
+    rendezvous: str,
+    pipe: Connection,
+    kind: type[Rank],
+    record_base: str,
+    log_folder: Path | None,
 ) -> None:
     """The process of a rank: sends its progress into the pipe, and stops the group when the pipe has a message."""
+    if log_folder is not None:
+        with (log_folder / f"{config.name}-{number}.log").open("w") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        configure_logging(config.log_format, rank=f"{config.name}/{number}")
     rank = kind(config, number, record_base=record_base)
 
     def report() -> None:

@@ -14,8 +14,6 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.cluster.serving import END_SECONDS, Serving, coatcheck, still_running, until
 
-pytestmark = pytest.mark.ray
-
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
@@ -52,6 +50,7 @@ def test_missing_gpus_are_refused(tiny_model: Path) -> None:
     assert done.stderr.startswith("error: device is cuda, and this machine has no GPU")
 
 
+@pytest.mark.ray
 def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
     """An error that only a rank can find ends the command with the rank's own message, after a line for each stage of
     the start."""
@@ -108,6 +107,7 @@ def no_ray() -> Iterator[str]:
     server.stop(None)
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_a_connection_that_hangs(no_ray: str, number: signal.Signals) -> None:
     """While Ray waits for a head that never answers, one signal ends the command at once."""
@@ -126,6 +126,7 @@ def test_a_connection_that_hangs_ends_in_time(no_ray: str) -> None:
     assert last.endswith("give another --ray-address, or give more time with --ray-start-timeout")
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     "stage", [pytest.param("starting Ray", marks=pytest.mark.full), "starting 1 group of 1 rank"]
 )  # the next test is one of the first stage
@@ -141,6 +142,7 @@ def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> N
         until(lambda: not left(), "every process is gone", END_SECONDS, else_tell=left)
 
 
+@pytest.mark.ray
 def test_a_signal_leaves_nothing_of_a_ray_that_is_half_there(tiny_model: Path) -> None:
     """Ctrl-C also ends Ray's agents, which by themselves would try for a minute to reach the head that has ended."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB") as serving:
