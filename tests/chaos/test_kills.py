@@ -16,10 +16,17 @@ pytestmark = pytest.mark.ray
 
 # Half of them amid a prefill, a restore or another failover, which is a kill of its own. Other tests kill the processes
 # of the second list one by one.
-_STRIKES = [("router", "prefill"), ("node", "failover"), ("stop", "any")]
-_MORE_STRIKES = [("supervisor", "failover"), ("serve", "any"), ("rank 0", "restore"), ("group", "any")]
+_STRIKES = [("node", "failover"), ("stop", "any")]
+_MORE_STRIKES = [
+    ("router", "prefill"),
+    ("supervisor", "failover"),
+    ("serve", "any"),
+    ("rank 0", "restore"),
+    ("group", "any"),
+]
 
 
+@pytest.mark.full  # test_serve.py restarts one group
 async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     """`coatcheck restart` under load: no request is refused, fails or changes."""
     before = {rank.pid for group in cluster.serving() for rank in group.ranks}

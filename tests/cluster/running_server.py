@@ -1,16 +1,18 @@
 """RunningServer: what tests ask a server through its gRPC port and the commands, whatever process runs it."""
 
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.client.client import Client
+from coatcheck.cluster.client.request_builder import SamplingOptions
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.commands.status import as_json_object
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
@@ -47,12 +49,10 @@ class RunningServer:
         self.address = ""
         self.url = ""
 
-    def generate(self, prompt: str, *arguments: str) -> dict[str, Any]:
-        """Run `coatcheck generate --json` and return its object."""
-        done = coatcheck("generate", prompt, "--address", self.address, "--json", *arguments)
-        assert done.returncode == 0, done.stderr
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
+    def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> GenerationResult:
+        """Send one request with the Python client."""
+        with Client(self.address) as client:
+            return client.generate(prompt, **options)
 
     def status(self) -> dict[str, Any]:
         """What `coatcheck status --json` prints, without a new process, which needs half a second of CPU time. Waits

@@ -3,12 +3,15 @@
 import http.client
 import ipaddress
 import json
+import os
 import re
+import signal
 import ssl
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_ca import sign_certificates
 from coatcheck.proto.internal_tls import GROUP
-from tests.cluster.serving import Serving, coatcheck, listening
+from tests.cluster.serving import COMMAND, END_SECONDS, Serving, coatcheck, listening, lives, until
 from tests.router.certificates import TestAuthority
 from tests.router.http.browser import Browser
 from tests.workers.rank_client import read_registration
@@ -179,3 +182,27 @@ def test_no_secret_is_found_beside_the_cluster(secure: Secure) -> None:
     texts["said"] = "".join(secure.serving.lines)
     assert any("router" in name or "worker" in name for name in texts) and len(texts) > 10
     assert [(name, secret[:3]) for name, text in texts.items() for secret in secrets if secret in text] == []
+
+
+def test_a_second_signal_stops_at_once(secure: Secure) -> None:
+    """Ctrl-C twice while a stream runs: `serve` exits with 130 before the stream ends, and no process is left. This is
+    the last test of the file because it ends the cluster."""
+    serving = secure.serving
+    endless = [*COMMAND, "generate", "def main", "--address", serving.address, "--max-tokens", "150", "--ignore-eos"]
+    environment = {**os.environ, "COATCHECK_API_KEY": secure.key, "COATCHECK_TLS_CA": str(secure.ca)}
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(secure.run("status", "--json", key=secure.admin).stdout)
+        return found
+
+    with subprocess.Popen(
+        [*endless, "--n", "64"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    ) as running:
+        until(lambda: status()["groups"][0]["running"] > 1, "the stream runs")
+        processes = serving.descendants()
+        os.killpg(serving.process.pid, signal.SIGINT)
+        until(lambda: status()["state"] == "draining", "it drains")
+        os.killpg(serving.process.pid, signal.SIGINT)
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 130, serving.rest()
+        running.kill()
+    until(lambda: not any(lives(pid) for pid in processes), "every process is gone", END_SECONDS)

@@ -5,18 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
-from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
 from tests.cluster.serving import Serving, coatcheck, kill, until
-
-pytestmark = pytest.mark.ray
-
-_STREAMS = 2
+from tests.cluster.streaming_clients import STREAMS, StreamingClients
 
 
 def test_nothing_to_scale_is_said_at_once() -> None:
@@ -24,37 +18,6 @@ def test_nothing_to_scale_is_said_at_once() -> None:
     done = coatcheck("scale", "--groups", "2", "--ray-address", "127.0.0.1:1")
     assert done.returncode == 1 and done.stderr.startswith("error: no Ray cluster answers at 127.0.0.1:1")
     assert coatcheck("scale", "--groups", "0").returncode == 2
-
-
-class Clients:
-    """Clients that know one address and retry nothing. Each sends the next request as soon as one is answered."""
-
-    def __init__(self, address: str, pool: ThreadPoolExecutor) -> None:
-        channel = grpc.insecure_channel(address)
-        self._generation, self._admin = GenerationStub(channel), AdminStub(channel)
-        self._pool = pool
-        self._undisturbed = [self._ask(seed) for seed in range(_STREAMS)]
-
-    def ask_while(self, *running: "Future[Any]") -> "list[Future[int]]":
-        """Send requests from every client until all of `running` are done. Each future returns its number of requests,
-        at least one."""
-        return [self._pool.submit(self._ask_while, seed, running) for seed in range(_STREAMS)]
-
-    def states(self) -> dict[str, str]:
-        """The state of each group, as the router reports it."""
-        return {group.name: group.state for group in self._admin.Status(StatusRequest()).groups}
-
-    def _ask(self, seed: int) -> list[int]:
-        sampling = SamplingParams(max_tokens=100, ignore_eos=True, seed=seed)
-        events = self._generation.GenerateStream(GenerateRequest(text=f"prompt {seed}", sampling=sampling))
-        return [token for event in events for token in event.delta.token_ids]
-
-    def _ask_while(self, seed: int, running: "tuple[Future[Any], ...]") -> int:
-        times = 0
-        while not times or not all(one.done() for one in running):
-            assert self._ask(seed) == self._undisturbed[seed]
-            times += 1
-        return times
 
 
 class Scaled:
@@ -81,35 +44,12 @@ def require_done(scaling: "Future[Any]", streams: "list[Future[int]]") -> None:
     assert all(stream.result() for stream in streams)
 
 
-def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
-    """From one group to two and back while streams run: all streams end as they would have undisturbed. A third group
-    is refused with what is missing, and nothing changes."""
-    with ray_head(2) as head, ThreadPoolExecutor(_STREAMS + 1) as pool:
-        scaled = Scaled(head, tiny_model, 1, pool)
-        with scaled.serving() as serving:
-            serving.wait_ready()
-            clients = Clients(serving.address, pool)
-            scaling = scaled.scale(2)
-            require_done(scaling, clients.ask_while(scaling))
-            assert clients.states() == {"group-0": "serving", "group-1": "serving"}
-
-            refused = scaled.scale(4).result()
-            assert refused.returncode == 2
-            assert "2 groups with tp 1 need 2 CPUs, and this Ray cluster has 0 free on 1 node" in refused.stderr
-            assert set(clients.states()) == {"group-0", "group-1"}
-
-            scaling = scaled.scale(1, "--drain-seconds", "0")
-            require_done(scaling, clients.ask_while(scaling))
-            assert clients.states() == {"group-0": "serving"}
-            serving.process.send_signal(signal.SIGTERM)
-            assert serving.process.wait(MAX_WAIT_SECONDS) == 0
-
-
+@pytest.mark.ray
 @pytest.mark.full
 def test_scaling_outlives_what_happens_meanwhile(tiny_model: Path) -> None:
     """The supervisor is killed during a scaling and the command is run again; a group that is being removed is killed;
     two commands run at once, of which one waits. No stream is affected."""
-    with ray_head(2) as head, ThreadPoolExecutor(_STREAMS + 2) as pool:
+    with ray_head(2) as head, ThreadPoolExecutor(STREAMS + 2) as pool:
         scaled = Scaled(head, tiny_model, 1, pool)
         with scaled.serving() as serving:
             serving.wait_ready()
@@ -124,7 +64,7 @@ def test_scaling_outlives_what_happens_meanwhile(tiny_model: Path) -> None:
         with scaled.serving() as serving:
             assert "2 groups x tp 1" in serving.wait_ready()
             assert any("this cluster has 2 groups, which stay" in line for line in serving.lines)
-            clients = Clients(serving.address, pool)
+            clients = StreamingClients(serving.address, pool)
 
             # It is killed while what runs on it may still end; nobody waits for it then.
             scaling = scaled.scale(1, "--drain-seconds", "86400")

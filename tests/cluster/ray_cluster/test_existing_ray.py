@@ -4,8 +4,11 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,47 +16,112 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
 from tests.cluster.serving import Serving, coatcheck, kill, until
+from tests.cluster.streaming_clients import STREAMS, StreamingClients
 
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture
-def head() -> Iterator[RayHead]:
-    """A Ray head with two logical CPUs."""
-    with ray_head(2) as head:
-        yield head
+_FLAGS = ["--grpc-port", "0", "--kv-memory", "4MiB"]
+# How long a command waits for a lost head. Ray's own default is a minute.
+_RECONNECT_SECONDS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+_END_SECONDS = 45.0  # Ray itself would take 60 s to notice
 
 
-def test_a_cluster_outlives_its_command(head: RayHead, tiny_model: Path) -> None:
+class JoinedCluster:
+    """A Ray head with two logical CPUs. `serving` is the newest `coatcheck serve` that has joined it."""
+
+    def __init__(self, head: RayHead, model: Path, stack: ExitStack) -> None:
+        self.head = head
+        self._arguments = [str(model), *_FLAGS, "--ray-address", head.address]
+        self._stack = stack
+        self.serving = self.join()
+        self.serving.wait_ready()
+
+    def join(self, *more: str) -> Serving:
+        """Start `coatcheck serve`."""
+        environment = ENVIRONMENT | _RECONNECT_SECONDS
+        self.serving = self._stack.enter_context(Serving(*self._arguments, *more, environment=environment))
+        return self.serving
+
+    def rank_pid(self) -> int:
+        """The process id of group-0's rank."""
+        until(lambda: bool(self.serving.group("group-0")["ranks"]), "the group has reported its ranks")
+        return int(self.serving.group("group-0")["ranks"][0]["pid"])
+
+    def scale(self, groups: int, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run `coatcheck scale`."""
+        flags = ["--groups", str(groups), "--ray-address", self.head.address]
+        return coatcheck("scale", *flags, *options, environment=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path) -> Iterator[JoinedCluster]:
+    """One group. The tests of this file run in order, and the last one ends the cluster."""
+    with ray_head(2) as head, ExitStack() as stack:
+        yield JoinedCluster(head, tiny_model, stack)
+
+
+def test_a_cluster_outlives_its_command(cluster: JoinedCluster) -> None:
     """kill -9 of `serve` disturbs nothing; the same command finds the cluster again, ready once its router answers;
     other settings are refused."""
-    arguments = [str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-address", head.address]
-    with Serving(*arguments, environment=ENVIRONMENT) as first:
-        first.wait_ready()
-        until(lambda: bool(first.group("group-0")["ranks"]), "the group has said who its ranks are")
-        rank = first.group("group-0")["ranks"][0]["pid"]
-        kill(first.process.pid)
-        first.process.wait()
-        assert first.generate("def main", "--max-tokens", "4")["usage"]["completion"] == 4
-    with Serving(*arguments, "--max-num-seqs", "8", environment=ENVIRONMENT) as other:
-        assert "already serves llama with other settings" in other.rest()
-        assert other.process.wait() == 2
-    router = head.actor("RouterActor")
+    first, rank = cluster.serving, cluster.rank_pid()
+    kill(first.process.pid)
+    first.process.wait()
+    assert first.generate("def main", max_tokens=4).usage.completion_tokens == 4
+    other = cluster.join("--max-num-seqs", "8")
+    assert "already serves llama with other settings" in other.rest()
+    assert other.process.wait() == 2
+    router = cluster.head.actor("RouterActor")
     os.kill(router, signal.SIGSTOP)
-    with Serving(*arguments, environment=ENVIRONMENT) as again:
-        assert "router-0 does not answer" in again.wait_line("still waiting")
-        os.kill(router, signal.SIGCONT)
-        again.wait_ready()
-        until(lambda: bool(again.group("group-0")["ranks"]), "the group has said who its ranks are")
-        assert again.address == first.address and again.group("group-0")["ranks"][0]["pid"] == rank
-        again.process.send_signal(signal.SIGTERM)
-        assert again.process.wait(MAX_WAIT_SECONDS) == 0
-    assert coatcheck("status", "--address", first.address).returncode == 1
-    # Its places are free again: what did not fit beside it fits now.
-    with Serving(*arguments, "--tp", "2", environment=ENVIRONMENT) as next_one:
-        assert "1 group x tp 2" in next_one.wait_ready()
-        next_one.process.send_signal(signal.SIGTERM)
-        assert next_one.process.wait(MAX_WAIT_SECONDS) == 0
+    again = cluster.join()
+    assert "router-0 does not answer" in again.wait_line("still waiting")
+    os.kill(router, signal.SIGCONT)
+    again.wait_ready()
+    assert again.address == first.address and cluster.rank_pid() == rank
+
+
+def test_groups_come_and_go_under_streams(cluster: JoinedCluster) -> None:
+    """`coatcheck scale` from one group to two and back while streams run: all streams end as they would have
+    undisturbed. More groups than fit are refused with what is missing, and nothing changes."""
+    with ThreadPoolExecutor(STREAMS + 1) as pool:
+        clients = StreamingClients(cluster.serving.address, pool)
+
+        def scale_under_streams(groups: int) -> None:
+            scaling = pool.submit(cluster.scale, groups, "--drain-seconds", "0")
+            streams = clients.ask_while(scaling)
+            assert scaling.result().returncode == 0, scaling.result().stderr
+            assert all(stream.result() for stream in streams)
+
+        scale_under_streams(2)
+        assert clients.states() == {"group-0": "serving", "group-1": "serving"}
+        refused = cluster.scale(4)
+        assert refused.returncode == 2
+        assert "2 groups with tp 1 need 2 CPUs, and this Ray cluster has 0 free on 1 node" in refused.stderr
+        assert set(clients.states()) == {"group-0", "group-1"}
+        scale_under_streams(1)
+        assert clients.states() == {"group-0": "serving"}
+
+
+def test_sigterm_ends_the_cluster_and_frees_its_places(cluster: JoinedCluster) -> None:
+    """On SIGTERM `serve` ends router and groups. What did not fit beside them then fits."""
+    ended = cluster.serving
+    ended.process.send_signal(signal.SIGTERM)
+    assert ended.process.wait(MAX_WAIT_SECONDS) == 0
+    assert coatcheck("status", "--address", ended.address).returncode == 1
+    assert "1 group x tp 2" in cluster.join("--tp", "2").wait_ready()
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_head_is_waited_for(cluster: JoinedCluster) -> None:
+    """kill -9 of the head's GCS: `serve` says that it waits, and exits with 1 and one error line once the head has been
+    gone for as long as Ray's setting says."""
+    kill(cluster.head.program("gcs_server"))
+    cluster.serving.wait_line(f"warning: Ray's head at {cluster.head.address} is gone")
+    until(lambda: cluster.serving.process.poll() is not None, "serve ends", _END_SECONDS)
+    lines = [line for line in cluster.serving.rest().splitlines() if not line.startswith("group-0 is lost")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: Ray's head (its GCS) at {cluster.head.address} has been gone")
+    assert cluster.serving.process.returncode == 1
 
 
 def test_the_users_token_is_shown_to_a_ray_of_this_host(tmp_path: Path) -> None:

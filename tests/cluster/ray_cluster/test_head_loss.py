@@ -7,10 +7,11 @@ import pytest
 
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from coatcheck.bench.setup.redis_server import redis_server
+from coatcheck.proto.errors import CoatcheckError
 from tests.cluster.serving import Serving, kill, until
 from tests.programs.find import need_program
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
 class Asking:
@@ -34,10 +35,10 @@ class Asking:
     def _ask(self) -> None:
         while not self._stopping.is_set():
             try:
-                answer = self._serving.generate("def main", "--max-tokens", "30", "--ignore-eos")
-                assert answer["usage"]["completion"] == 30
+                answer = self._serving.generate("def main", max_tokens=30, ignore_eos=True)
+                assert answer.usage.completion_tokens == 30
                 self.answers += 1
-            except AssertionError as error:
+            except (AssertionError, CoatcheckError) as error:
                 self.faults.append(str(error))
 
 

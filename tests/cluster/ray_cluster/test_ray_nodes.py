@@ -57,12 +57,12 @@ def test_groups_and_routers_follow_the_nodes(nodes: RayNodes, tiny_model: Path) 
         first = supervisor_of(nodes.head)
         kill(first)
         until(lambda: supervisor_of(nodes.head) not in (0, first), "there is another supervisor")
-        assert serving.generate("def main", "--max-tokens", "4")["usage"]["completion"] == 4
+        assert serving.generate("def main", max_tokens=4).usage.completion_tokens == 4
         nodes.add(1)
         serving.wait_line(f"{spread} is serving")
         until(lambda: serving.group(spread).get("state") == "serving", "its router knows")
         assert serving.group(packed)["restarts"] == 0
-        assert serving.generate("def main", "--max-tokens", "4")["usage"]["completion"] == 4
+        assert serving.generate("def main", max_tokens=4).usage.completion_tokens == 4
 
 
 def answers(router: str) -> bool:

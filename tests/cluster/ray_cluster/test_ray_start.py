@@ -38,6 +38,7 @@ def slow() -> Iterator[SlowRay]:
 
 
 @pytest.mark.ray
+@pytest.mark.full  # waits 20 s; the next test shows the waiting lines too
 @pytest.mark.timeout(600)
 def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
     """Agents that need longer than a raylet waits for them do not make the attempt fail."""
@@ -71,6 +72,7 @@ def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.full  # waits 22 s
 @pytest.mark.timeout(300)
 def test_the_start_timeout_ends_the_command(slow: SlowRay, tiny_model: Path) -> None:
     """After --ray-start-timeout the command ends with one line that quotes Ray's log, and no process is left."""

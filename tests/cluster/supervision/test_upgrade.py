@@ -82,7 +82,7 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             code, _, said = restart("group-0")
             assert code == 0, said
             until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what")
-            used = {serving.generate("def main", "--max-tokens", "4")["group"] for _ in range(8)}
+            used = {serving.generate("def main", max_tokens=4).group for _ in range(8)}
             assert used <= {"group-0", "group-1"} and "group-0" in used
             code, out, said = restart("--routers")
             assert code == 0 and out.count("serves again") == 4, said
@@ -92,7 +92,7 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             assert code == 1 and "router-0 does not use group-0" in said
             assert "coatcheck 0.0.2 with contract 0" in said and "0.0.3 with contract 1" in said
             assert "install one version on every node" in said
-            assert serving.generate("def main", "--max-tokens", "4")["group"] == "group-1"
+            assert serving.generate("def main", max_tokens=4).group == "group-1"
             installed.install("0.0.4", changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 0, said
