@@ -28,11 +28,12 @@ test: programs
 test-all: programs
 	@$(BIN)/python -m tests.run SAMPLE=
 
-# Tests that do not start Ray, three at a time, because many of them mostly wait.
+# Tests that do not start Ray, two at a time.
 tests-together: programs
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
 
-# Tests that start Ray, one at a time: three at a time take half as long, but at a load of 35 Ray's own nodes fail to start.
+# Tests that start Ray, one at a time: three at a time make a load of 35, at which Ray's own nodes fail to start. They
+# mostly wait for processes, so `make test` runs them beside the others.
 tests-ray: programs
 	$(BIN)/pytest -m 'ray $(SAMPLE)'
 

@@ -1,0 +1,40 @@
+"""The `ready:` line of `coatcheck serve`: addresses, and what fits the KV pool."""
+
+from coatcheck.cluster.commands.serve_session import ready_line
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
+from coatcheck.workers.core.rank_progress import Phase, RankProgress
+
+
+def line(num_blocks: int, max_model_len: int, *, http: tuple[str, ...] = ()) -> str:
+    """The line for two groups, of which the second has fewer blocks."""
+    config = ServeConfig.build({"model": "some/llama", "groups": 2, "block_size": 16})
+    groups = [
+        GroupState(
+            name,
+            state="serving",
+            ranks=(
+                RankProgress(
+                    Phase.SERVING, num_blocks=blocks, max_model_len=max_model_len, model_len=2048, dtype="bfloat16"
+                ),
+            ),
+        )
+        for name, blocks in (("group-0", num_blocks + 100), ("group-1", num_blocks))
+    ]
+    return ready_line(config, ClusterState(tuple(groups), ("10.0.0.1:50051",), http_addresses=http))
+
+
+def test_the_line_has_addresses_and_sizes() -> None:
+    """The group with the fewest blocks says how many sequences fit at once."""
+    assert line(256, 2048, http=("10.0.0.1:8000",)) == (
+        "ready: some/llama (bfloat16) at 10.0.0.1:50051 and http://10.0.0.1:8000, 2 groups x tp 1, each with "
+        "256 blocks of 16 tokens, 2 sequences of 2048 tokens at once"
+    )
+
+
+def test_too_small_a_pool_is_said() -> None:
+    """If the KV pool limits the sequence length, the line has both lengths and the setting to change."""
+    assert line(5, 79).endswith(
+        "5 blocks of 16 tokens, which is too few: no sequence can be longer than 79 tokens, and the model goes to "
+        "2048; raise --kv-memory"
+    )
