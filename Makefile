@@ -15,7 +15,7 @@ FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
 # What these bring in versions of their own, and so cannot take from constraints.txt.
 FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors
 
-.PHONY: demo test test-all test-floor tests-together tests-alone programs bench lint types clean
+.PHONY: demo test test-all test-floor tests-together tests-ray programs bench lint types clean
 
 demo: .venv/installed
 	$(BIN)/python demo/demo.py
