@@ -165,9 +165,11 @@ class ChaosCluster:
         return [group for group in status.groups if group.state == "serving" and group.ranks] if status else []
 
     def wait_whole(self, seconds: float) -> None:
-        """Wait until every group serves. Raise TimeoutError after `seconds`."""
+        """Wait until every group serves. Start a node again if it ends by itself meanwhile. Raise TimeoutError after
+        `seconds`."""
         deadline = time.monotonic() + seconds
         while len(self.serving()) < self.groups:
+            self._ray.check()
             if time.monotonic() > deadline:
                 message = f"the groups did not all serve within {seconds:g} s: {self.status()}"
                 raise TimeoutError(f"{message}\n{self.log_tail()}")

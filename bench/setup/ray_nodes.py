@@ -35,8 +35,9 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "10",
 }
 _ALIVE = 0  # GcsNodeInfo.ALIVE
-# In the output of `ray start` when its processes have not started within 30 s, a limit without a setting.
-_GAVE_UP = "timed out during startup"
+# In the output of `ray start` on a busy machine: its processes have not started within 30 s, or the raylet has ended
+# because its agents have not started within 15 s. Neither limit has a setting.
+_GAVE_UP = ("timed out during startup", "subprocesses exited unexpectedly")
 
 
 class RayNode:
@@ -84,10 +85,10 @@ class RayNode:
         return self._log.read_text()[-2000:]
 
     def check(self) -> None:
-        """Restarts the node if `ray start` gave up on a busy machine. Raises RuntimeError if it ended otherwise."""
+        """Restart the node if `ray start` gave up on a busy machine. Raise RuntimeError if it ended otherwise."""
         if self.runs():
             return
-        if _GAVE_UP not in self.said():
+        if not any(text in self.said() for text in _GAVE_UP):
             raise RuntimeError(f"a Ray node ended with {self._process.returncode}: {self.said()}")
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind
