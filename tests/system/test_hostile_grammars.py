@@ -12,8 +12,8 @@ import pytest
 
 from coatcheck.proto.grammar import Grammar, GrammarRefused
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
-from tests.cluster.grammar_rank import TOKENS
 from tests.hostile_grammars import GRAMMARS
+from tests.system.grammar_rank import TOKENS
 
 GOOD = Grammar("regex", "(yes|no)")
 # What a thread gets by itself where the limit is low: half of what the router's check has.
@@ -32,7 +32,7 @@ class Rank:
         def lower_the_stack() -> None:
             resource.setrlimit(resource.RLIMIT_STACK, (_RANK_STACK_BYTES, resource.RLIM_INFINITY))
 
-        command = [sys.executable, "-m", "tests.cluster.grammar_rank", str(directory)]
+        command = [sys.executable, "-m", "tests.system.grammar_rank", str(directory)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=lower_the_stack
         )

@@ -1,4 +1,4 @@
-"""A process with one rank's engine, for grammars that might crash it: `python -m tests.cluster.grammar_rank DIRECTORY`.
+"""A process with one rank's engine, for grammars that might crash it: `python -m tests.system.grammar_rank DIRECTORY`.
 
 Reads names of hostile grammars from stdin. For each, runs a request with that grammar beside one without, and prints a
 line of JSON: the tokens of each, why the first was refused ("" if it was not), and the CPU seconds of both.
