@@ -21,7 +21,6 @@ from rich.text import Text
 from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.errors import CoatcheckError
-from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 MODEL = Path(__file__).parent / "model"
 GROUPS, RANKS, MAX_TOKENS = 2, 2, 48
@@ -84,14 +83,11 @@ async def converse(address: str) -> dict[str, GenerationResult]:
 async def ask(client: AsyncClient, prompt: str) -> GenerationResult:
     """Stream one answer to the terminal, after the end of its prompt in grey."""
     console.print(Text(f"… {prompt[-160:]}", style="dim"), end="", soft_wrap=True)
-    sampling = pb.SamplingParams(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS // 2, temperature=0.6, seed=11)
-    answer = GenerationResult(time.perf_counter())
-    async for event in client.stream_events(pb.GenerateRequest(text=prompt, sampling=sampling)):
-        answer.add(event, time.perf_counter())
-        if event.HasField("delta"):
-            console.print(event.delta.text, end="", markup=False, soft_wrap=True)
-    console.print(f"\n\n[dim]why {answer.routed_by}\n", soft_wrap=True)
-    return answer
+    stream = client.stream(prompt, max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS // 2, temperature=0.6, seed=11)
+    async for chunk in stream:
+        console.print(chunk.text, end="", markup=False, soft_wrap=True)
+    console.print(f"\n\n[dim]why {stream.result.routed_by}\n", soft_wrap=True)
+    return stream.result
 
 
 def wait_until_ready(server: "subprocess.Popen[str]") -> None:

@@ -14,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 from train import HERE, MODEL, held_out_loss
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 QUESTIONS = (
     "What does `str.startswith` do?",
@@ -53,8 +53,8 @@ def report(
     """Print the held-out perplexity of a checkpoint and a few of its answers."""
     torch.manual_seed(seed)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    llama = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
     text = (HERE / "heldout.txt").read_text("utf-8")
     loss = held_out_loss(llama, tokenizer, text)
     count = len(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)

@@ -60,7 +60,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", BOS)]
     )
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # as transformers left it
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token="<|bos|>",
         eos_token="<|eos|>",
@@ -90,7 +90,7 @@ def build_model() -> LlamaForCausalLM:
         pad_token_id=PAD,
     )
     model = LlamaForCausalLM(config)
-    ends = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END], pad_token_id=PAD)  # type: ignore[no-untyped-call]
+    ends = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, END], pad_token_id=PAD)
     model.generation_config = ends
     return model
 
@@ -180,7 +180,7 @@ def train(
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
+    disable_progress_bar()
     console = Console()
     read = corpus.load()
     (HERE / "heldout.txt").write_text(read.held_out, "utf-8")
@@ -206,7 +206,7 @@ def train(
                 group["lr"] = rate * scale
             rows = next(feed)
             loss = next_token_loss(model, rows)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves Tensor.backward untyped
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()

@@ -1,5 +1,7 @@
 """report_table: a Report as a table for a terminal."""
 
+from dataclasses import astuple
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +26,7 @@ def report_table(report: Report) -> Group:
     for title, attribute in ROWS:
         latency: LatencyPercentiles | None = getattr(report, attribute)
         if latency is not None:
-            table.add_row(title, *(f"{value:.1f}" for value in (latency.mean, latency.p50, latency.p90, latency.p99)))
+            table.add_row(title, *(f"{value:.1f}" for value in astuple(latency)))
     return Group(table, *(Text(line) for line in _lines(report)))
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from google.protobuf.json_format import MessageToDict
 
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.commands.generate import put_prompt
-from coatcheck.cluster.commands.status import call_admin, make_table
+from coatcheck.cluster.commands.status import as_json_object, call_admin, make_table
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -44,8 +43,7 @@ def explain(
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     explanation: pb.Explanation = call_admin(credentials, address, "Explain", request, _CALL_SECONDS)
     if as_json:
-        fields = MessageToDict(explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        print(json.dumps(fields))
+        print(json.dumps(as_json_object(explanation)))
         return
     from rich.console import Console
 
@@ -56,9 +54,8 @@ def explain(
 
 def _cost_table(costs: Sequence[pb.GroupCost]) -> "Table":
     """A row for each group. A term that is zero for all groups has no column."""
-    shown = {name: f"{name}_seconds" for name in _SECONDS}
     columns = {"cost": [f"{cost.total_seconds:.3f} s" for cost in costs]}
-    columns |= {name: [f"{getattr(cost, field):.3f}" for cost in costs] for name, field in shown.items()}
+    columns |= {name: [f"{getattr(cost, f'{name}_seconds'):.3f}" for cost in costs] for name in _SECONDS}
     columns |= {name: [f"{getattr(cost, field):,}" for cost in costs] for field, name in _TOKENS.items()}
     columns = {name: cells for name, cells in columns.items() if name == "cost" or set(cells) - {"0", "0.000"}}
     table = make_table("group", *columns)

@@ -8,14 +8,12 @@ import asyncio
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
+from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient, AsyncGenerationStream
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.client.results import GenerationResult
@@ -93,30 +91,26 @@ def generate(
     if retain is not None:
         ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
         request.retention.CopyFrom(Retention(retain, ttl).to_message())
-    show: Callable[[str], None] = _write if streams_text else lambda text: None
-    answer = asyncio.run(_stream(addresses, credentials, request, timeout, show))
+    answer = asyncio.run(_stream(addresses, credentials, request, timeout, streams_text))
     if as_json:
-        wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
-        _write(json.dumps(wanted, ensure_ascii=False) + "\n")
-    else:
-        _write("\n" if streams_text else _labelled(answer))
-        typer.secho(answer.summary(), err=True, dim=True)  # on stderr, so that stdout has nothing but the text
+        fields = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
+        print(json.dumps(fields, ensure_ascii=False), flush=True)
+        return
+    labelled = "".join(f"[{index}] {choice.text}\n" for index, choice in enumerate(answer.choices))
+    print("\n" if streams_text else labelled, end="", flush=True)
+    typer.secho(answer.summary(), err=True, dim=True)  # on stderr, so that stdout has nothing but the text
 
 
 async def _stream(
-    addresses: list[str],
-    credentials: Credentials,
-    request: pb.GenerateRequest,
-    timeout: float | None,
-    show: Callable[[str], None],
+    addresses: list[str], credentials: Credentials, request: pb.GenerateRequest, timeout: float | None, show: bool
 ) -> GenerationResult:
-    answer = GenerationResult(time.perf_counter())
+    """The whole answer. `show`: print its text as it comes."""
     async with AsyncClient(addresses, credentials) as client:
-        async for event in client.stream_events(request, timeout=timeout):
-            answer.add(event, time.perf_counter())
-            if event.HasField("delta"):
-                show(event.delta.text)
-    return answer
+        stream = AsyncGenerationStream(client.stream_events(request, timeout=timeout))
+        async for chunk in stream:
+            if show:
+                print(chunk.text, end="", flush=True)
+    return stream.result
 
 
 def put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str | None, token_ids: bool) -> None:
@@ -157,12 +151,3 @@ def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
             raise typer.BadParameter(f"--logit-bias {entry!r} is not ID=VALUE, as in 42=-5.0")
         bias[token] = value
     return bias or None
-
-
-def _labelled(answer: GenerationResult) -> str:
-    return "".join(f"[{index}] {choice.text}\n" for index, choice in enumerate(answer.choices))
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

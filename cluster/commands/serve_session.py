@@ -7,8 +7,7 @@ import math
 import re
 import time
 from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -144,8 +143,8 @@ class ServeSession:
             )
 
     def _publish_token(self) -> None:
-        """Let other commands of this user find a local Ray. Called after
-        `ends_at_once` is cleared, so that the file is always removed."""
+        """Let other commands of this user find a local Ray. Called after `ends_at_once` is cleared, so that the file is
+        always removed."""
         from coatcheck.cluster.ray_cluster.ray_connection import head_address
 
         if not self._starts_ray or self._signals.drain_requested.is_set():
@@ -319,12 +318,12 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     )
 
 
-class ProgressBars:
+class ProgressBars(Progress):
     """A progress bar for each rank that loads weights, while the context is open. Shows nothing unless stderr is a
     terminal."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
@@ -334,27 +333,17 @@ class ProgressBars:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._tasks: dict[tuple[str, int], TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        self._rank_tasks: dict[tuple[str, int], TaskID] = {}
 
     def update_bars(self, state: "ClusterState") -> None:
         for group in state.groups:
             for rank, progress in enumerate(group.ranks):
-                task = self._tasks.get((group.name, rank))
+                task = self._rank_tasks.get((group.name, rank))
                 if task is None:
-                    name = f"{group.name} rank {rank}"
-                    task = self._tasks[group.name, rank] = self._progress.add_task(name, total=None, phase="")
-                self._progress.update(
-                    task, completed=progress.done_bytes, total=progress.total_bytes or None, phase=progress.phase.value
-                )
+                    task = self.add_task(f"{group.name} rank {rank}", total=None, phase="")
+                    self._rank_tasks[group.name, rank] = task
+                total = progress.total_bytes or None
+                self.update(task, completed=progress.done_bytes, total=total, phase=progress.phase.value)
 
 
 def _silence_reason(error: Exception) -> str:

@@ -121,9 +121,7 @@ def _print(answer: pb.StatusResponse) -> None:
     )
     for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot), ("ITL", answer.itl), ("queue", answer.queue)):
         if latency.count:
-            p50, p90, p99 = (
-                seconds * 1000 for seconds in (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
-            )
+            p50, p90, p99 = latency.p50_seconds * 1000, latency.p90_seconds * 1000, latency.p99_seconds * 1000
             console.print(f"{name} p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f} ({latency.count})", highlight=False)
     columns = ("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "restarts")
     groups = make_table(*columns, left=["state"])

@@ -27,32 +27,29 @@ FREE_SHARE: Final = {"cpu": 0.1, "cuda": 0.85}
 # Default of max_batch_tokens by device. A larger step computes prompts no faster and delays every running decode.
 BATCH_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
+# Types of settings with their bounds.
+NonEmpty = Annotated[str, Field(min_length=1)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"\S")]
+Groups = Annotated[int, Field(ge=1, le=4096)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+UpToAnHour = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]  # seconds
+UpToADay = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+
 
 class ServeConfig(Settings):
     """`groups` tensor-parallel groups of `tp` ranks each, behind a router."""
 
-    model: str = Field(min_length=1, description="A checkpoint directory or a hub id.")
+    model: NonEmpty = Field(description="A checkpoint directory or a hub id.")
 
-    served_model_name: str | None = setting(
-        "Model",
-        "The model's name for clients.",
-        None,
-        in_words="the directory's name or the hub id",
-        min_length=1,
-        max_length=256,
-        pattern=r"\S",
+    served_model_name: ModelName | None = setting(
+        "Model", "The model's name for clients.", None, in_words="the directory's name or the hub id"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("Model", "cpu, cuda, or auto: GPUs if there are any.", "auto")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
         "Model", "float32, bfloat16, float16, or auto: the checkpoint's dtype.", "auto"
     )
-    max_model_len: int | None = setting(
-        "Model",
-        "Most tokens in a sequence, prompt and answer together.",
-        None,
-        in_words="the model's",
-        ge=2,
-        lt=2**31,
+    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
+        "Model", "Most tokens in a sequence, prompt and answer together.", None, in_words="the model's"
     )
     generation_config: Literal["auto", "none"] = setting(
         "Model",
@@ -67,32 +64,22 @@ class ServeConfig(Settings):
         False,
     )
 
-    groups: int = setting("Groups", "Tensor-parallel groups. Each serves a copy of the model.", 1, ge=1, le=4096)
+    groups: Groups = setting("Groups", "Tensor-parallel groups. Each serves a copy of the model.", 1)
     tp: int = setting("Groups", "Ranks in each group: GPUs that share one copy.", 1, ge=1, le=1024)
-    max_groups: int | None = setting(
+    max_groups: Groups | None = setting(
         "Groups",
         "Most groups. A group is added after requests have waited longer than --queue-target for 10 s. A group is "
         "removed, down to --groups, after --scale-in-after.",
         None,
         in_words="as many as --groups",
-        ge=1,
-        le=4096,
     )
-    queue_target: float = setting(
-        "Groups",
-        "With --max-groups: seconds that requests may wait before a group is added.",
-        2.0,
-        gt=0,
-        le=3600,
-        allow_inf_nan=False,
+    queue_target: UpToAnHour = setting(
+        "Groups", "With --max-groups: seconds that requests may wait before a group is added.", 2.0
     )
-    scale_in_after: float = setting(
+    scale_in_after: UpToADay = setting(
         "Groups",
         "With --max-groups: seconds without a waiting request and with an idle group before a group is removed.",
         600.0,
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
     )
 
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory)] = setting(
@@ -143,54 +130,41 @@ class ServeConfig(Settings):
         le=2**20,
     )
 
-    grpc_host: str = setting("Router", "Address where the router listens for gRPC.", "127.0.0.1", min_length=1)
-    grpc_port: int = setting("Router", "Port for gRPC. 0: any free port.", DEFAULT_PORT, ge=0, le=65535)
-    http_host: str = setting("Router", "Address where the router listens for HTTP.", "127.0.0.1", min_length=1)
+    grpc_host: NonEmpty = setting("Router", "Address where the router listens for gRPC.", "127.0.0.1")
+    grpc_port: Port = setting("Router", "Port for gRPC. 0: any free port.", DEFAULT_PORT)
+    http_host: NonEmpty = setting("Router", "Address where the router listens for HTTP.", "127.0.0.1")
     http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = setting(
         "Router",
         "Port for HTTP. 0: any free port, also the default if --grpc-port is 0. none: no HTTP.",
         None,
         in_words=str(DEFAULT_HTTP_PORT),
     )
-    router_resource: str | None = setting(
-        "Router",
-        "A Ray resource. The router runs only on nodes that have it.",
-        None,
-        in_words="any node",
-        min_length=1,
+    router_resource: NonEmpty | None = setting(
+        "Router", "A Ray resource. The router runs only on nodes that have it.", None, in_words="any node"
     )
     router_per_node: bool = setting("Router", "A router on each node, instead of one in all.", False)
 
-    api_keys: str | None = setting(
+    api_keys: NonEmpty | None = setting(
         "Security",
         "A file of tenants and hashes of their keys. `coatcheck keys new NAME` writes it. Read again on change.",
         None,
-        min_length=1,
     )
-    tls_cert: str | None = setting(
-        "Security",
-        "The router's certificate for gRPC and HTTP: a PEM file on its host. Read again on change.",
-        None,
-        min_length=1,
+    tls_cert: NonEmpty | None = setting(
+        "Security", "The router's certificate for gRPC and HTTP: a PEM file on its host. Read again on change.", None
     )
-    tls_key: str | None = setting("Security", "The private key of --tls-cert: a PEM file.", None, min_length=1)
-    tls_client_ca: str | None = setting(
-        "Security", "Clients need a certificate that this authority signed: mutual TLS.", None, min_length=1
+    tls_key: NonEmpty | None = setting("Security", "The private key of --tls-cert: a PEM file.", None)
+    tls_client_ca: NonEmpty | None = setting(
+        "Security", "Clients need a certificate that this authority signed: mutual TLS.", None
     )
     insecure: bool = setting(
         "Security", "Listen beyond loopback without asking clients for keys or certificates.", False
     )
 
-    ray_address: str | None = setting(
-        "Ray", "An existing Ray cluster: HOST:PORT or auto.", None, in_words="a Ray of its own", min_length=1
+    ray_address: NonEmpty | None = setting(
+        "Ray", "An existing Ray cluster: HOST:PORT or auto.", None, in_words="a Ray of its own"
     )
-    ray_start_timeout: float = setting(
-        "Ray",
-        "Seconds that Ray may take to start, or to answer at --ray-address. A busy machine may need more.",
-        120.0,
-        gt=0,
-        le=3600,
-        allow_inf_nan=False,
+    ray_start_timeout: UpToAnHour = setting(
+        "Ray", "Seconds that Ray may take to start, or to answer at --ray-address. A busy machine may need more.", 120.0
     )
 
     log_format: LogFormat = setting(

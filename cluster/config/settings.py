@@ -116,7 +116,9 @@ def _flag_type(field: FieldInfo) -> type:
     """The type to which Typer converts the flag's value: str if a validator of the field parses the text."""
     if any(isinstance(item, BeforeValidator) for item in field.metadata):
         return str
-    values = (field.annotation, *get_args(field.annotation))
+    # Of a union also its members, of a Literal its values, and of Annotated its type.
+    members = get_args(field.annotation)
+    values = (field.annotation, *members, *(getattr(member, "__origin__", None) for member in members))
     for kind in (bool, int, float):
         if kind in values or any(isinstance(value, kind) for value in values):
             return kind
