@@ -80,7 +80,7 @@ class RouterConfig:
 
     @property
     def checks_host(self) -> bool:
-        """Whether HTTP requests must name this host, because no credentials are required (see HostCheckMiddleware)."""
+        """Whether HTTP requests must name this host, because no credentials are required (see RequestGate)."""
         loopback = self.http_host in ("localhost", "::1") or self.http_host.startswith("127.")
         return loopback and not (self.key_file or self.tls_client_ca or self.insecure)
 

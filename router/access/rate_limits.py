@@ -19,7 +19,6 @@ class TenantLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: dict[tuple[str, str], RateLimit] = {}
-        self.refused = 0
 
     def charge_request(self, tenant: Tenant) -> None:
         """Counts one request. Raises Overloaded, with the seconds to wait, if a limit of the tenant is used up."""
@@ -28,7 +27,6 @@ class TenantLimits:
         tokens = self._bucket(tenant, "tokens", tenant.tokens_per_minute, now)
         for kind, bucket in (("requests", requests), ("tokens", tokens)):
             if bucket is not None and (seconds := bucket.seconds_until_available(now)):
-                self.refused += 1
                 raise Overloaded(
                     f"{tenant.name!r} may have {bucket.per_minute:g} {kind} a minute; try again in {seconds:.1f} s",
                     seconds,

@@ -2,7 +2,6 @@
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from coatcheck.proto.errors import (
@@ -70,27 +69,6 @@ def openai_error(status: int, message: str, *, param: str | None = None, code: s
 def retry_headers(error: BaseException) -> dict[str, str]:
     """The header retry-after for an Overloaded error, nothing for others."""
     return {"retry-after": str(max(1, round(error.retry_seconds)))} if isinstance(error, Overloaded) else {}
-
-
-def explain_validation(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """(message, field) for the first of pydantic's errors of a body."""
-    # Of a union's branches, the one with the deepest error is most likely the one that the client meant.
-    field = errors[0]["loc"][:2]
-    first = max((error for error in errors if error["loc"][:2] == field), key=lambda error: len(error["loc"]))
-    parts = [str(part) for part in first["loc"] if part != "body"]
-    # Pydantic names a union's branches by their types, which mean nothing to a client.
-    name = ".".join(part for part in parts if "[" not in part and "-" not in part and part != "str") or "body"
-    match first["type"]:
-        case "extra_forbidden":
-            return f"{name} is not implemented by this server, and would change the answer; leave it out", name
-        case "missing":
-            return f"{name} is missing", name
-        case "json_invalid":
-            return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-        case "model_attributes_type" | "dict_type" if name == "body":
-            return "the body must be a JSON object, sent with content-type application/json", None
-    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{name}: {message}", name
 
 
 def _clip(text: str) -> str:

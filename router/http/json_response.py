@@ -18,10 +18,3 @@ class AsciiJsonResponse(Response):
 def json_bytes(content: Any) -> bytes:
     """`content` as compact ASCII JSON."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-
-
-def large_json(content: Any) -> bytes:
-    """As json_bytes, encoded in small steps; call it in a thread. json.dumps would hold the GIL throughout, a second
-    for two million values."""
-    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-    return "".join(encoder.iterencode(content)).encode()

@@ -1,7 +1,6 @@
 """wrap_app(): puts an ASGI application behind the router's middleware.
 
-The order is RequestIdMiddleware, HostCheckMiddleware (only where no credentials are required),
-AuthenticationMiddleware, BodyLimitMiddleware. No byte of a body is kept before its sender is authenticated.
+No byte of a body is kept before its sender is authenticated. The server sends no scopes but "http" (see HttpServer).
 """
 
 import asyncio
@@ -40,24 +39,27 @@ _LINGER_SECONDS: Final = 5.0
 
 def wrap_app(app: ASGIApp, authenticator: Authenticator, metrics: RequestMetrics, *, check_host: bool) -> ASGIApp:
     """`check_host`: answer only requests whose Host header names an address or this host."""
-    app = AuthenticationMiddleware(BodyLimitMiddleware(app, metrics, MESSAGE_BYTES), authenticator)
-    if check_host:
-        app = HostCheckMiddleware(app, metrics)
-    return RequestIdMiddleware(app)
+    return RequestGate(BodyLimitMiddleware(app, metrics, MESSAGE_BYTES), authenticator, metrics, check_host=check_host)
 
 
-class RequestIdMiddleware:
-    """Puts the request's id into `scope["request_id"]` and into the header x-request-id of every response. The id is
-    the client's x-request-id if that is safe to log, or a new one."""
+class RequestGate:
+    """Puts the request's id into `scope["request_id"]` and its tenant into `scope["tenant"]`, or refuses the request
+    before any of its body is read.
 
-    def __init__(self, app: ASGIApp) -> None:
+    The id is the client's x-request-id if that is safe to log, or a new one; every response has it as x-request-id.
+    """
+
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, metrics: RequestMetrics, *, check_host: bool
+    ) -> None:
         self._app = app
+        self._authenticator = authenticator
+        self._metrics = metrics
+        self._check_host = check_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         scope["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
@@ -65,32 +67,48 @@ class RequestIdMiddleware:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        refusal = self._refuse_foreign_host(headers) or self._authenticate(scope, headers)
+        if refusal is not None:
+            await respond_unread(scope, receive, send_with_id, refusal)
+        else:
+            await self._app(scope, receive, send_with_id)
 
+    def _refuse_foreign_host(self, headers: Headers) -> Response | None:
+        """Refuses a request whose Host header names another host, against DNS rebinding.
 
-class HostCheckMiddleware:
-    """Refuses requests whose Host header names another host, against DNS rebinding.
-
-    A router on loopback without keys serves every client that can connect. A web page in a browser on this host could
-    let its own domain resolve to a loopback address, and the browser would let the page read the router's responses.
-    The Host header still names the page's domain.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
-        if is_local_host(host):
-            await self._app(scope, receive, send)
-            return
+        A router on loopback without keys serves every client that can connect. A web page in a browser on this host
+        could let its own domain resolve to a loopback address, and the browser would let the page read the router's
+        responses. The Host header still names the page's domain.
+        """
+        host = headers.get("host", "")
+        if not self._check_host or is_local_host(host):
+            return None
         self._metrics.record_refusal("foreign_host")
-        message = (
+        return error_response(
+            403,
             f"this server answers on loopback to localhost and to addresses, not to {host[:80]!r}; call it by one of "
-            "those, or have it ask for keys (--api-keys), or start it with --insecure"
+            "those, or have it ask for keys (--api-keys), or start it with --insecure",
         )
-        await respond_unread(scope, receive, send, error_response(403, message))
+
+    def _authenticate(self, scope: Scope, headers: Headers) -> Response | None:
+        """Sets scope["tenant"], except for probes; otherwise returns the refusal, with status 401 or 403."""
+        if scope["path"] in _OPEN_PATHS:
+            return None
+        required: TenantScope = "generate" if scope["path"].startswith(_GENERATE_PATHS) else "observe"
+        try:
+            scope["tenant"] = self._authenticator.authenticate(
+                headers.get("authorization"),
+                required,
+                basic=required == "observe" and scope["method"] in ("GET", "HEAD"),
+                certificate=scope["state"].get("client_certificate") if "state" in scope else None,
+            )
+            return None
+        except (Unauthenticated, PermissionDenied) as error:
+            status, body = error_body(error)
+            refusal = AsciiJsonResponse(body, status)
+            for challenge in _CHALLENGES[required] if status == 401 else ():
+                refusal.headers.append("www-authenticate", challenge)
+            return refusal
 
 
 def is_local_host(host: str) -> bool:
@@ -105,35 +123,6 @@ def is_local_host(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class AuthenticationMiddleware:
-    """Puts the tenant into `scope["tenant"]`, or responds 401 or 403 before any of the body is read."""
-
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
-        self._app = app
-        self._authenticator = authenticator
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        required: TenantScope = "generate" if scope["path"].startswith(_GENERATE_PATHS) else "observe"
-        try:
-            scope["tenant"] = self._authenticator.authenticate(
-                Headers(scope=scope).get("authorization"),
-                required,
-                basic=required == "observe" and scope["method"] in ("GET", "HEAD"),
-                certificate=scope["state"].get("client_certificate") if "state" in scope else None,
-            )
-        except (Unauthenticated, PermissionDenied) as error:
-            status, body = error_body(error)
-            response = AsciiJsonResponse(body, status)
-            for challenge in _CHALLENGES[required] if status == 401 else ():
-                response.headers.append("www-authenticate", challenge)
-            await respond_unread(scope, receive, send, response)
-            return
-        await self._app(scope, receive, send)
 
 
 class BodyLimitMiddleware:
@@ -152,9 +141,6 @@ class BodyLimitMiddleware:
         self._body_seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         encoding = headers.get("content-encoding", "identity")

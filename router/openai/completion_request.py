@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -15,8 +15,9 @@ Prompt = str | list[int]
 
 
 def check_prompt_items(prompt: Any) -> Any:
-    """Returns `prompt` unchanged. Raises ValueError, naming the first wrong item, for a list that mixes kinds of items
-    or has items other than integers, texts, or lists of integers; true and 5.0 are not integers here."""
+    """Returns `prompt` unchanged. Raises ValueError for more than MAX_PROMPTS prompts, or, naming the first wrong item,
+    for a list that mixes kinds of items or has items other than integers, texts, or lists of integers; true and 5.0 are
+    not integers here."""
     if not isinstance(prompt, list) or not prompt:
         return prompt
     kind = type(prompt[0])
@@ -24,6 +25,8 @@ def check_prompt_items(prompt: Any) -> Any:
         is_known = kind in (int, str, list)
         index = next(n for n, item in enumerate(prompt) if type(item) is not kind) if is_known else 0
         raise _wrong_item(str(index), prompt[index])
+    if kind is not int and len(prompt) > MAX_PROMPTS:
+        raise ValueError(f"it holds {len(prompt)} prompts; send at most {MAX_PROMPTS} at once")
     if kind is list:
         for outer, ids in enumerate(prompt):
             if not set(map(type, ids)) <= {int}:
@@ -66,24 +69,15 @@ class CompletionRequest(SamplingFields):
         """Whether only the prompt is scored. Groups generate at least one token, which the response does not show."""
         return self.echo and self.max_tokens == 0
 
-    def check_lengths(self) -> None:
-        """Raises InvalidRequest for more than MAX_PROMPTS prompts."""
-        if not isinstance(self.prompt, str) and len(self.prompt) > MAX_PROMPTS:
-            self.split_prompts()
-
     def split_prompts(self) -> list[Prompt]:
         """The prompts, at least one; raises InvalidRequest."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
             raise InvalidRequest("the prompt is empty; give at least one token")
-        ids = [entry for entry in prompt if isinstance(entry, int)]
-        if ids:  # then all are (see check_prompt_items)
-            return [ids]
-        if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt holds {len(prompt)} prompts; send at most {MAX_PROMPTS} at once")
-        return [entry for entry in prompt if not isinstance(entry, int)]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # then all are (see check_prompt_items)
+        return cast(list[Prompt], self.prompt)
 
     def to_generate_requests(self, prompts: Sequence[Prompt], request_id: str) -> list[GenerateRequest]:
         """One for each of `prompts`; raises InvalidRequest."""

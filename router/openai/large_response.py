@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes, large_json
-from coatcheck.router.openai.logprobs_format import LogprobsFormatter
+from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes
 from coatcheck.router.openai.response_parts import OpenAIResponse
 
 _SLICE_BYTES: Final = 256 << 10
@@ -24,18 +23,15 @@ _Packed = tuple[list[bytes], bytes, bytes]
 
 
 class LargeResponses:
-    """Without a tokenizer.json a side process cannot load the tokenizer; a thread then makes large responses, in small
-    steps."""
+    """Makes responses in the processes of `side` if they are large, else on the event loop."""
 
-    def __init__(self, side: SideProcesses, formatter: LogprobsFormatter) -> None:
+    def __init__(self, side: SideProcesses) -> None:
         self._side = side
-        self._is_picklable = formatter.is_picklable
 
     async def make_response(self, response: OpenAIResponse, responses: Sequence[GenerateResponse]) -> Response:
         """The HTTP response of `response`, for the service's responses to each prompt."""
-        values = response.count_values(responses)
-        if values <= LARGE_VALUES or not self._is_picklable:
-            return await self.make_json(values, response.make_response, responses)
+        if response.count_values(responses) <= LARGE_VALUES:
+            return AsciiJsonResponse(response.make_response(responses))
         packed = await asyncio.to_thread(_pack, responses)
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_response, response, packed))
 
@@ -45,8 +41,6 @@ class LargeResponses:
         """The HTTP response with the value that `make` returns. `values`: about how many JSON values it has."""
         if values <= LARGE_VALUES:
             return AsciiJsonResponse(make(*arguments, **named))
-        if not self._is_picklable:
-            return _SlicedJsonResponse(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
     async def make_chunk(self, response: OpenAIResponse, place: int, event: GenerateEvent) -> bytes:
@@ -54,8 +48,6 @@ class LargeResponses:
         writer = response.writer_for_large_chunk(place, event)
         if writer is None:
             return response.make_chunk(place, event)
-        if not self._is_picklable:
-            return await asyncio.to_thread(writer.make_delta_chunk, place, event.delta)
         return await self._side.run_unlimited(writer.make_delta_chunk, place, event.delta)
 
 

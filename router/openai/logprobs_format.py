@@ -18,13 +18,10 @@ _MIN_LOGPROB = -9999.0
 
 
 class LogprobsFormatter:
+    """Can be pickled if the tokenizer was loaded from a directory; another process then loads the same one."""
+
     def __init__(self, tokenizer: TokenizerJson) -> None:
         self._tokenizer = tokenizer
-
-    @property
-    def is_picklable(self) -> bool:
-        """Whether another process can load the same tokenizer, which must come from a tokenizer.json."""
-        return self._tokenizer.directory is not None
 
     def __reduce__(self) -> "tuple[Callable[[str], LogprobsFormatter], tuple[str | None]]":
         return _from_directory, (self._tokenizer.directory,)

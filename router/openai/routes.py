@@ -13,7 +13,6 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
 from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
-from coatcheck.router.http.errors import error_body, error_response, explain_validation, retry_headers
+from coatcheck.router.http.errors import error_body, error_response, retry_headers
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
@@ -33,8 +32,8 @@ from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
 from coatcheck.router.openai.completion_response import CompletionResponse
 from coatcheck.router.openai.large_response import LargeResponses
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
-from coatcheck.router.openai.long_body import in_thread_if_long, long_body_route
 from coatcheck.router.openai.merge_streams import start_merged
+from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.response_parts import EchoedPrompt, OpenAIResponse, ResponseHead, count_text
 from coatcheck.router.openai.sse import SseResponse
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
@@ -66,7 +65,7 @@ class OpenAIRoutes:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._formatter = LogprobsFormatter(tokenizer)
-        self._large = LargeResponses(side, self._formatter)
+        self._large = LargeResponses(side)
         self._call_format = detect_format(tokenizer.template.source if tokenizer.template is not None else "")
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
@@ -76,7 +75,7 @@ class OpenAIRoutes:
             redirect_slashes=False,
             default_response_class=AsciiJsonResponse,
         )
-        self.app.router.route_class = long_body_route(side)
+        self.app.router.route_class = body_route(side)
         for method, path, endpoint in (
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
@@ -92,7 +91,6 @@ class OpenAIRoutes:
         for path in ("/health", "/ping"):
             self.app.add_api_route(path, self.health, methods=["GET"], response_model=None)
         self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        self.app.add_exception_handler(RequestValidationError, _handle_validation_error)
         self.app.add_exception_handler(HTTPException, _handle_http_exception)
         self.app.add_exception_handler(ClientDisconnected, _handle_disconnect)
         self.app.add_exception_handler(CoatcheckError, _handle_error)
@@ -102,7 +100,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Completes one or several prompts."""
         request_id: str = request.scope["request_id"]
-        prompts = await in_thread_if_long(request, body.split_prompts)
+        prompts = body.split_prompts()
         needs_ids = (
             body.return_token_ids or body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
         )
@@ -291,12 +289,6 @@ class OpenAIRoutes:
 async def _handle_error(request: Request, error: Exception) -> Response:
     status, body = error_body(error, _PROMPT_FIELDS.get(request.url.path))
     return AsciiJsonResponse(body, status, headers=retry_headers(error))
-
-
-async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    message, field = explain_validation(error.errors())
-    return error_response(400, message, param=field)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:

@@ -1,10 +1,14 @@
 """The fields that chat completions and text completions have in common, and the base class of all request bodies.
+Fields for structured output come in OpenAI's form and in vLLM's and SGLang's; all become one Grammar.
 
 A field that would change the response is implemented, or refused by its name. A field that cannot change the response
 is accepted and dropped.
 """
 
-from typing import Annotated, Any, ClassVar, Final
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,7 +16,6 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
-from coatcheck.router.openai.response_format import ResponseFormat, StructuredOutputs, select_grammar
 
 # Fields for naming, billing, storing or speed; the response is the same without them.
 IGNORED_FIELDS: Final = frozenset({
@@ -54,9 +57,6 @@ class RequestBody(BaseModel):
 
     accepted_values: ClassVar[dict[str, tuple[object, ...]]] = {}
 
-    def check_lengths(self) -> None:
-        """Raises InvalidRequest for lists that are too long. A side process calls this for long bodies only."""
-
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_fields(cls, data: Any) -> Any:
@@ -81,6 +81,56 @@ class StreamOptions(RequestBody):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Constrains:
+    """Annotates a field that asks for structured output. `make_grammar` takes the field's value."""
+
+    make_grammar: Callable[[Any], Grammar]
+
+
+def schema_grammar(schema: str | dict[str, Any]) -> Grammar:
+    """`schema`: a JSON schema, or its text."""
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+_SchemaField = Annotated[str | dict[str, Any] | None, _Constrains(schema_grammar)]
+_RegexField = Annotated[str | None, _Constrains(lambda text: Grammar("regex", text))]
+_RulesField = Annotated[str | None, _Constrains(lambda text: Grammar("grammar", text))]
+_ChoiceField = Annotated[Annotated[list[str], Field(fail_fast=True)] | None, _Constrains(Grammar.of_choices)]
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`; one field may be set."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Annotated[_SchemaField, Field(alias="json")] = None
+    regex: _RegexField = None
+    choice: _ChoiceField = None
+    grammar: _RulesField = None
+    json_object: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    """`name` and `description` have no effect, and the schema is always enforced, whatever `strict` is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`; "text" does not constrain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class SamplingFields(RequestBody):
@@ -114,13 +164,13 @@ class SamplingFields(RequestBody):
     session_id: str = ""
     return_token_ids: bool = False
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
+    guided_json: _SchemaField = None
+    guided_regex: _RegexField = None
+    guided_choice: _ChoiceField = None
+    guided_grammar: _RulesField = None
+    json_schema: _SchemaField = None
+    regex: _RegexField = None
+    ebnf: _RulesField = None
 
     @property
     def include_usage(self) -> bool:
@@ -134,11 +184,22 @@ class SamplingFields(RequestBody):
 
     def to_grammar(self) -> Grammar | None:
         """The grammar of the fields for structured output, or None; raises InvalidRequest if several are set."""
-        guided = StructuredOutputs(
-            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
-        )
-        sglang = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
-        return select_grammar(self.response_format, self.structured_outputs, guided, sglang)
+        found = _make_grammars(self)
+        outputs, wanted = self.structured_outputs, self.response_format
+        if outputs is not None:
+            found += _make_grammars(outputs)
+        if wanted is not None and wanted.type == "json_schema":
+            schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+            if schema is None:
+                raise InvalidRequest(
+                    "response_format.json_schema.schema is missing; give the schema, or use json_object"
+                )
+            found.append(schema_grammar(schema))
+        if (outputs is not None and outputs.json_object) or (wanted is not None and wanted.type == "json_object"):
+            found.append(schema_grammar({"type": "object"}))
+        if len(found) > 1:
+            raise InvalidRequest("structured output is requested in several ways; keep one of them")
+        return found[0] if found else None
 
     def to_sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
@@ -149,31 +210,35 @@ class SamplingFields(RequestBody):
             raise InvalidRequest("stream_options is for streams; set stream to true or leave it out")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs does not go with stream; use echo with logprobs, or do not stream")
-        own = {name: getattr(self, name) for name in _MODEL_HAS_DEFAULTS if getattr(self, name) is not None}
-        if "top_k" in own:
-            own["top_k"] = max(own["top_k"], 0)  # vLLM's -1 means "off"
-        message = SamplingParams(
-            **own,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=_parse_logit_bias(self.logit_bias),
-            seed=None if self.seed is None else self.seed % 2**64,  # OpenAI's seeds are signed
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            n=self.n,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            include_stop=self.include_stop_str_in_output or self.no_stop_trim,
-            structured=grammar,
-        ).to_message()
+        copied = {name: value for name in _COPIED if (value := getattr(self, name)) is not None}
+        special = {
+            "top_k": max(self.top_k or 0, 0),  # vLLM's -1 means "off"
+            "logit_bias": _parse_logit_bias(self.logit_bias),
+            "seed": None if self.seed is None else self.seed % 2**64,  # OpenAI's seeds are signed
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids),
+            "include_stop": self.include_stop_str_in_output or self.no_stop_trim,
+        }
+        params = copied | special | {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        message = SamplingParams(**params, structured=grammar).to_message()
         for name in _MODEL_HAS_DEFAULTS:
-            if name not in own:
+            if getattr(self, name) is None:
                 message.ClearField(name)
         return message
+
+
+# The fields that the body and SamplingParams have in common.
+_COPIED: Final = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def _make_grammars(body: BaseModel) -> list[Grammar]:
+    """A grammar for each field of `body` that has a _Constrains and is set."""
+    return [
+        constrains.make_grammar(value)
+        for name, field in type(body).model_fields.items()
+        for constrains in field.metadata
+        if isinstance(constrains, _Constrains) and (value := getattr(body, name)) is not None
+    ]
 
 
 def _parse_logit_bias(named: dict[str, float]) -> dict[int, float]:

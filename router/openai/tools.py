@@ -14,8 +14,7 @@ from pydantic import Field
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
-from coatcheck.router.openai.response_format import schema_grammar
-from coatcheck.router.openai.sampling_fields import RequestBody
+from coatcheck.router.openai.sampling_fields import RequestBody, schema_grammar
 
 _ANY: Final[dict[str, Any]] = {"type": "object"}
 

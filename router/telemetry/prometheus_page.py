@@ -4,7 +4,8 @@ The metrics of the router's requests are counted as requests end (request_metric
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal, NamedTuple
+from operator import attrgetter
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -14,60 +15,47 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Evictions, GroupStatus, PrefixMi
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 STATES: Final = ("serving", "draining", "drained", "starting", "lost")
-
-
-class _Row(NamedTuple):
-    """A metric with one value for each group."""
-
-    name: str
-    help: str
-    value: Callable[[GroupStatus], float]
-
-
+# Metrics with one value for each group: (name, help, field of GroupStatus; with a dot, a field of a message in it).
 _GAUGES: Final = (
-    _Row("running_sequences", "Sequences that run.", lambda g: g.running),
-    _Row("waiting_sequences", "Sequences that wait for blocks or a slot.", lambda g: g.waiting),
-    _Row("slowness_ratio", "Duration of its steps relative to its own usual steps.", lambda g: g.slowness),
-    _Row("step_seconds", "Duration of a decode step, measured lately.", lambda g: g.step_seconds),
-    _Row("block_bytes", "Bytes of a KV block on one rank.", lambda g: g.bytes_per_block),
-    _Row(
-        "prefill_tokens_per_second",
+    ("group_running_sequences", "Sequences that run.", "running"),
+    ("group_waiting_sequences", "Sequences that wait for blocks or a slot.", "waiting"),
+    ("group_slowness_ratio", "Duration of its steps relative to its own usual steps.", "slowness"),
+    ("group_step_seconds", "Duration of a decode step, measured lately.", "step_seconds"),
+    ("group_block_bytes", "Bytes of a KV block on one rank.", "bytes_per_block"),
+    (
+        "group_prefill_tokens_per_second",
         "Prompt tokens computed per second of prefill, lately.",
-        lambda g: g.prefill_tokens_per_second,
+        "prefill_tokens_per_second",
     ),
-    _Row(
-        "demote_bytes_per_second",
+    (
+        "group_demote_bytes_per_second",
         "KV copied to host memory per second, on the slowest rank.",
-        lambda g: g.demote_bytes_per_second,
+        "demote_bytes_per_second",
     ),
-    _Row(
-        "restore_bytes_per_second",
+    (
+        "group_restore_bytes_per_second",
         "KV copied from host memory per second, on the slowest rank.",
-        lambda g: g.restore_bytes_per_second,
+        "restore_bytes_per_second",
     ),
 )
 _COUNTERS: Final = (
-    _Row("prompt_tokens", "Prompt tokens of admitted requests.", lambda g: g.prompt_tokens),
-    _Row("generated_tokens", "Tokens generated.", lambda g: g.generated_tokens),
-    _Row("preemptions", "Sequences that had to free their blocks.", lambda g: g.preemptions),
-    _Row("demoted_blocks", "Blocks copied to host memory.", lambda g: g.demotions),
-    _Row("restored_blocks", "Blocks copied back from host memory.", lambda g: g.restores),
-    _Row(
-        "integrity_failures",
+    ("group_prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("group_generated_tokens", "Tokens generated.", "generated_tokens"),
+    ("group_preemptions", "Sequences that had to free their blocks.", "preemptions"),
+    ("group_demoted_blocks", "Blocks copied to host memory.", "demotions"),
+    ("group_restored_blocks", "Blocks copied back from host memory.", "restores"),
+    (
+        "group_integrity_failures",
         "Blocks whose checksum was wrong after a copy; they were computed again.",
-        lambda g: g.integrity_failures,
+        "integrity_failures",
     ),
-    _Row("late_compiles", "GPU kernels compiled after the ranks had warmed up.", lambda g: g.late_compiles),
-    _Row("restarts", "Starts of the group by the supervisor after the first.", lambda g: g.restarts),
-)
-_AUDIT: Final = (
-    _Row("prompts", "Prompts whose cached tokens were predicted.", lambda g: g.audit.prompts),
-    _Row("foreseen_tokens", "Cached prompt tokens that the router predicted.", lambda g: g.audit.foreseen_tokens),
-    _Row("found_tokens", "Cached prompt tokens that the groups found.", lambda g: g.audit.found_tokens),
-    _Row("error_tokens", "Sum of the absolute differences, prompt by prompt.", lambda g: g.audit.error_tokens),
-    _Row(
-        "divergences", "Snapshots requested because the predictions were wrong for long.", lambda g: g.audit.divergences
-    ),
+    ("group_late_compiles", "GPU kernels compiled after the ranks had warmed up.", "late_compiles"),
+    ("group_restarts", "Starts of the group by the supervisor after the first.", "restarts"),
+    ("routing_prompts", "Prompts whose cached tokens were predicted.", "audit.prompts"),
+    ("routing_foreseen_tokens", "Cached prompt tokens that the router predicted.", "audit.foreseen_tokens"),
+    ("routing_found_tokens", "Cached prompt tokens that the groups found.", "audit.found_tokens"),
+    ("routing_error_tokens", "Sum of the absolute differences, prompt by prompt.", "audit.error_tokens"),
+    ("routing_divergences", "Snapshots requested because the predictions were wrong for long.", "audit.divergences"),
 )
 
 
@@ -169,13 +157,15 @@ def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
     page.add("gauge", "coatcheck_group_state", "1 for the state of the group.", states)
     page.add("gauge", "coatcheck_group_blocks", "KV blocks, by tier and use.", blocks)
     page.add("counter", "coatcheck_group_cached_tokens", "Prompt tokens found in the cache, by tier.", cached)
-    for row in _GAUGES:
-        samples = [(labels, row.value(group)) for group, labels in named]
-        page.add("gauge", f"coatcheck_group_{row.name}", row.help, samples)
-    for subsystem, rows in (("group", _COUNTERS), ("routing", _AUDIT)):
-        for row in rows:
-            samples = [(labels, row.value(group)) for group, labels in named]
-            page.add("counter", f"coatcheck_{subsystem}_{row.name}", row.help, samples)
+    for name, text, field in _GAUGES:
+        page.add("gauge", f"coatcheck_{name}", text, _samples(named, field))
+    for name, text, field in _COUNTERS:
+        page.add("counter", f"coatcheck_{name}", text, _samples(named, field))
+
+
+def _samples(named: Sequence[tuple[GroupStatus, str]], field: str) -> list[tuple[str, float]]:
+    value_of = attrgetter(field)
+    return [(labels, value_of(group)) for group, labels in named]
 
 
 def _by_field(counts: Evictions | PrefixMisses, prefix: str) -> list[tuple[str, float]]:

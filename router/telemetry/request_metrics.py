@@ -5,7 +5,7 @@ What groups report is in prometheus_page.py.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -67,27 +67,14 @@ class RequestMetrics:
         self._tokens = Counter(
             "coatcheck_tokens", "Tokens of requests that were answered completely.", ["kind"], registry=registry
         )
-        self.ttft = LatencyMetric(
-            Histogram("coatcheck_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=registry)
-        )
-        self.tpot = LatencyMetric(
-            Histogram(
-                "coatcheck_tpot_seconds",
-                "Seconds per token after the first, one value for each answer.",
-                buckets=_TOKEN,
-                registry=registry,
-            )
-        )
-        self.itl = LatencyMetric(
-            Histogram(
-                "coatcheck_itl_seconds", "Between two deltas of a choice, as sent.", buckets=_TOKEN, registry=registry
-            )
-        )
-        self.queue = LatencyMetric(
-            Histogram(
-                "coatcheck_queue_seconds", "Arrival to the first step in a group.", buckets=_QUEUE, registry=registry
-            )
-        )
+
+        def latency(name: str, help: str, buckets: Sequence[float]) -> LatencyMetric:
+            return LatencyMetric(Histogram(f"coatcheck_{name}_seconds", help, buckets=buckets, registry=registry))
+
+        self.ttft = latency("ttft", "Arrival to first token.", _TTFT)
+        self.tpot = latency("tpot", "Seconds per token after the first, one value for each answer.", _TOKEN)
+        self.itl = latency("itl", "Between two deltas of a choice, as sent.", _TOKEN)
+        self.queue = latency("queue", "Arrival to the first step in a group.", _QUEUE)
         self._whole = Histogram(
             "coatcheck_request_seconds", "Arrival to the end of the answer.", buckets=_WHOLE, registry=registry
         )

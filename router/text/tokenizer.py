@@ -42,7 +42,7 @@ class TokenizerJson:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
-        self.directory: str | None = None  # of tokenizer.json, for side processes; None without that file
+        self.directory: str | None = None  # from which side processes load the same tokenizer; set by `load`
         # Computed here and not at the first request, because a large vocabulary would block the event loop.
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # the largest id that has a token, plus 1
@@ -66,7 +66,7 @@ class TokenizerJson:
         except Exception as error:  # the tokenizers package raises bare Exception
             raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
         made = cls(tokenizer, ChatTemplate.load(directory, special | config))
-        made.directory = str(directory) if path.is_file() else None
+        made.directory = str(directory)
         return made
 
     def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:

@@ -1,8 +1,11 @@
 """Requests that are large in every way that a body or a message may be: each would keep a router busy for long."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     Chat,
@@ -81,14 +84,16 @@ BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
 }
 
 
-def _scored(count: int = 100_000, **fields: Any) -> tuple[str, bytes]:
+def _scored(count: int = 30_000, **fields: Any) -> tuple[str, bytes]:
     return _completion([5] * count, echo=True, logprobs=9, **fields)
 
 
 # Answers that are large: (path, body), for a context of 131,072 tokens.
 ANSWERS: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
-    "100,000 tokens scored": _scored,
-    "100,000 tokens scored, streamed": lambda: _scored(stream=True),
+    "30,000 tokens scored": _scored,
+    "30,000 tokens scored, streamed": lambda: _scored(stream=True),
+    "100,000 tokens scored": lambda: _scored(100_000),
+    "100,000 tokens scored, streamed": lambda: _scored(100_000, stream=True),
     "45,000 tokens scored, for four choices": lambda: _scored(45_000, n=4),
     "100,000 tokens scored by prompt_logprobs": lambda: _completion([5] * 100_000, prompt_logprobs=9),
     "1,024 prompts of 200 ids scored": lambda: _completion([[5] * 200] * 1024, echo=True, logprobs=5),
@@ -120,7 +125,7 @@ _REFLECTION: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflection
 
 # As ANSWERS, by gRPC.
 ANSWERED_MESSAGES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
-    "100,000 tokens scored": lambda: (
+    "100,000 tokens scored by gRPC": lambda: (
         "Generate",
         GenerateRequest(
             token_ids=TokenIds(ids=[5] * 100_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=9)
@@ -160,3 +165,24 @@ MESSAGES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
     "unknown fields to reflection": lambda: (_REFLECTION, b"\xf8\x07\x05" * 10_000_000),
     "ids to detokenize": lambda: ("Detokenize", DetokenizeRequest(token_ids=[5] * 250_000).SerializeToString()),
 }
+
+# Cases that another one of their table covers, and that take seconds.
+_REPEATED_BODIES: Final = {
+    "600,000 messages", "messages to tokenize", "text parts", "tool calls", "2 million ids, one bad",
+    "a million empty prompts", "1,024 prompts", "1,024 prompts of 200 ids", "30 MB of escapes", "a schema",
+}  # fmt: skip
+_REPEATED_ANSWERS: Final = {
+    "100,000 tokens scored", "100,000 tokens scored, streamed", "45,000 tokens scored, for four choices",
+    "100,000 tokens scored by prompt_logprobs", "1,024 prompts of 200 ids scored", "64 choices with log-probabilities",
+}  # fmt: skip
+_REPEATED_MESSAGES: Final = {"5 million messages", "30 million ids", "template arguments", "a role", "stop ids"}
+
+
+def _sample(table: Iterable[str], repeated: set[str]) -> list[ParameterSet]:
+    """The names of `table` as parameters; the repeated ones run only with `make test-all`."""
+    return [pytest.param(name, marks=pytest.mark.full if name in repeated else ()) for name in table]
+
+
+SAMPLED_BODIES: Final = _sample(BODIES, _REPEATED_BODIES)
+SAMPLED_ANSWERS: Final = _sample(ANSWERS, _REPEATED_ANSWERS)
+SAMPLED_MESSAGES: Final = _sample(MESSAGES, _REPEATED_MESSAGES)

@@ -77,7 +77,7 @@ DEEP = b'{"prompt":' + b"[" * 200_000
 BAD: dict[str, tuple[str, Any, int, str]] = {
     "no such path": ("/v2/completions", {}, 404, "no endpoint"),
     "no JSON": ("/v1/completions", b"{", 400, "not JSON"),
-    "nothing": ("/v1/completions", b"", 400, "missing|object"),
+    "nothing": ("/v1/completions", b"", 400, "JSON object"),
     "no object": ("/v1/completions", [1], 400, "JSON object"),
     "too deep": ("/v1/completions", DEEP, 400, ""),
     "no UTF-8": ("/v1/completions", b'{"prompt":"\xff"}', 400, ""),

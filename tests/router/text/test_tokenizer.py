@@ -96,8 +96,8 @@ def test_the_end_of_a_turn_is_written_as_the_model_has_it(model_directory: Path)
 
 
 def test_a_long_text_holds_nobody_up(tokenizer: TokenizerJson) -> None:
-    """Other threads, the event loop's among them, run on while a text of megabytes is encoded."""
-    encoding = threading.Thread(target=tokenizer.encode, args=("abcd " * 400_000,))
+    """Other threads, the event loop's among them, run on while a text of 300 kB is encoded."""
+    encoding = threading.Thread(target=tokenizer.encode, args=("abcd " * 60_000,))
     turns = 0
     encoding.start()
     while encoding.is_alive():

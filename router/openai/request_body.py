@@ -1,0 +1,170 @@
+"""BodyRoute: an endpoint whose JSON body is parsed and validated here; a long body is in a side process.
+
+Parsing JSON is one call of C code that holds the GIL, 0.1 s for a million numbers, and validating it takes up to 20
+microseconds per object. So the bytes of a long body go to a side process, which returns the validated model.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.http.errors import LONE_SURROGATE, InvalidBody
+from coatcheck.router.openai.sampling_fields import RequestBody
+
+# Parsing and validating a body below all three limits takes at most 20 ms.
+_SHORT_BYTES: Final = 256 << 10
+_SHORT_OBJECTS: Final = 1024
+_SHORT_VALUES: Final = 8192
+# Limit on the values of a body outside of _PROMPT_FIELDS: messages, tools and schemas. Each is visited several times.
+_MAX_VALUES: Final = 1 << 17
+_PROMPT_FIELDS: Final = frozenset({"prompt", "tokens"})
+_SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
+
+_NO_OBJECT: Final = "the body must be a JSON object, sent with content-type application/json"
+
+_T = TypeVar("_T")
+_Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def body_route(side: SideProcesses) -> type[APIRoute]:
+    """A route class whose long bodies are read in the processes of `side`."""
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> _Handler:
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+            kind: type[RequestBody] = self.body_field.field_info.annotation  # type: ignore[assignment]
+
+            async def handle_request(request: Request) -> Response:
+                try:
+                    body = await request.body()
+                except ClientDisconnect as error:  # a second call of `body` would never return
+                    raise HTTPException(400, "There was an error parsing the body") from error
+                if not body or not _is_json(request.headers):
+                    raise InvalidBody(_NO_OBJECT)
+                is_long = _is_long(body)
+                if is_long:
+                    model = await side.run(validate_body, kind, body, is_long=True)
+                else:
+                    model = validate_body(kind, body, is_long=False)
+                return await handle(_ValidatedRequest(request, model, is_long=is_long))
+
+            return handle_request
+
+    return BodyRoute
+
+
+class _ValidatedRequest(Request):
+    """A request whose body is validated already: `json` returns the model, which pydantic accepts unchanged."""
+
+    def __init__(self, request: Request, model: RequestBody, *, is_long: bool) -> None:
+        super().__init__(request.scope, request.receive)
+        self._model = model
+        self.is_long = is_long
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI checks only whether the body is empty; a long body is not kept
+
+    async def json(self) -> Any:
+        return self._model
+
+
+async def in_thread_if_long(request: Request, make: Callable[[], _T]) -> _T:
+    """Returns make(); a thread calls it if the request's body is long."""
+    is_long = isinstance(request, _ValidatedRequest) and request.is_long
+    return await asyncio.to_thread(make) if is_long else make()
+
+
+def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> RequestBody:
+    """Parses and validates a JSON body. Raises InvalidBody, or InvalidRequest for a body of too many values. Lone
+    surrogates in a short body raise UnicodeEncodeError when its message is made."""
+    try:
+        value = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise InvalidBody(f"the body is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # not UTF-8, a number of a million digits, or deep nesting
+        raise InvalidRequest("There was an error parsing the body") from None
+    if is_long and isinstance(value, dict):
+        _check_values({name: part for name, part in value.items() if name not in _PROMPT_FIELDS})
+    try:
+        if is_long and _SURROGATE_ESCAPE.search(body):
+            _check_texts(value)
+        return kind.model_validate(value)
+    except UnicodeEncodeError:
+        raise InvalidRequest(LONE_SURROGATE) from None
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> InvalidBody:
+    """An error for the first of the fields that are wrong."""
+    errors = error.errors(include_url=False, include_input=False)
+    # Of a union's branches, the one with the deepest error is most likely the one that the client meant.
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    if first["type"] == "model_type" and not first["loc"]:
+        return InvalidBody(_NO_OBJECT)
+    # Pydantic names a union's branches by their types, which mean nothing to a client.
+    parts = [part for part in map(str, first["loc"]) if "[" not in part and "-" not in part and part != "str"]
+    field = ".".join(parts) or "body"
+    match first["type"]:
+        case "extra_forbidden":
+            message = f"{field} is not implemented by this server, and would change the answer; leave it out"
+        case "missing":
+            message = f"{field} is missing"
+        case _:
+            reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            message = f"{field}: {reason}"
+    return InvalidBody(message, field)
+
+
+def _is_long(body: bytes) -> bool:
+    """Whether parsing and validating the body could block the event loop for more than 20 ms."""
+    return (
+        len(body) > _SHORT_BYTES
+        or body.count(b"{") + body.count(b"[") > _SHORT_OBJECTS
+        or body.count(b",") > _SHORT_VALUES
+    )
+
+
+def _is_json(headers: Mapping[str, str]) -> bool:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind.startswith("application/") and (kind == "application/json" or kind.endswith("+json"))
+
+
+def _check_values(value: object) -> None:
+    """Raises InvalidRequest for more than _MAX_VALUES values at all depths together."""
+    left = _MAX_VALUES
+    for level in _levels(value):
+        left -= len(level)
+        if left < 0:
+            raise InvalidRequest(f"the body has more than {_MAX_VALUES} values beside its prompt; send fewer")
+
+
+def _check_texts(value: object) -> None:
+    """Raises UnicodeEncodeError for a lone surrogate. On the event loop finding it would take most of a second."""
+    for level in _levels(value):
+        for one in level:
+            for text in one if isinstance(one, dict) else (one,):
+                if isinstance(text, str):
+                    text.encode()
+
+
+def _levels(value: object) -> Iterator[list[Any]]:
+    """[value], then the list of the values one level deeper, and so on."""
+    level: list[Any] = [value]
+    while level:
+        yield level
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [part for parts in inner for part in parts]
