@@ -36,7 +36,6 @@ class Authenticator:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a key file."""
         return self._file is not None
 
     def authenticate(

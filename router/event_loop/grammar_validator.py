@@ -79,7 +79,6 @@ class GrammarValidator:
             raise grammar.compile_error(reason)
 
     def close(self) -> None:
-        """Stops the process."""
         self._process.close()
 
     async def _compile(self, grammar: Grammar) -> str:

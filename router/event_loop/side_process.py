@@ -4,7 +4,7 @@ A thread is not enough: parsing a large JSON body or making a long list of token
 the GIL and stops every stream. A function and its arguments go to a child process as one pickle, and its result or its
 error comes back as one.
 
-    python -m coatcheck.router.event_loop.side_process CPU_SECONDS    the child: runs calls from stdin until it ends
+    python -m coatcheck.router.event_loop.side_process FD CPU_SECONDS    the child: runs calls from a socket
 
 A child is started by the first call that needs it. A call that takes too much CPU time ends its child; the next call
 starts a new one.
@@ -14,9 +14,7 @@ import asyncio
 import contextlib
 import math
 import os
-import pickle
 import resource
-import struct
 import subprocess
 import sys
 import threading
@@ -24,7 +22,9 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, Final, ParamSpec, TypeVar
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Final, ParamSpec, TypeVar
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unavailable
 
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 _PROCESSES: Final = 2
 _MAX_WAITING: Final = 32
 _NICENESS: Final = 5
-_LENGTH: Final = struct.Struct("<Q")
+_COMMAND: Final = (sys.executable, "-m", "coatcheck.router.event_loop.side_process")
 
 
 class SideProcesses:
@@ -45,12 +45,11 @@ class SideProcesses:
     """
 
     def __init__(self, processes: int = _PROCESSES, max_waiting: int = _MAX_WAITING, *, cpu_seconds: int = 60) -> None:
-        module = "coatcheck.router.event_loop.side_process"
-        self._command = [sys.executable, "-m", module, str(cpu_seconds)]
+        self._cpu_seconds = cpu_seconds
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="side")
         self._max_waiting = max_waiting
         self._waiting = 0
-        self._local = threading.local()  # the child of this thread
+        self._local = threading.local()  # `running`: the child of this thread, and the connection to it
         self._children: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()  # guards _children: each thread starts its own child
         self._closed = threading.Event()
@@ -95,53 +94,43 @@ class SideProcesses:
             child.kill()
         self._threads.shutdown(cancel_futures=True)
         for child in self._children:
-            child.communicate()
+            child.wait()
 
     def _call(self, call: object) -> tuple[bool, Any]:
         """(True, result) or (False, error)."""
-        child = self._child()
-        assert child.stdin is not None and child.stdout is not None
+        child, connection = self._running_child()
         with contextlib.suppress(OSError, EOFError):
-            _write(child.stdin, call)
-            answer: tuple[bool, Any] = _read(child.stdout)
+            connection.send(call)
+            answer: tuple[bool, Any] = connection.recv()
             return answer
         child.kill()
-        child.communicate()
+        child.wait()
         if self._closed.is_set():
             return False, Unavailable("this router is stopping; send the request again")
         return False, InvalidRequest(
             "this request, or its response, takes too much time or memory; send or ask for less"
         )
 
-    def _child(self) -> subprocess.Popen[bytes]:
-        child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
-        if child is None or child.poll() is not None:
-            pipe = subprocess.PIPE
-            child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-            self._local.child = child
-            with self._lock:
-                self._children = [*(child for child in self._children if child.poll() is None), child]
-            if self._closed.is_set():
-                child.kill()
-        return child
-
-
-def _write(pipe: IO[bytes], value: object) -> None:
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    pipe.write(_LENGTH.pack(len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> Any:
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    (length,) = _LENGTH.unpack(head)
-    data = pipe.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)  # written by our own child or parent
+    def _running_child(self) -> "tuple[subprocess.Popen[bytes], Connection]":
+        """The child of this thread, and the connection to it."""
+        running: tuple[subprocess.Popen[bytes], Connection] | None = getattr(self._local, "running", None)
+        if running is not None and running[0].poll() is None:
+            return running
+        connection, end = Pipe()
+        with end:
+            child = subprocess.Popen(
+                [*_COMMAND, str(end.fileno()), str(self._cpu_seconds)],
+                pass_fds=[end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._local.running = child, connection
+        with self._lock:
+            self._children = [*(child for child in self._children if child.poll() is None), child]
+        if self._closed.is_set():
+            child.kill()
+        return child, connection
 
 
 def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[bool, Any]:
@@ -155,23 +144,21 @@ def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) 
         return False, traceback.format_exc(limit=-5)
 
 
-def main() -> None:
-    """Runs calls from stdin until it ends. What a function prints is dropped."""
-    cpu_seconds = int(sys.argv[1])
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def main(fd: int, cpu_seconds: int) -> None:
+    """Runs calls from the socket `fd` until its other end closes."""
+    connection = Connection(fd)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            call = _read(sys.stdin.buffer)
+            call = connection.recv()
             seconds = math.ceil(time.process_time()) + cpu_seconds
             if most != resource.RLIM_INFINITY:
                 seconds = min(seconds, most)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
-            _write(results, _run_call(call))
+            connection.send(_run_call(call))
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -56,7 +56,6 @@ def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[i
 
 
 def error_response(status: int, message: str, *, param: str | None = None) -> AsciiJsonResponse:
-    """A response with an error."""
     return AsciiJsonResponse(openai_error(status, message, param=param), status)
 
 

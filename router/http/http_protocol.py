@@ -47,7 +47,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancels the timers."""
         self._stop_head_timer()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
@@ -84,7 +83,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.scope["state"]["client_certificate"] = encrypted.getpeercert(binary_form=True)
 
     def on_headers_complete(self) -> None:
-        """Ends the timer of the head."""
         self._stop_head_timer()
         self._in_head = False
         self._is_upgrade_declined = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"

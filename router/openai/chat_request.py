@@ -148,24 +148,25 @@ class ChatRequest(SamplingFields):
         grammar = self.to_grammar()
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice needs tools; give them, or leave it out")
-        functions = [tool.function for tool in self.tools]
-        is_strict = self.tool_mode == "auto" and any(function.strict for function in functions)
-        if self.tool_mode not in ("required", "named") and not is_strict:
+        constrained = [function for _, function in self.constrained_functions()]
+        if self.tool_mode == "named" and not constrained:
+            raise InvalidRequest(f"tool_choice names {self.named_function[:80]!r}, which is not among the tools")
+        if not constrained:
             return grammar
         if grammar is not None:
             raise InvalidRequest(
                 "structured output cannot be combined with tool calls that are required or strict; keep one of them"
             )
-        if self.named_function:
-            return named_call_grammar(self._function(self.named_function))
+        if self.tool_mode == "named":
+            return named_call_grammar(constrained[0])
         if self.tool_mode == "required":
-            return required_calls_grammar(functions, self.parallel_tool_calls)
+            return required_calls_grammar(constrained, self.parallel_tool_calls)
         if call_format != "hermes":
             raise InvalidRequest(
                 "this model does not mark its tool calls, so strict functions cannot be enforced; set tool_choice to "
                 "required or to a function, or leave strict out"
             )
-        return strict_calls_grammar(functions)
+        return strict_calls_grammar([tool.function for tool in self.tools])
 
     def constrained_functions(self) -> list[tuple[str, Function]]:
         """(path in the body, function) of the functions whose schemas are part of the grammar."""
@@ -179,12 +180,6 @@ class ChatRequest(SamplingFields):
                 return found
             case "named":
                 return [(path, function) for path, function in found if function.name == self.named_function]
-
-    def _function(self, name: str) -> Function:
-        for tool in self.tools:
-            if tool.function.name == name:
-                return tool.function
-        raise InvalidRequest(f"tool_choice names {name[:80]!r}, which is not among the tools")
 
 
 def to_chat_proto(

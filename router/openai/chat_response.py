@@ -1,6 +1,6 @@
 """ChatResponse: makes chat completions, or the chunks of a stream, from GenerateService's events."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateResponse
@@ -13,7 +13,7 @@ from coatcheck.router.openai.response_parts import (
     ResponseHead,
     stop_reason,
 )
-from coatcheck.router.openai.tool_parser import ParsedToolCall, ToolParser
+from coatcheck.router.openai.tool_parser import ParsedToolCall, ToolCallFormat, ToolParser
 
 
 class ChatResponse(OpenAIResponse):
@@ -28,19 +28,20 @@ class ChatResponse(OpenAIResponse):
         head: ResponseHead,
         request: ChatRequest,
         formatter: LogprobsFormatter,
-        make_parser: Callable[[], ToolParser] | None = None,
+        call_format: ToolCallFormat,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`make_parser`: makes the parser of each choice; None if no tool may be called."""
+        """`call_format`: how the model writes tool calls that no grammar constrains."""
+        may_call = request.tool_mode != "none"
         prompt = EchoedPrompt(token_ids=prompt_token_ids)
-        super().__init__(head, request, formatter, [prompt], is_plain=not (request.logprobs or make_parser))
+        super().__init__(head, request, formatter, [prompt], is_plain=not (request.logprobs or may_call))
         self._request = request
-        self._make_parser = make_parser
+        self._call_format = call_format
+        self._may_call = may_call
         self._parsers: dict[int, ToolParser] = {}
         self._started_choices: set[int] = set()
 
     def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
-        """See OpenAIResponse."""
         if self._is_plain and not delta.finish_reason and delta.choice in self._started_choices:
             return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
         text, calls = self._parse_calls(delta)
@@ -55,7 +56,6 @@ class ChatResponse(OpenAIResponse):
         return self._make_chunk(self._choice(delta, "delta", fields))
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
-        """See OpenAIResponse."""
         completion = super().make_response(responses)
         prompt = self._prompts[0]
         if self._request.prompt_logprobs is not None:
@@ -65,7 +65,6 @@ class ChatResponse(OpenAIResponse):
         return completion
 
     def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
-        """See OpenAIResponse."""
         text, calls = self._parse_calls(delta)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -75,11 +74,17 @@ class ChatResponse(OpenAIResponse):
 
     def _parse_calls(self, delta: Delta) -> tuple[str, list[ParsedToolCall]]:
         """(text outside of tool calls, tool calls that the delta completes)."""
-        if self._make_parser is None:
+        if not self._may_call:
             return delta.text, []
         parser = self._parsers.get(delta.choice)
         if parser is None:
-            parser = self._parsers[delta.choice] = self._make_parser()
+            request = self._request
+            mode = request.tool_mode
+            parser = self._parsers[delta.choice] = ToolParser(
+                mode if mode in ("named", "required") else self._call_format,
+                name=request.named_function,
+                max_calls=None if request.parallel_tool_calls else 1,
+            )
         text, calls = parser.feed(delta.text)
         if delta.finish_reason:
             rest, more = parser.finish()

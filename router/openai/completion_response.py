@@ -39,7 +39,6 @@ class CompletionResponse(OpenAIResponse):
         self._offsets: dict[int, TextOffsets] = {}
 
     def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
-        """See OpenAIResponse."""
         if self._is_plain and not delta.finish_reason:
             return self._make_plain_chunk(place * self._request.n + delta.choice, delta.text) if delta.text else b""
         return self._make_chunk(self._choice(place, delta))
@@ -53,7 +52,7 @@ class CompletionResponse(OpenAIResponse):
         if prompt.count_values(prompt.logprobs) <= LARGE_VALUES:
             return None
         if self._running_usage is not None:
-            self._running_usage.count_event(event)
+            self._count_event(event)
         writer = copy(self)
         writer._prompts, writer._offsets, writer._lengths = {place: prompt}, {}, {}
         index, offsets = self._begin_choice(place, delta)
@@ -64,7 +63,6 @@ class CompletionResponse(OpenAIResponse):
         return writer
 
     def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
-        """See OpenAIResponse."""
         choice = self._choice(place, delta)
         if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[place].logprobs.tokens)

@@ -39,11 +39,9 @@ class LogprobsFormatter:
         return TextOffsets(self._tokenizer.detokenizer(skip_special_tokens), start)
 
     def prompt_offsets(self, token_ids: Sequence[int], text: str | None) -> list[int]:
-        """See text_offsets.prompt_offsets."""
         return prompt_offsets(self._tokenizer, token_ids, text)
 
     def chat_logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The `logprobs` of a chat choice."""
         content = []
         for token in logprobs:
             entry = self._entry(token.token_id, token.logprob)

@@ -109,7 +109,6 @@ def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> Req
 
 
 def _explain(error: ValidationError) -> InvalidBody:
-    """An error for the first of the fields that are wrong."""
     errors = error.errors(include_url=False, include_input=False)
     # Of a union's branches, the one with the deepest error is most likely the one that the client meant.
     first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))

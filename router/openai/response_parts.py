@@ -84,7 +84,7 @@ class OpenAIResponse(ABC):
         self._prompts = dict(enumerate(prompts))
         self._usages: list[Usage] = []
         self._include_usage = request.include_usage
-        self._running_usage = RunningUsage() if request.has_running_usage else None
+        self._running_usage = Usage() if request.has_running_usage else None  # of a stream so far
         self._is_plain = is_plain and not (request.return_token_ids or request.has_running_usage)
         opening, closing = self.plain_choice
         usage = b',"usage":null' if request.include_usage else b""
@@ -96,7 +96,7 @@ class OpenAIResponse(ABC):
     def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
         """The chunk for an event of the prompt with index `place`; empty for an event that clients do not see."""
         if self._running_usage is not None:
-            self._running_usage.count_event(event)
+            self._count_event(event)
         kind = event.WhichOneof("event")
         if kind == "delta":
             return self.make_delta_chunk(place, event.delta)
@@ -148,40 +148,27 @@ class OpenAIResponse(ABC):
     def _make_chunk(self, choice: dict[str, Any]) -> bytes:
         chunk = {**self._head.to_json(self.chunk_kind), "choices": [choice]}
         if self._include_usage:
-            chunk["usage"] = self._running_usage.to_json() if self._running_usage is not None else None
+            chunk["usage"] = _token_counts([self._running_usage]) if self._running_usage is not None else None
         return sse_event(chunk)
+
+    def _count_event(self, event: GenerateEvent) -> None:
+        assert self._running_usage is not None
+        self._running_usage.prompt_tokens += event.started.prompt_tokens
+        self._running_usage.completion_tokens += len(event.delta.token_ids)
 
     def _usage(self) -> dict[str, Any]:
         """The `usage` of the response, summed over its prompts."""
-        prompt = sum(usage.prompt_tokens for usage in self._usages)
-        completion = sum(usage.completion_tokens for usage in self._usages)
         cached = sum(usage.cached_device_tokens + usage.cached_host_tokens for usage in self._usages)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return {**_token_counts(self._usages), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-class RunningUsage:
-    """The `usage` of a stream so far, summed over its prompts."""
-
-    def __init__(self) -> None:
-        self._prompt = 0
-        self._completion = 0
-
-    def count_event(self, event: GenerateEvent) -> None:
-        self._prompt += event.started.prompt_tokens
-        self._completion += len(event.delta.token_ids)
-
-    def to_json(self) -> dict[str, int]:
-        total = self._prompt + self._completion
-        return {"prompt_tokens": self._prompt, "completion_tokens": self._completion, "total_tokens": total}
+def _token_counts(usages: Sequence[Usage]) -> dict[str, int]:
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def sse_event(chunk: dict[str, Any]) -> bytes:
-    """`chunk` as one server-sent event."""
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -191,7 +178,6 @@ def count_text(text: str) -> int:
 
 
 def _count_delta(delta: Delta) -> int:
-    """About how many JSON values the delta becomes."""
     tops = len(delta.logprobs[0].top) if delta.logprobs else 0
     return len(delta.token_ids) + len(delta.logprobs) * (1 + tops) + count_text(delta.text)
 

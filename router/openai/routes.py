@@ -6,9 +6,8 @@ authenticated the client before.
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -30,14 +29,13 @@ from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
 from coatcheck.router.openai.completion_response import CompletionResponse
-from coatcheck.router.openai.large_response import LargeResponses
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.response_parts import EchoedPrompt, OpenAIResponse, ResponseHead, count_text
-from coatcheck.router.openai.sse import SseResponse
+from coatcheck.router.openai.response_sender import LargeResponses, SseResponse
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
-from coatcheck.router.openai.tool_parser import ToolParser, detect_format
+from coatcheck.router.openai.tool_parser import detect_format
 from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
@@ -124,7 +122,7 @@ class OpenAIRoutes:
             tokenize = TokenizeRequest(model=body.model, chat=message.chat)
             token_ids = await self._generation.tokenize_prompt(tokenize)
         response = ChatResponse(
-            self._response_head(f"chatcmpl-{request_id}"), body, self._formatter, self._parser_factory(body), token_ids
+            self._response_head(f"chatcmpl-{request_id}"), body, self._formatter, self._call_format, token_ids
         )
         try:
             return await self._respond(request, [message], response, stream=body.stream)
@@ -254,19 +252,6 @@ class OpenAIRoutes:
             return prompt
         message = DetokenizeRequest(token_ids=prompt, skip_special_tokens=False)
         return (await self._generation.detokenize(message)).text
-
-    def _parser_factory(self, body: ChatRequest) -> Callable[[], ToolParser] | None:
-        """Makes the tool parser of each choice; None if no tool may be called."""
-        max_calls = None if body.parallel_tool_calls else 1
-        match body.tool_mode:
-            case "none":
-                return None
-            case "named":
-                return partial(ToolParser, "named", name=body.named_function, max_calls=max_calls)
-            case "required":
-                return partial(ToolParser, "required", max_calls=max_calls)
-            case "auto":
-                return partial(ToolParser, self._call_format, max_calls=max_calls)
 
     def _response_head(self, response_id: str) -> ResponseHead:
         model = self._generation.model

@@ -8,6 +8,7 @@ is accepted and dropped.
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -234,10 +235,17 @@ _COPIED: Final = SamplingFields.model_fields.keys() & {field.name for field in d
 def _make_grammars(body: BaseModel) -> list[Grammar]:
     """A grammar for each field of `body` that has a _Constrains and is set."""
     return [
-        constrains.make_grammar(value)
-        for name, field in type(body).model_fields.items()
-        for constrains in field.metadata
-        if isinstance(constrains, _Constrains) and (value := getattr(body, name)) is not None
+        make_grammar(value)
+        for name, make_grammar in _grammar_fields(type(body))
+        if (value := getattr(body, name)) is not None
+    ]
+
+
+@cache
+def _grammar_fields(kind: type[BaseModel]) -> list[tuple[str, Callable[[Any], Grammar]]]:
+    fields = kind.model_fields.items()
+    return [
+        (name, one.make_grammar) for name, field in fields for one in field.metadata if isinstance(one, _Constrains)
     ]
 
 

@@ -31,7 +31,6 @@ class ParsedToolCall:
     id: str
 
     def to_json(self) -> dict[str, Any]:
-        """The call as in a message's `tool_calls`."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 

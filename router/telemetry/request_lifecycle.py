@@ -69,7 +69,6 @@ class RequestLifecycle:
             self._spans.start_part("router.queue")
 
     def record_routing(self) -> None:
-        """The choice of a group begins."""
         if self._spans is not None:
             self._spans.start_part("router.route")
 
@@ -160,7 +159,6 @@ class _Spans:
         self._part.set_attributes(attributes)
 
     def set_attributes(self, **attributes: Value) -> None:
-        """Sets attributes of the present part."""
         if self._part is not None:
             self._part.set_attributes(attributes)
 

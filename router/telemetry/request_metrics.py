@@ -142,5 +142,4 @@ class RequestMetrics:
         (self._failovers if has_begun else self._retries).labels(group).inc()
 
     def record_resume(self) -> None:
-        """A request continues where another stream ended."""
         self._resumes.inc()

@@ -44,5 +44,4 @@ class Traffic:
                 self._idle.set()
 
     async def wait_until_idle(self) -> None:
-        """Waits until no request is open."""
         await self._idle.wait()

@@ -39,7 +39,6 @@ class ByteDetokenizer:
         return self._decode(b"".join([pieces[token] for token in token_ids if token < len(pieces)]))
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._decode(b"", True)
 
 
@@ -60,11 +59,9 @@ class WindowDetokenizer:
         self._text = ""  # the text of those tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """See Detokenizer."""
         return "".join([self._feed_one(token) for token in token_ids if token not in self._skipped])
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._emit(self._decode(self._window))
 
     def _feed_one(self, token: int) -> str:

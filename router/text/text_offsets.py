@@ -22,7 +22,6 @@ class TextOffsets:
         self._next = start
 
     def next_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens, one for each id."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._next)

@@ -92,7 +92,6 @@ class TokenizerJson:
         return detokenizer.feed(token_ids) + detokenizer.flush()
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """A new detokenizer for one choice."""
         pieces = self._text_pieces if skip_special_tokens else self._pieces
         if pieces is not None:
             return ByteDetokenizer(pieces)
@@ -124,7 +123,6 @@ class TokenizerJson:
 
 
 def _pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
-    """The bytes of each token, by its id."""
     alphabet = _byte_alphabet()
     pieces = [b""] * size
     for token, index in vocabulary.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coatcheck.router.openai import completion_response, large_response
+from coatcheck.router.openai import completion_response, response_sender
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
 
@@ -42,7 +42,7 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
     path, body = _BODIES[kind]
 
     async def answered(large_values: int) -> tuple[dict[str, str], str]:
-        for module in (large_response, completion_response):
+        for module in (response_sender, completion_response):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
         status, headers, text = await router.request("POST", path, body, {"x-request-id": "one"})
         assert status == 200, text
@@ -51,7 +51,7 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
 
     in_place = await answered(1 << 30)
     assert await answered(-1) == in_place
-    monkeypatch.setattr(large_response, "_SLICE_BYTES", 3)
+    monkeypatch.setattr(response_sender, "_SLICE_BYTES", 3)
     assert await answered(-1) == in_place
 
 
@@ -62,7 +62,7 @@ async def test_a_stream_goes_on_behind_a_large_chunk(
     router = await start_http_router(FakeGroup(with_tops=True))
 
     async def joined(large_values: int) -> dict[str, list[Any]]:
-        for module in (large_response, completion_response):
+        for module in (response_sender, completion_response):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
         status, _, text = await router.request("POST", "/v1/completions", {**_SCORED, "max_tokens": 20, "stream": True})
         assert status == 200, text

@@ -1,11 +1,13 @@
-"""LargeResponses: makes and encodes responses of many values in a side process.
+"""How responses are sent: in slices, as server-sent events, and made in a side process if they have many values.
 
 A JSON object of a million values takes seconds of Python, and a thread that encodes it holds the GIL for up to 0.2 s at
-a time. The side process gets the protobuf messages and returns bytes, which are sent in slices.
+a time. The side process gets the protobuf messages and returns bytes.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, Final, ParamSpec
 
 from starlette.responses import Response
@@ -14,12 +16,17 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
+from coatcheck.router.http.errors import error_body
 from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes
-from coatcheck.router.openai.response_parts import OpenAIResponse
+from coatcheck.router.openai.response_parts import DONE, OpenAIResponse, sse_event
 
+_log = logging.getLogger(__name__)
 _SLICE_BYTES: Final = 256 << 10
 _Arguments = ParamSpec("_Arguments")
 _Packed = tuple[list[bytes], bytes, bytes]
+
+Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
 
 class LargeResponses:
@@ -44,11 +51,44 @@ class LargeResponses:
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
     async def make_chunk(self, response: OpenAIResponse, place: int, event: GenerateEvent) -> bytes:
-        """The chunk of `response` for an event."""
         writer = response.writer_for_large_chunk(place, event)
         if writer is None:
             return response.make_chunk(place, event)
         return await self._side.run_unlimited(writer.make_delta_chunk, place, event.delta)
+
+
+class SseResponse(Response):
+    """`events` has begun, so errors before its first event have become the HTTP status. `events` is closed when the
+    client disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, response: OpenAIResponse, large: LargeResponses) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._response = response
+        self._large = large
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._write(send))
+        except (ClientDisconnected, OSError):
+            _log.debug("a client disconnected from its stream")
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for place, event in self._events:
+                    for piece in _sliced(await self._large.make_chunk(self._response, place, event)):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                last = self._response.make_end()
+            except OSError:
+                raise
+            except Exception as error:  # the status is sent already, so the error becomes the last event
+                last = sse_event(error_body(error)[1]) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 class _SlicedJsonResponse(Response):
@@ -56,12 +96,12 @@ class _SlicedJsonResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in sliced(bytes(self.body)):
+        for piece in _sliced(bytes(self.body)):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def sliced(data: bytes) -> Iterator[bytes]:
+def _sliced(data: bytes) -> Iterator[bytes]:
     """`data` in slices of at most _SLICE_BYTES; nothing if it is empty."""
     if len(data) <= _SLICE_BYTES:
         return iter((data,) if data else ())
