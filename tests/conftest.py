@@ -64,6 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if _progress and session.items:
         _progress.set_tests(item.nodeid for item in session.items)
+    gc.freeze()  # the collections after tests leave out what was imported
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,12 +95,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         # The traceback of a test that failed keeps its local variables.
         for name in ("last_exc", "last_type", "last_value", "last_traceback"):
             vars(sys).pop(name, None)
-        if nextitem is None or nextitem.path != item.path:
-            gc.unfreeze()
         gc.collect()
-        # What is alive now is left out of the next collections, until the last one of the file. That takes the cost of
-        # a collection from 80 ms to 28 ms.
-        gc.freeze()
+        # Later collections leave out what survives the tests of a file: modules and caches. Without this and the freeze
+        # after the imports, a collection takes 16 ms instead of 3.
+        if nextitem is None or nextitem.path != item.path:
+            gc.freeze()
         collect_unraisable(item.config)
 
 
