@@ -1,25 +1,10 @@
 """The errors of all folders, and the table of their gRPC and HTTP statuses.
 
-    CoatcheckError
-    ├── InvalidRequest      the request is malformed               INVALID_ARGUMENT    400
-    │   └── NeverFits       well formed, but too large             INVALID_ARGUMENT    400
-    │       └── ContextLengthExceeded  longer than the context     INVALID_ARGUMENT    400
-    ├── Unauthenticated     no key, or an unknown one              UNAUTHENTICATED     401
-    ├── PermissionDenied    the key's role does not allow this     PERMISSION_DENIED   403
-    ├── NotFound            no such model or group                 NOT_FOUND           404
-    ├── Overloaded          no room now; try again later           RESOURCE_EXHAUSTED  429
-    ├── SlowReader          the client reads too slowly            RESOURCE_EXHAUSTED  429
-    ├── DeadlineExceeded    the deadline passed or cannot be met   DEADLINE_EXCEEDED   504
-    ├── Unavailable         no group serves now                    UNAVAILABLE         503
-    │   └── Draining        the server accepts no new work         UNAVAILABLE         503
-    ├── Poisoned            the request crashed several groups     ABORTED             500
-    ├── InvalidModel        a checkpoint that cannot be served     FAILED_PRECONDITION 500
-    └── InvalidConfig       an invalid setting                     FAILED_PRECONDITION 500
-
 A message says what is wrong and what to change.
 """
 
 import asyncio
+from enum import IntEnum
 from typing import Final, Self
 
 
@@ -96,33 +81,34 @@ class InvalidConfig(CoatcheckError):
     """A setting is invalid."""
 
 
-# class -> (google.rpc code, HTTP status). A subclass without an entry has its parent's.
-STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
-    InvalidRequest: (3, 400),
-    Unauthenticated: (16, 401),
-    PermissionDenied: (7, 403),
-    NotFound: (5, 404),
-    Overloaded: (8, 429),
-    SlowReader: (8, 429),
-    DeadlineExceeded: (4, 504),
-    Unavailable: (14, 503),
-    Poisoned: (10, 500),
-    InvalidModel: (9, 500),
-    InvalidConfig: (9, 500),
-}
+class GrpcCode(IntEnum):
+    """The codes of google.rpc that errors have. Workers use them without importing grpc."""
 
-# google.rpc codes as metrics and logs name them.
-_NAMES: Final = {
-    3: "invalid_argument",
-    4: "deadline_exceeded",
-    5: "not_found",
-    7: "permission_denied",
-    8: "resource_exhausted",
-    9: "failed_precondition",
-    10: "aborted",
-    13: "internal",
-    14: "unavailable",
-    16: "unauthenticated",
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+# The gRPC code and HTTP status of each class. A subclass without an entry has its parent's.
+STATUS: Final[dict[type[CoatcheckError], tuple[GrpcCode, int]]] = {
+    InvalidRequest: (GrpcCode.INVALID_ARGUMENT, 400),
+    Unauthenticated: (GrpcCode.UNAUTHENTICATED, 401),
+    PermissionDenied: (GrpcCode.PERMISSION_DENIED, 403),
+    NotFound: (GrpcCode.NOT_FOUND, 404),
+    Overloaded: (GrpcCode.RESOURCE_EXHAUSTED, 429),
+    SlowReader: (GrpcCode.RESOURCE_EXHAUSTED, 429),
+    DeadlineExceeded: (GrpcCode.DEADLINE_EXCEEDED, 504),
+    Unavailable: (GrpcCode.UNAVAILABLE, 503),
+    Poisoned: (GrpcCode.ABORTED, 500),
+    InvalidModel: (GrpcCode.FAILED_PRECONDITION, 500),
+    InvalidConfig: (GrpcCode.FAILED_PRECONDITION, 500),
 }
 
 
@@ -130,16 +116,15 @@ def status_name(error: BaseException) -> str:
     """The name of an error's gRPC code in lower case. "cancelled" for a cancelled task or an abandoned stream."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "cancelled"
-    code, _ = status_of(error)
-    return _NAMES.get(code, str(code))
+    return status_of(error)[0].name.lower()
 
 
-def status_of(error: BaseException) -> tuple[int, int]:
-    """(google.rpc code, HTTP status) of an error. Any other exception is INTERNAL, 500."""
+def status_of(error: BaseException) -> tuple[GrpcCode, int]:
+    """(gRPC code, HTTP status) of an error. Any other exception is INTERNAL, 500."""
     for kind in type(error).__mro__:
         if kind in STATUS:
             return STATUS[kind]
-    return (13, 500)
+    return GrpcCode.INTERNAL, 500
 
 
 def error_of(code: int, message: str) -> CoatcheckError:

@@ -17,6 +17,7 @@ from coatcheck.proto.sampling import SamplingParams
 
 FILE: Final = "generation_config.json"
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
+_COUNTS: Final = ("top_k", "max_new_tokens")
 _REMEDY: Final = "correct the file, or serve with --generation-config none, which ignores its sampling values"
 
 
@@ -56,15 +57,11 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     file = directory / FILE
     fields = read_json_object(file) or {}
     values: dict[str, Any] = {}
-    for name in _FLOATS:
+    for name in (*_FLOATS, *_COUNTS):
         value = fields.get(name)
         if value is not None:
-            _require(isinstance(value, int | float) and not isinstance(value, bool), file, name, value, "a number")
-            values[name] = value
-    for name in ("top_k", "max_new_tokens"):
-        value = fields.get(name)
-        if value is not None:
-            _require(isinstance(value, int) and not isinstance(value, bool), file, name, value, "a whole number")
+            types, allowed = ((int,), "a whole number") if name in _COUNTS else ((int, float), "a number")
+            _require(type(value) in types, file, name, value, allowed)
             values[name] = value
     if "top_k" in values:
         values["top_k"] = max(values["top_k"], 0)  # vLLM writes -1 for "off"

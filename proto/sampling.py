@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -116,11 +116,8 @@ class SamplingParams:
                 _require(0 <= token < vocab_size, f"{name} entry", token, f"a token id below {vocab_size}")
 
 
-_SCALARS = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs", "skip_special_tokens",
-    "include_stop",
-)  # fmt: skip
+_NOT_SCALAR = ("logit_bias", "stop", "stop_token_ids", "structured")
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_SCALAR)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
