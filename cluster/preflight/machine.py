@@ -10,6 +10,7 @@ from typing import Final
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.host.free_memory import host_free_bytes
 
 # Device files of GPUs: NVIDIA's driver, NVIDIA Jetson (2), AMD, and WSL.
@@ -27,7 +28,7 @@ def check_memory(config: ServeConfig, free_bytes: int | None = None) -> None:
     sizes = {"host-kv-memory": config.host_kv_memory}
     if config.device == "cpu":
         sizes["kv-memory"] = config.kv_memory or 0.0
-    sizes = {name: size for name, size in sizes.items() if size > 1}
+    sizes = {name: size for name, size in sizes.items() if not is_share(size)}
     ranks = config.groups * config.tp
     asked = int(sum(sizes.values()))
     if asked * ranks > free_bytes:

@@ -14,6 +14,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
+from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -83,7 +84,8 @@ def _check_generation_config(config: ServeConfig) -> None:
 
 
 def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
-    if config.kv_memory is not None and config.kv_memory > 1:  # else a share of the free memory, which ranks measure
+    # Ranks measure the free memory of which the settings may be shares.
+    if config.kv_memory is not None and not is_share(config.kv_memory):
         choose_num_blocks(
             config.kv_memory,
             free_bytes=sys.maxsize,
@@ -92,7 +94,7 @@ def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
         )
-    if config.host_kv_memory > 1:
+    if not is_share(config.host_kv_memory):
         choose_host_blocks(
             config.host_kv_memory, free_bytes=sys.maxsize, sharing_ranks=1, bytes_per_block=layout.bytes_per_block
         )

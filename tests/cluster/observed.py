@@ -27,9 +27,9 @@ from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
+from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
 
 BLOCK = 16
@@ -125,7 +125,7 @@ class Group:
         self._tracing = tracing
         self.service = WorkerService(GroupReport(registration, ranks), tracing=tracing)
         self.deaths: list[BaseException] = []
-        self.loop = EngineLoop(engine, on_step=self.service.publish, on_death=self._die)
+        self.loop = EngineThread(engine, on_step=self.service.publish, on_death=self._die)
         self.address = GroupEndpoint(name, self.service.start(self.loop, "127.0.0.1:0"))
         self.loop.start()
 

@@ -17,10 +17,10 @@ from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from coatcheck.workers.core.step_output import EngineStats, StepOutput
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
 from tests.router.tiny_tokenizer import write_model
+from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import SPEC
 from tests.workers.served_group import PacedRunner
 
@@ -44,7 +44,7 @@ class Group:
         )  # fmt: skip
         self.most_held = 0
         self._service = WorkerService(GroupReport(registration, [public.RankStatus(rank=0, healthy=True)]))
-        self._loop = EngineLoop(engine, on_step=self._publish, on_death=lambda error: None)
+        self._loop = EngineThread(engine, on_step=self._publish, on_death=lambda error: None)
         self.address = GroupEndpoint(name, self._service.start(self._loop, "127.0.0.1:0"))
         self._loop.start()
 

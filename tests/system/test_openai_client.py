@@ -16,11 +16,11 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
-from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
 from tests.router.tiny_tokenizer import write_model
+from tests.workers.engine_thread import EngineThread
 from tests.workers.structured.structured_engine import engines_of, load_alone, write_checkpoint
 
 TEMPLATE = (
@@ -73,7 +73,7 @@ async def served(model: Model, generation_config: str = "auto") -> AsyncIterator
     registration = wire.Registration(group="g0", epoch="e", num_blocks=200, model=described)
     service = WorkerService(GroupReport(registration, [public.RankStatus(rank=0, healthy=True)]))
     deaths: list[BaseException] = []
-    loop = EngineLoop(engine, on_step=service.publish, on_death=deaths.append)
+    loop = EngineThread(engine, on_step=service.publish, on_death=deaths.append)
     address = GroupEndpoint("g0", service.start(loop, "127.0.0.1:0"))
     loop.start()
     config = RouterConfig(

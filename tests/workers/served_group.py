@@ -15,9 +15,9 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
+from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
 
 BLOCK = 8
@@ -38,7 +38,7 @@ class Group:
     """The real engine and service over a fake runner."""
 
     engine: Engine
-    loop: EngineLoop
+    loop: EngineThread
     runner: PacedRunner
     service: WorkerService
     address: str
@@ -48,7 +48,7 @@ def start_group(
     *,
     num_blocks: int = 64,
     buffer_bytes: int = 1 << 20,
-    loop_kind: type[EngineLoop] = EngineLoop,
+    loop_kind: type[EngineThread] = EngineThread,
     max_open: int = 1 << 16,
 ) -> Group:
     runner = PacedRunner(num_blocks, BLOCK)

@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.rank_client import generate, read_load, read_registration
@@ -87,12 +86,6 @@ def test_a_quantised_pool_serves_and_is_registered(start: Callable[..., RankGrou
             registrations.append(read_registration(channel))
     assert [registration.model.kv_dtype for registration in registrations] == ["float32", kv_dtype]
     assert registrations[1].num_blocks > 3 * registrations[0].num_blocks  # float32 beside eight bits, over two ranks
-
-
-def test_an_unknown_kv_dtype_is_refused() -> None:
-    """An unknown kv-dtype is an InvalidConfig that names the known ones."""
-    with pytest.raises(InvalidConfig, match="kv-dtype is 'int3'; use auto, bf16, fp16, fp8, int8, int4"):
-        GroupConfig("g", "m", "m", kv_dtype="int3")
 
 
 def test_a_pool_too_small_is_refused_by_every_rank(start: Callable[..., RankGroup]) -> None:

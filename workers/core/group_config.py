@@ -1,19 +1,15 @@
-"""GroupConfig: the settings of one tensor-parallel group, validated."""
+"""GroupConfig: the settings of one tensor-parallel group. `ServeConfig` has validated them."""
 
 from dataclasses import dataclass
 
-from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.internal_tls import ClusterCertificate
-from coatcheck.proto.log_lines import check_log_format
-from coatcheck.proto.tracing import check_endpoint
-from coatcheck.workers.core.kv_dtype import KV_DTYPES
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """`kv_memory`: bytes for each rank, or a share (0, 1] of the free device memory (on CPU: host memory).
+    """`kv_memory`: of each rank's KV pool. Above 1 in bytes, else a share of the free memory (see `is_share`).
 
-    `host_kv_memory`: bytes for each rank, or a share of the free host memory, for the host tier; 0 for none.
+    `host_kv_memory`: the same for the host tier; 0 for none.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.
@@ -45,30 +41,7 @@ class GroupConfig:
     log_format: str = "text"  # or "json"
     otlp_endpoint: str | None = None
 
-    def __post_init__(self) -> None:
-        """Raise InvalidConfig for an invalid setting."""
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise InvalidConfig(f"device is {self.device!r}; use auto, cpu or cuda")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise InvalidConfig(f"dtype is {self.dtype!r}; use auto, float32, bfloat16 or float16")
-        if self.kv_dtype not in ("auto", *KV_DTYPES):
-            raise InvalidConfig(f"kv-dtype is {self.kv_dtype!r}; use auto, {', '.join(KV_DTYPES)}")
-        if self.eviction not in ("cost", "lru"):
-            raise InvalidConfig(f"eviction is {self.eviction!r}; use cost or lru")
-        if self.block_size not in (8, 16, 32, 64, 128):
-            raise InvalidConfig(f"block-size is {self.block_size}; use 8, 16, 32, 64 or 128")
-        if not self.kv_memory > 0:
-            raise InvalidConfig(f"kv-memory is {self.kv_memory}; use bytes (above 1) or a share in (0, 1]")
-        if not self.host_kv_memory >= 0:
-            raise InvalidConfig(
-                f"host-kv-memory is {self.host_kv_memory}; use bytes (above 1), a share in (0, 1], or 0 for none"
-            )
-        for name in ("tp", "max_num_seqs", "max_waiting", "max_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name.replace('_', '-')} is {getattr(self, name)}; use at least 1")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise InvalidConfig(f"max-model-len is {self.max_model_len}; use at least 2")
-        if self.threads < 0:
-            raise InvalidConfig(f"threads is {self.threads}; use 0 (divide the cores) or more")
-        check_log_format(self.log_format)
-        check_endpoint(self.otlp_endpoint)
+
+def is_share(memory: float) -> bool:
+    """Whether a memory setting is a share of the free memory, 0 to 1. Larger values are bytes for each rank."""
+    return memory <= 1

@@ -3,7 +3,6 @@
 An engine without work steps about once a second: an empty step is the group's heartbeat.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """Call `run` in the thread that ran the warm-up, or `start` to use a new thread.
+    """Call `run` in the thread that ran the warm-up.
 
     A new thread is slower on CPUs. OpenMP keeps a team of threads for each thread that ever computed. If all teams
     together outnumber the cores, no team spins any more, and every parallel region costs a wake-up.
@@ -40,17 +39,7 @@ class EngineLoop:
         self._on_death = on_death
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = False
-        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.last_step_at = time.monotonic()
-
-    def start(self) -> None:
-        """Run in a new thread."""
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread of `start` runs."""
-        return self._thread.is_alive()
 
     def submit_request(
         self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
@@ -99,11 +88,9 @@ class EngineLoop:
             self._on_death(error)
 
     def stop(self) -> None:
-        """End after the current step, and wait for the thread of `start`. A second call does nothing."""
+        """End `run` after the current step. May be called in any thread. A second call does nothing."""
         self._is_stopping = True
         self._commands.put(lambda: None)  # wakes a loop that waits for a command
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def _run_commands(self) -> None:
         """Run the queued commands. If the engine has no work, wait for a command up to a heartbeat."""

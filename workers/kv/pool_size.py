@@ -4,6 +4,7 @@ Every rank computes its own number, and the group uses the smallest.
 """
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.group_config import is_share
 
 
 def choose_num_blocks(
@@ -15,12 +16,12 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int | None,
 ) -> int:
-    """`kv_memory`: bytes for this rank if above 1, else a share of `free_bytes`, divided among `sharing_ranks`.
+    """`kv_memory`: bytes for this rank, or a share of `free_bytes` (see `is_share`), divided among `sharing_ranks`.
 
     `max_model_len`: the operator's setting, or None.
     Raises InvalidConfig if the pool exceeds `free_bytes`, or cannot hold one block or a sequence of `max_model_len`.
     """
-    pool_bytes = int(kv_memory) if kv_memory > 1 else int(kv_memory * free_bytes / sharing_ranks)
+    pool_bytes = int(kv_memory * free_bytes / sharing_ranks if is_share(kv_memory) else kv_memory)
     if pool_bytes * sharing_ranks > free_bytes:
         raise InvalidConfig(
             f"kv-memory asks for {pool_bytes:,} bytes for each of {sharing_ranks} ranks on this device, and "
@@ -42,11 +43,11 @@ def choose_num_blocks(
 
 
 def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:
-    """`host_kv_memory`: bytes for this rank if above 1, 0 for no host tier, else a share of `free_bytes`, divided among
-    `sharing_ranks`. Raises InvalidConfig if the memory exceeds `free_bytes` or cannot hold one block."""
+    """`host_kv_memory`: as `kv_memory`; 0 for no host tier. Raises InvalidConfig if the memory exceeds `free_bytes` or
+    cannot hold one block."""
     if not host_kv_memory:
         return 0
-    host_bytes = int(host_kv_memory) if host_kv_memory > 1 else int(host_kv_memory * free_bytes / sharing_ranks)
+    host_bytes = int(host_kv_memory * free_bytes / sharing_ranks if is_share(host_kv_memory) else host_kv_memory)
     if host_bytes * sharing_ranks > free_bytes:
         raise InvalidConfig(
             f"host-kv-memory asks for {host_bytes:,} bytes for each of {sharing_ranks} ranks on this host, and "

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.group_config import GroupConfig, is_share
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.host.free_memory import free_bytes, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -72,12 +72,11 @@ def choose_block_counts(
 ) -> tuple[int, int]:
     """(device blocks, host blocks) of one rank, from the free bytes of its device and host.
 
-    `kv_memory` and `host_kv_memory` up to 1 are shares of the free memory, divided by all ranks on the host. Above 1
-    they are bytes, which must be free for this group's ranks only: if this group restarts beside others, these have
-    allocated their memory already. Raises InvalidConfig.
+    Shares of the free memory are divided by all ranks on the host. Bytes must be free for this group's ranks only: if
+    this group restarts beside others, these have allocated their memory already. Raises InvalidConfig.
     """
     own_ranks, block = min(config.tp, ranks_on_host), layout.bytes_per_block
-    sharing = ranks_on_host if config.kv_memory <= 1 else own_ranks
+    sharing = ranks_on_host if is_share(config.kv_memory) else own_ranks
     num_blocks = choose_num_blocks(
         config.kv_memory,
         free_bytes=device_bytes,
@@ -86,12 +85,12 @@ def choose_block_counts(
         block_size=config.block_size,
         max_model_len=config.max_model_len,
     )
-    sharing = ranks_on_host if config.host_kv_memory <= 1 else own_ranks
+    sharing = ranks_on_host if is_share(config.host_kv_memory) else own_ranks
     # On a CPU the pools of this host's ranks come out of the same memory as the host tier.
     left = host_bytes - (num_blocks * block * own_ranks if on_cpu else 0)
     other_pools = num_blocks * block * (sharing - own_ranks) if on_cpu else 0
-    if config.kv_memory > 1 and other_pools >= left:  # the other groups run already: `left` excludes their pools
-        other_pools = 0
+    if not is_share(config.kv_memory) and other_pools >= left:
+        other_pools = 0  # the other groups run already: `left` excludes their pools
     host_blocks = choose_host_blocks(
         config.host_kv_memory,
         free_bytes=left - other_pools,

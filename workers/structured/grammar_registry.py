@@ -11,13 +11,11 @@ used ones are kept.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan
-
-T = TypeVar("T")
 
 MAX_CACHED_GRAMMARS: Final = 256
 # How many grammars of the small and of the large queue ranks compile at once. A low limit keeps tenants' turns fair:
@@ -33,25 +31,25 @@ def compile_queue_of(grammar: Grammar) -> int:
     return int(len(grammar.text) > _MAX_SMALL_CHARACTERS)
 
 
-class RoundRobin(Generic[T]):
-    """A queue that serves owners in turn, one item each. Items of one owner stay in order."""
+class GrammarQueue:
+    """Grammars to compile. Owners take turns, one grammar each. Grammars of one owner stay in order."""
 
     def __init__(self) -> None:
-        self._items: dict[str, deque[T]] = {}  # by owner; the owner whose turn is next comes first
+        self._by_owner: dict[str, deque[Grammar]] = {}  # the owner whose turn is next comes first
 
-    def add(self, owner: str, item: T) -> None:
-        self._items.setdefault(owner, deque()).append(item)
+    def add(self, owner: str, grammar: Grammar) -> None:
+        self._by_owner.setdefault(owner, deque()).append(grammar)
 
-    def pop_next(self, is_wanted: Callable[[T], bool]) -> T | None:
-        """Remove and return the next wanted item, or None. Unwanted items are dropped and use up no turn."""
-        for owner in list(self._items):
-            queue = self._items.pop(owner)
-            while queue:
-                item = queue.popleft()
-                if is_wanted(item):
-                    if queue:
-                        self._items[owner] = queue
-                    return item
+    def pop_next(self, is_wanted: Callable[[Grammar], bool]) -> Grammar | None:
+        """Remove and return the next wanted grammar, or None. Unwanted ones are dropped and use up no turn."""
+        for owner in list(self._by_owner):
+            grammars = self._by_owner.pop(owner)
+            while grammars:
+                grammar = grammars.popleft()
+                if is_wanted(grammar):
+                    if grammars:
+                        self._by_owner[owner] = grammars
+                    return grammar
         return None
 
 
@@ -62,7 +60,7 @@ class GrammarRegistry:
         self._max_cached = max_cached
         self._uses: Counter[Grammar] = Counter()  # live sequences
         self._waiting: dict[Grammar, list[list[Sequence]]] = {}  # the live choices of each waiting request
-        self._to_compile = [RoundRobin[Grammar]() for _ in MAX_COMPILING]
+        self._to_compile = [GrammarQueue() for _ in MAX_COMPILING]
         self._ids: dict[Grammar, int] = {}  # of the grammars that are compiling or ready
         self._next_id = 0
         self._compiling = [deque[Grammar]() for _ in MAX_COMPILING]

@@ -8,7 +8,7 @@ from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import EngineStats, StepOutput
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.engine.engine_loop import EngineLoop
+from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep, answer
 from tests.workers.invariants import check_engine
 
@@ -40,7 +40,7 @@ def test_requests_are_answered_refused_and_dropped_from_another_thread() -> None
         refusals.append(str(error))
         refused.set()
 
-    loop = EngineLoop(engine, on_step=on_step, on_death=lambda error: None)
+    loop = EngineThread(engine, on_step=on_step, on_death=lambda error: None)
     loop.start()
     loop.submit_request(
         EngineRequest("a", (1, 2), SamplingParams(max_tokens=5, seed=7)), on_refused, lambda: taken.append("a")
@@ -66,7 +66,7 @@ def test_a_failed_step_calls_on_death() -> None:
         died.set()
 
     engine = Engine(SPEC, DyingRunner(8, 4), num_blocks=8, block_size=4)
-    loop = EngineLoop(engine, on_step=lambda output, stats: None, on_death=on_death)
+    loop = EngineThread(engine, on_step=lambda output, stats: None, on_death=on_death)
     loop.start()
     loop.submit_request(EngineRequest("a", (1,), SamplingParams()), lambda error: None, lambda: None)
     assert died.wait(10)

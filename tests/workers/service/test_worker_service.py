@@ -17,13 +17,13 @@ from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import SequenceOutput, StepOutput
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.engine.engine_loop import EngineLoop
+from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import answer
 from tests.workers.invariants import check_engine
 from tests.workers.served_group import BLOCK, Group, Router, choices_running, is_idle, start_group, until
 
 
-class BrokenLoop(EngineLoop):
+class BrokenLoop(EngineThread):
     """An engine loop whose submissions fail."""
 
     def submit_request(

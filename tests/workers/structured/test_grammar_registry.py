@@ -13,8 +13,8 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewSequence, StepPlan
 from coatcheck.workers.structured.grammar_registry import (
     MAX_COMPILING,
+    GrammarQueue,
     GrammarRegistry,
-    RoundRobin,
     compile_queue_of,
 )
 from tests.workers.invariants import check_grammars
@@ -122,12 +122,13 @@ TestGrammarRegistry.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_owners_take_turns() -> None:
-    """An owner's first item waits for at most one item of each other owner."""
-    turns = RoundRobin[str]()
-    for thing in ("a1", "a2", "a3", "b1", "a4", "c1"):
-        turns.add(thing[0], thing)
-    taken = [turns.pop_next(lambda thing: thing != "a2") for _ in range(6)]
-    assert taken == ["a1", "b1", "c1", "a3", "a4", None]
+    """An owner's first grammar waits for at most one grammar of each other owner."""
+    queue = GrammarQueue()
+    grammars = {name: Grammar("regex", name) for name in ("a1", "a2", "a3", "b1", "a4", "c1")}
+    for name, grammar in grammars.items():
+        queue.add(name[0], grammar)
+    taken = [queue.pop_next(lambda grammar: grammar.text != "a2") for _ in range(6)]
+    assert taken == [*(grammars[name] for name in ("a1", "b1", "c1", "a3", "a4")), None]
 
 
 def test_what_nobody_waits_for_is_not_compiled() -> None:
