@@ -117,7 +117,7 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
     def decision() -> None:
         matched = index.matched_blocks(chain)
         candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
-        choose(candidates, prompt, rng, reuse_rate=index.reuse_after_eviction.rate)
+        choose(candidates, prompt, rng)
 
     def sending() -> None:
         index.add_pending("g0", 0, chain)

@@ -168,7 +168,6 @@ class _View:
             candidates,
             job.prompt,
             self._rng,
-            reuse_rate=self.index.reuse_after_eviction.rate,
             queued_in_router=len(self.queue),
         )
 

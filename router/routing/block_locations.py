@@ -11,7 +11,6 @@ from typing import Final
 
 from coatcheck.proto.block_hash import HASH_BYTES
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
-from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 _TIERS: Final = (TIER_DEVICE, TIER_HOST)
 
@@ -36,9 +35,8 @@ class EventProblem(Enum):
 class BlockLocations:
     """`where`: for device and host a mapping from block to the groups, as bits, that hold it there."""
 
-    def __init__(self, reuse: ReuseAfterEviction, problems: Counter[EventProblem]) -> None:
+    def __init__(self, problems: Counter[EventProblem]) -> None:
         self.where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
-        self._reuse = reuse
         self._problems = problems
         self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> tiers, as bits
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
@@ -54,8 +52,7 @@ class BlockLocations:
 
     def apply_events(self, bit: int, events: Iterable[KvEvent]) -> None:
         """Applies what a group has stored and removed, in order."""
-        held, reuse, problems = self._held.setdefault(bit, {}), self._reuse, self._problems
-        on_device, on_host = self.where
+        held, problems = self._held.setdefault(bit, {}), self._problems
         entries = self._entries[bit]
         for event in events:
             block, tier = event.block_hash, event.tier
@@ -69,19 +66,16 @@ class BlockLocations:
                     held[block] = tiers | 1 << place
                     where[block] = where.get(block, 0) | bit
                     entries += 1
-                    reuse.record_stored(block)
                 if (parent := event.parent_hash) and parent not in held:
                     problems[EventProblem.NO_PARENT] += 1
             elif tiers >> place & 1:
                 _set_or_drop(held, block, tiers & ~(1 << place))
                 _set_or_drop(where, block, where[block] & ~bit)
                 entries -= 1
-                if block not in on_device and block not in on_host:
-                    reuse.record_evicted(block, len(on_device))
         self._entries[bit] = entries
 
     def remove_group(self, bit: int) -> None:
-        """Drops all blocks of a group. They do not count as evicted."""
+        """Drops all blocks of a group."""
         for block, tiers in self._held.pop(bit, {}).items():
             for place, where in enumerate(self.where):
                 if tiers >> place & 1:

@@ -19,7 +19,6 @@ from coatcheck.router.routing.block_locations import BlockLocations, EventProble
 from coatcheck.router.routing.hit_prediction import HitPrediction
 from coatcheck.router.routing.pending_prefixes import PendingPrefixes
 from coatcheck.router.routing.prefix_match import PrefixMatch, match_chain
-from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 
 class EventOutcome(Enum):
@@ -47,14 +46,13 @@ class PrefixIndex:
     """One for a router, fed by all its GroupConnections."""
 
     def __init__(self) -> None:
-        self.reuse_after_eviction = ReuseAfterEviction()
         self.hit_prediction = HitPrediction()
         self.problems: Counter[EventProblem] = Counter()
         self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _Member] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # the bits of all groups
-        self._locations = BlockLocations(self.reuse_after_eviction, self.problems)
+        self._locations = BlockLocations(self.problems)
         self.pending = PendingPrefixes()
 
     @property

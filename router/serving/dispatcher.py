@@ -216,7 +216,6 @@ class Dispatcher:
             candidates,
             len(request.prompt_token_ids),
             self._rng,
-            reuse_rate=self._groups.index.reuse_after_eviction.rate,
             queued_in_router=len(self.queue),
             session=request.session_id,
         )

@@ -10,6 +10,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, FromGroup, KvEvent, Refused, SequenceOutput, StepBatch
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups import group_connection
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupFailures
@@ -77,8 +78,11 @@ async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(s
     assert [link.name for link in router.server.groups.serving()] == ["g0"]
 
 
-async def test_a_group_that_is_back_is_known_for_what_it_did(start_router: StartRouter) -> None:
+async def test_a_group_that_is_back_is_known_for_what_it_did(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ejected and attached again, it serves; its status keeps the reason, and the page its count."""
+    monkeypatch.setattr(group_connection, "_LONGEST_BACKOFF", 0.05)
     group = FakeGroup(hold_after=1)
     router = await start_router(group, attached=True)
     stream = Stream(router, ask(max_tokens=2))

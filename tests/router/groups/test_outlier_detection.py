@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.stubs.worker_pb2 import FromGroup
+from coatcheck.router.groups import group_connection
 from coatcheck.router.groups.outlier_detection import OutlierDetection
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -61,9 +62,12 @@ def test_pauses_grow_and_are_forgiven() -> None:
     assert first is not None and other is not None and first.pause == other.pause == 30
 
 
-async def test_a_slow_group_is_put_out_until_it_is_needed(start_router: StartRouter) -> None:
+async def test_a_slow_group_is_put_out_until_it_is_needed(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its stream moves without a gap, `status` has its reason, new work goes to the other; when that one is lost it is
     let in at once and serves, though its pause is not over, and slow alone it stays."""
+    monkeypatch.setattr(group_connection, "_LONGEST_BACKOFF", 0.05)
     _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
     router = await start_router(*groups.values())

@@ -59,4 +59,4 @@ class PendingAgainstDict(RuleBasedStateMachine):
 
 
 TestPending = PendingAgainstDict.TestCase
-TestPending.settings = settings(max_examples=80, deadline=None)
+TestPending.settings = settings(max_examples=40, deadline=None)

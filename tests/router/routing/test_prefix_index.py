@@ -1,7 +1,7 @@
 """The prefix index: exact by construction, checked against a model that is too simple to be wrong."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -162,6 +162,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
 
 TestIndexAgainstSets = IndexAgainstSets.TestCase
+TestIndexAgainstSets.settings = settings(max_examples=50, deadline=None)
 
 
 def test_a_chain_matches_only_without_a_break() -> None:

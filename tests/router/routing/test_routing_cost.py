@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
@@ -127,11 +127,12 @@ def test_gates_are_thresholds_and_costs_are_not() -> None:
         assert after.why.endswith("; cheaper, but without room or with too long a queue: holder")
 
 
-@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1))
-def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, reuse_rate: float) -> None:
+@settings(max_examples=50)
+@given(CANDIDATES, st.integers(1, 10_000))
+def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int) -> None:
     """The decision has one row of cost per candidate, none negative. No other group's total is lower, except groups
     without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
-    decision = choose(candidates, prompt, random.Random(0), reuse_rate=reuse_rate)
+    decision = choose(candidates, prompt, random.Random(0))
     totals = {cost.group: cost.total_seconds for cost in decision.costs}
     assert totals.keys() == {candidate.group for candidate in candidates}
     ready = max((cost.cached_tokens for cost in decision.costs if cost.has_room), default=-1)
@@ -144,16 +145,17 @@ def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], pr
     assert decision.why.startswith(f"{decision.group}: ")
 
 
-@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.data())
-def test_no_cost_jumps(candidates: list[Candidate], prompt: int, reuse_rate: float, data: st.DataObject) -> None:
+@settings(max_examples=50)
+@given(CANDIDATES, st.integers(1, 10_000), st.data())
+def test_no_cost_jumps(candidates: list[Candidate], prompt: int, data: st.DataObject) -> None:
     """A thousandth more of anything moves no total by more than a hundredth and a little: there is no cliff."""
     place = data.draw(st.integers(0, len(candidates) - 1))
     field = data.draw(st.sampled_from(["queued_prefill_tokens", "queued_requests", "step_seconds", "free_tokens"]))
     old = candidates[place]
     changed = [*candidates]
     changed[place] = old._replace(**{field: getattr(old, field) * 1.001})
-    before = choose(candidates, prompt, DICE, reuse_rate=reuse_rate).costs
-    after = choose(changed, prompt, DICE, reuse_rate=reuse_rate).costs
+    before = choose(candidates, prompt, DICE).costs
+    after = choose(changed, prompt, DICE).costs
     for one, other in zip(before, after, strict=True):
         # Eviction is a difference of what is queued and what is free, so it moves by their size and not its own.
         moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
@@ -161,18 +163,17 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, reuse_rate: flo
         assert abs(one.total_seconds - other.total_seconds) <= 0.01 * one.total_seconds + moved * behind + 1e-9
 
 
-@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 1000), st.floats(0, 1))
+@settings(max_examples=50)
+@given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 1000), st.floats(0, 1))
 def test_nobody_waits_longer_than_an_idle_group_computes(
-    candidates: list[Candidate], prompt: int, reuse_rate: float, queued_in_router: int, idle_busy: float
+    candidates: list[Candidate], prompt: int, queued_in_router: int, idle_busy: float
 ) -> None:
     """A group whose queue alone is longer than computing the whole prompt on an idle group is never chosen, however
     much of the prompt it holds, however many wait, and however busy the idle group was before."""
     idle = Candidate(
         "idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy_share=idle_busy, free_tokens=prompt
     )
-    decision = choose(
-        [*candidates, idle], prompt, random.Random(0), reuse_rate=reuse_rate, queued_in_router=queued_in_router
-    )
+    decision = choose([*candidates, idle], prompt, random.Random(0), queued_in_router=queued_in_router)
     (alone,) = [cost for cost in decision.costs if cost.group == "idle"]
     assert alone.queue_seconds == alone.restore_seconds == alone.eviction_seconds == 0.0
     assert decision.chosen.queue_seconds <= alone.prefill_seconds + alone.decode_seconds
@@ -263,18 +264,15 @@ def test_restoring_costs_its_bandwidth() -> None:
     assert 0 < unmeasured.restore_seconds < 0.8
 
 
-def test_eviction_is_priced_by_what_is_wanted_again() -> None:
-    """A group with free blocks is cheaper than one that must evict, by what the evicted ones are worth; the blocks of
-    running sequences are worth all of themselves."""
+def test_evicting_blocks_in_use_costs_their_prefill() -> None:
+    """A group with free or cached blocks is cheaper than one that must take blocks from running sequences, which have
+    to compute them again."""
     free, full = a_group("free"), a_group("full", free_tokens=0, evictable_tokens=100_000)
     used = a_group("used", free_tokens=0)
-    costs = {cost.group: cost for cost in choose([free, full, used], 1000, DICE, reuse_rate=0.25).costs}
-    assert [costs[name].eviction_seconds for name in ("free", "full", "used")] == [0.0, 0.25, 1.0]
-    assert choose([full], 1000, DICE).chosen.eviction_seconds == 0.0
-    half = a_group("half", free_tokens=1500, evictable_tokens=100_000, queued_prefill_tokens=1000)
-    assert choose([half], 1000, DICE, reuse_rate=1.0).chosen.eviction_seconds == pytest.approx(
-        0.5
-    )  # the queue takes its room first
+    costs = {cost.group: cost for cost in choose([free, full, used], 1000, DICE).costs}
+    assert [costs[name].eviction_seconds for name in ("free", "full", "used")] == [0.0, 0.0, 1.0]
+    half = a_group("half", free_tokens=1500, queued_prefill_tokens=1000)
+    assert choose([half], 1000, DICE).chosen.eviction_seconds == 0.5, "the queue takes its room first"
 
 
 def test_decodes_weigh_too() -> None:

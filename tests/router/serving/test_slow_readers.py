@@ -87,6 +87,7 @@ def _request() -> pb.GenerateRequest:
     return pb.GenerateRequest(text="the lazy dog", sampling=sampling)
 
 
+@pytest.mark.full  # the same limit as of a gRPC reader that comes back
 async def test_grpc_over_a_socket_that_is_not_read(start_router: StartRouter) -> None:
     """What HTTP/2 lets a server send without being asked for more is all that it gets."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
