@@ -15,7 +15,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import fill_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
-from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, config_fields
+from coatcheck.workers.model.known_architectures import CONFIG_FIELDS, TESTED_MODEL_TYPES
 
 Shape = tuple[int, ...]
 
@@ -117,7 +117,7 @@ def _layer_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def _biases(model: ModelConfig, flag: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Shapes of the biases of the projections in `shapes`, if config.json sets `flag`."""
-    if not model.values.get(flag) or flag not in config_fields(model.model_type):
+    if not model.values.get(flag) or flag not in CONFIG_FIELDS[model.model_type]:
         return {}
     weights = {name: shape for name, shape in shapes.items() if name.endswith("_proj.weight")}
     return {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in weights.items()}

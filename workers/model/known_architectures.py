@@ -1,12 +1,12 @@
-"""What the installed transformers supports: model types, causal models, config fields, activations, RoPE types.
+"""What transformers supports: model types, causal models, and the config.json fields of the tested model types.
 
-`coatcheck serve` checks config.json against these before Ray starts. They are parsed out of transformers' source files,
-because importing transformers imports torch and takes seconds.
+`coatcheck serve` checks config.json against these before Ray starts. transformers itself is not imported, because that
+imports torch and takes seconds: the names of model types are read from its source files, and the fields stand in tables
+here, which a test compares with the installed transformers.
 """
 
-import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -14,26 +14,103 @@ from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidModel
 
+# JSON types of the fields of config classes, by Python's names.
+_COMMON: Final = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), "int"),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), "int"),
+    **dict.fromkeys(("initializer_range", "rms_norm_eps"), "float"),
+    **dict.fromkeys(("use_cache", "tie_word_embeddings"), "bool"),
+    **dict.fromkeys(("pad_token_id", "bos_token_id"), "int|None"),
+    "eos_token_id": "int|list|None",
+    "rope_parameters": "dict|None",
+    "attention_dropout": "float|int",
+    "hidden_act": "str",
+}
+_GEMMA: Final = {
+    **{name: kinds for name, kinds in _COMMON.items() if name != "hidden_act"},
+    **dict.fromkeys(("head_dim", "query_pre_attn_scalar"), "int"),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), "float|None"),
+    "attention_bias": "bool",
+    "attention_dropout": "float|int|None",
+    "hidden_activation": "str",
+    "layer_types": "list|None",
+    "sliding_window": "int|None",
+    "use_bidirectional_attention": "bool|None",
+}
+_MULTI_HEAD: Final = {"num_key_value_heads": "int|None"}  # None: as many as attention heads
+_WINDOW: Final = {"sliding_window": "int|None"}
+_QWEN: Final = _COMMON | _WINDOW | {"use_sliding_window": "bool"}
+_QWEN_DENSE: Final = _QWEN | _MULTI_HEAD | {"max_window_layers": "int", "layer_types": "list|None"}
+_BIASES: Final = {"attention_bias": "bool", "mlp_bias": "bool"}
+_MOE: Final = {"num_experts_per_tok": "int", "output_router_logits": "bool", "router_aux_loss_coef": "float"}
+_MULTIPLIERS: Final = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
+# By model type: the fields that its config class declares, and their JSON types.
+CONFIG_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "granite": _COMMON | _MULTI_HEAD | _BIASES | dict.fromkeys(_MULTIPLIERS, "float|int"),
+    "llama": _COMMON
+    | _MULTI_HEAD
+    | _BIASES
+    | {"head_dim": "int|None", "pretraining_tp": "int|None", "attention_dropout": "float|int|None"},
+    "mistral": _COMMON | _WINDOW | {"head_dim": "int|None"},
+    "mixtral": _COMMON
+    | _WINDOW
+    | _MOE
+    | {"head_dim": "int|None", "num_local_experts": "int", "router_jitter_noise": "float"},
+    "olmo2": _COMMON | _MULTI_HEAD | {"attention_bias": "bool"},
+    "phi3": _COMMON
+    | _MULTI_HEAD
+    | _WINDOW
+    | {"resid_pdrop": "float|int", "embd_pdrop": "float|int", "original_max_position_embeddings": "int"},
+    "qwen2": _QWEN_DENSE,
+    "qwen3": _QWEN_DENSE | {"head_dim": "int", "attention_bias": "bool"},
+    "qwen3_moe": _QWEN
+    | _MOE
+    | dict.fromkeys(("decoder_sparse_step", "moe_intermediate_size", "num_experts"), "int")
+    | {"attention_bias": "bool", "norm_topk_prob": "bool", "mlp_only_layers": "list|None"},
+}
+
+_SIZES: Final = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+# The values of fields that config.json may omit; None for fields without a default.
+CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    model_type: dict(zip(_SIZES, sizes, strict=True)) | others
+    for model_type, sizes, others in (
+        ("gemma2", (256000, 2304, 9216, 26, 8, 4, 8192),
+         dict(head_dim=256, sliding_window=4096, tie_word_embeddings=True)),
+        ("gemma3_text", (262208, 2304, 9216, 26, 8, 4, 131072),
+         dict(head_dim=256, sliding_window=4096, tie_word_embeddings=True)),
+        ("granite", (32000, 4096, 11008, 32, 32, None, 2048), {}),
+        ("llama", (32000, 4096, 11008, 32, 32, None, 2048), {}),
+        ("mistral", (32000, 4096, 14336, 32, 32, 8, 131072), dict(sliding_window=4096)),
+        ("mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), dict(num_experts_per_tok=2, num_local_experts=8)),
+        ("olmo2", (50304, 4096, 11008, 32, 32, None, 2048), {}),
+        ("phi3", (32064, 3072, 8192, 32, 32, None, 4096), dict(original_max_position_embeddings=4096)),
+        ("qwen2", (151936, 4096, 22016, 32, 32, 32, 32768), dict(sliding_window=4096, max_window_layers=28)),
+        ("qwen3", (151936, 4096, 22016, 32, 32, 32, 32768),
+         dict(head_dim=128, sliding_window=4096, max_window_layers=28)),
+        ("qwen3_moe", (151936, 2048, 6144, 24, 32, 4, 32768),
+         dict(sliding_window=4096, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+              decoder_sparse_step=1)),
+    )
+}  # fmt: skip
+
 # Model types whose parity tests cover every usual config.json, so the checks of model_rules.py suffice. A model of
 # another type must be built without weights to find out whether it can be served (meta_model.py).
-TESTED_MODEL_TYPES: Final = frozenset(
+TESTED_MODEL_TYPES: Final = frozenset(CONFIG_FIELDS)
+
+ACTIVATIONS: Final = frozenset(
     (
-        "gemma2",
-        "gemma3_text",
-        "granite",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
+        "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+        "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
+        "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
     )
-)
-_CONFIG_FILES: Final = ("auto_mappings.py", "configuration_auto.py")
-_MODEL_FILES: Final = ("modeling_auto.py",)
-_JSON_TYPES: Final = {"int", "float", "str", "bool", "list", "dict", "None"}
+)  # fmt: skip
+ROPE_TYPES: Final = frozenset(("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"))
 
 
 def check_known(name: str, model_type: str, *, has_auto_map: bool) -> None:
@@ -42,7 +119,7 @@ def check_known(name: str, model_type: str, *, has_auto_map: bool) -> None:
     `has_auto_map`: whether config.json refers to code in the checkpoint. Accepts every type if transformers' tables
     cannot be read.
     """
-    configs = _table(_CONFIG_FILES, "CONFIG_MAPPING_NAMES")
+    configs = _config_classes()
     if not configs or model_type in configs:
         return
     also = "; code that comes with a checkpoint is never run" if has_auto_map else ""
@@ -54,9 +131,8 @@ def check_known(name: str, model_type: str, *, has_auto_map: bool) -> None:
 
 def check_causal(name: str, model_type: str) -> None:
     """Raise InvalidModel for a model type without a causal language model. Accepts types that are not in the tables."""
-    configs = _table(_CONFIG_FILES, "CONFIG_MAPPING_NAMES")
-    models = _table(_MODEL_FILES, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    if not configs or not models or model_type not in configs:
+    configs, models = _config_classes(), _causal_types()
+    if not models or model_type not in configs:
         return
     # transformers maps a config class to a model, and several types may share a config class.
     if configs[model_type] not in {configs[causal] for causal in models if causal in configs}:
@@ -67,101 +143,23 @@ def check_causal(name: str, model_type: str) -> None:
 
 
 @cache
-def _table(files: tuple[str, ...], name: str) -> dict[str, str]:
-    """The mapping `name` of transformers' auto classes, merged from `files`; empty if it is not found."""
-    found: dict[str, str] = {}
-    for file in files:
-        for node in _read_literals(file, name):
-            found.update({key: value for key, value in node if isinstance(key, str) and isinstance(value, str)})
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigField:
-    """One field of a config class.
-
-    `kinds`: the accepted types, by Python's names and "None"; empty if types that JSON lacks are accepted too.
-    `default`: None also for a field without a default, or whose default is not a literal.
-    """
-
-    kinds: frozenset[str]
-    default: Any
+def _config_classes() -> dict[str, str]:
+    """Model type -> config class; empty if transformers' tables cannot be read."""
+    source = _read_source("auto_mappings.py") + _read_source("configuration_auto.py")
+    return dict(re.findall(r'"([^"]+)"[,:]\s+"(\w+Config)"', source))
 
 
 @cache
-def config_fields(model_type: str) -> dict[str, ConfigField]:
-    """The fields that a model type's config class declares itself, by name; empty if its source cannot be parsed."""
-    name, module = _table(_CONFIG_FILES, "CONFIG_MAPPING_NAMES").get(model_type), model_type.removesuffix("_text")
-    for statement in _parse_statements(f"models/{module}/configuration_{module}.py"):
-        if isinstance(statement, ast.ClassDef) and statement.name == name:
-            fields = (node for node in statement.body if isinstance(node, ast.AnnAssign))
-            return {node.target.id: _read_field(node) for node in fields if isinstance(node.target, ast.Name)}
-    return {}
+def _causal_types() -> frozenset[str]:
+    """The model types with a causal language model; empty if transformers' table cannot be read."""
+    table = _read_source("modeling_auto.py").partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
+    return frozenset(re.findall(r'\(\s*"([^"]+)",', table))
 
 
-def activations() -> frozenset[str]:
-    """Names of activation functions; empty if transformers' source cannot be parsed."""
-    return _dict_keys("activations.py", "ACT2CLS")
-
-
-def rope_types() -> frozenset[str]:
-    """Names of RoPE types; empty if transformers' source cannot be parsed."""
-    types = _dict_keys("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS")
-    return types | {"default"} if types else types
-
-
-@cache
-def _dict_keys(file: str, name: str) -> frozenset[str]:
-    """The keys of the dict that `file` assigns to `name`."""
-    for statement in _parse_statements(file):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            value = getattr(statement, "value", None)
-            keys = value.keys if isinstance(value, ast.Dict) else []
-            return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))
-    return frozenset()
-
-
-def _read_field(node: ast.AnnAssign) -> ConfigField:
-    kinds = _annotated_types(node.annotation) - {"RopeParameters"}  # a TypedDict, always together with `dict`
-    try:
-        default = ast.literal_eval(node.value) if node.value is not None else None
-    except ValueError:  # a call, or arithmetic
-        default = None
-    return ConfigField(kinds if kinds <= _JSON_TYPES else frozenset(), default)
-
-
-def _annotated_types(annotation: ast.expr) -> frozenset[str]:
-    match annotation:
-        case ast.BinOp(left=left, right=right):
-            return _annotated_types(left) | _annotated_types(right)
-        case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)):
-            return frozenset({name})
-        case ast.Constant(value=None):
-            return frozenset({"None"})
-    return frozenset({""})
-
-
-def _parse_statements(file: str) -> list[ast.stmt]:
-    """The statements of one of transformers' source files; none if it cannot be read."""
+def _read_source(file: str) -> str:
+    """The text of a file in transformers/models/auto; "" if it cannot be read."""
     package = util.find_spec("transformers")  # does not import it
     try:
-        return ast.parse((Path(str(package and package.origin)).parent / file).read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-
-
-def _read_literals(file: str, name: str) -> Iterator[list[tuple[Any, Any]]]:
-    """The (key, value) pairs of every literal list or dict in the statements that assign or update `name`."""
-    for statement in _parse_statements(f"models/auto/{file}"):
-        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr) or statement.value is None:
-            continue
-        if name not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:
-            continue
-        for node in ast.walk(statement.value):
-            if isinstance(node, ast.List | ast.Dict):
-                try:
-                    value = ast.literal_eval(node)
-                    yield list(dict(value).items())
-                except (ValueError, TypeError):
-                    continue
+        return (Path(str(package and package.origin)).parent / "models" / "auto" / file).read_text(encoding="utf-8")
+    except OSError:
+        return ""

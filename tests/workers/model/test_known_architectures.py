@@ -1,0 +1,41 @@
+"""The tables of transformers' config classes equal those of the installed transformers."""
+
+from inspect import get_annotations
+from typing import Any, get_args
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2CLS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from coatcheck.workers.model.known_architectures import (
+    ACTIVATIONS,
+    CONFIG_DEFAULTS,
+    CONFIG_FIELDS,
+    ROPE_TYPES,
+    TESTED_MODEL_TYPES,
+)
+
+
+def json_types(annotation: Any) -> set[str]:
+    """The names of an annotation's types, as in CONFIG_FIELDS; RopeParameters always stands beside dict."""
+    types = get_args(annotation) if hasattr(annotation, "__or__") and get_args(annotation) else (annotation,)
+    names = {getattr(kind, "__origin__", kind).__name__ for kind in types if kind is not RopeParameters}
+    return {"None" if name == "NoneType" else name for name in names}
+
+
+@pytest.mark.parametrize("model_type", sorted(TESTED_MODEL_TYPES))
+def test_fields_are_those_of_the_config_class(model_type: str) -> None:
+    """Each table has the fields that the class declares, with their types, and the values of its defaults."""
+    config = CONFIG_MAPPING[model_type]
+    declared = get_annotations(config)
+    ours = {name: set(kinds.split("|")) for name, kinds in CONFIG_FIELDS[model_type].items()}
+    theirs = {name: json_types(annotation) for name, annotation in declared.items()}
+    assert ours == theirs
+    assert {name: getattr(config, name) for name in CONFIG_DEFAULTS[model_type]} == CONFIG_DEFAULTS[model_type]
+
+
+def test_names_are_those_of_transformers() -> None:
+    """Activations and rope types are those that transformers looks up."""
+    assert set(ACT2CLS) == ACTIVATIONS
+    assert {"default", *ROPE_INIT_FUNCTIONS} == ROPE_TYPES
