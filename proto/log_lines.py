@@ -9,24 +9,16 @@ import json
 import logging
 import sys
 import time
-from typing import Any, Final, Literal, TextIO, get_args
-
-from coatcheck.proto.errors import InvalidConfig
+from typing import Any, Final, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
 _RESERVED: Final = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 
-def check_log_format(written: str) -> None:
-    """Raise InvalidConfig unless `written` is a LogFormat."""
-    if written not in get_args(LogFormat):
-        raise InvalidConfig(f"log-format is {written!r}; it must be text or json")
-
-
-def configure_logging(written: str, *, stream: TextIO | None = None, **always: str) -> None:
+def configure_logging(log_format: LogFormat, *, stream: TextIO | None = None, **always: str) -> None:
     """Log records of level INFO and above to `stream` (default: stderr). `always`: fields of every line."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines(always) if written == "json" else TextLines(always))
+    handler.setFormatter(JsonLines(always) if log_format == "json" else TextLines(always))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
 

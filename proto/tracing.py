@@ -83,11 +83,11 @@ class Tracing:
         self._propagator.inject(trace_context, context=self.child_context(span))
         return trace_context
 
-    def start_span(self, name: str, parent: "Context", *, kind: str = "INTERNAL", at: int | None = None) -> "Span":
-        """Start a span; the caller ends it. `at`: start time in nanoseconds since 1970."""
+    def start_span(self, name: str, parent: "Context", *, kind: str = "INTERNAL") -> "Span":
+        """Start a span; the caller ends it."""
         from opentelemetry.trace import SpanKind
 
-        return self._tracer.start_span(name, parent, kind=SpanKind[kind], start_time=at)
+        return self._tracer.start_span(name, parent, kind=SpanKind[kind])
 
     def record_span(self, name: str, parent: "Context", began: int, ended: int, **attributes: Value) -> None:
         """Record a finished span. `began` and `ended`: nanoseconds since 1970."""

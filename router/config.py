@@ -6,8 +6,7 @@ from typing import Final
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.internal_tls import ClusterCertificate
-from coatcheck.proto.log_lines import check_log_format
-from coatcheck.proto.tracing import check_endpoint
+from coatcheck.proto.log_lines import LogFormat
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
@@ -53,7 +52,7 @@ class RouterConfig:
     slow_reader_seconds: float = 30.0
     # For mutual TLS between routers and groups; None: plain connections.
     cluster_certificate: ClusterCertificate | None = None
-    log_format: str = "text"  # or "json"
+    log_format: LogFormat = "text"
     otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces
 
     def __post_init__(self) -> None:
@@ -71,8 +70,6 @@ class RouterConfig:
         )
         _require(bool(self.tls_cert) == bool(self.tls_key), "tls_key", self.tls_key, "given with tls_cert, or neither")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
-        check_log_format(self.log_format)
-        check_endpoint(self.otlp_endpoint)
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
         source = self.generation_config
         _require(source in ("auto", "none"), "generation_config", source, "auto or none")

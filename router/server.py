@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
-from coatcheck.proto.log_lines import configure_logging
+from coatcheck.proto.log_lines import LogFormat, configure_logging
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest, StatusResponse
 from coatcheck.proto.tracing import Tracing
 from coatcheck.router.access.authenticator import Authenticator
@@ -204,7 +204,7 @@ def main(
     http_port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
     name: str = "router-0",
     served_model_name: Annotated[str, typer.Option(help="The name of the model that the groups serve.")] = "",
-    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    log_format: Annotated[LogFormat, typer.Option(help="text or json.")] = "text",
 ) -> None:
     """Runs one router in front of groups that run already."""
     configure_logging(log_format, router=name)

@@ -30,7 +30,7 @@ from coatcheck.cluster.ray_cluster.actor_handles import RankHandle, RouterHandle
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
 from coatcheck.cluster.ray_cluster.placement_plan import Node, PlacementPlan
 from coatcheck.cluster.ray_cluster.ray_connection import NAMESPACE
-from coatcheck.cluster.ray_cluster.ray_kv import read_start_number
+from coatcheck.cluster.ray_cluster.ray_kv import read_number, start_number
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.actor import RouterActor
 from coatcheck.router.config import RouterConfig
@@ -130,7 +130,7 @@ def find_router(name: str) -> RouterHandle | None:
 
 def find_ranks(group: str, tp: int) -> tuple[int | None, list[RankHandle]]:
     """The number of the group's newest start (None if it was never started), and its ranks that still run, in order."""
-    newest = read_start_number(group)
+    newest = read_number(start_number(group))
     if newest is None:
         return None, []
     found = [_find_actor(_rank_name(group, newest, rank)) for rank in range(tp)]

@@ -1,44 +1,30 @@
 """Numbers that a restarted supervisor reads from Ray's key-value store.
 
-They are the number of groups that the last `coatcheck scale` asked for, and the number of each group's newest start.
+They are the number of groups that the last `coatcheck scale` asked for (`GROUP_COUNT`), and the number of each group's
+newest start (`start_number(group)`).
 """
+
+from typing import Final
 
 from ray.experimental import internal_kv
 
-_PREFIX = "coatcheck"
-_GROUP_COUNT = f"{_PREFIX}/groups"
+GROUP_COUNT: Final = "coatcheck/groups"
 
 
-def read_start_number(group: str) -> int | None:
-    """The number of the group's newest start; None if it was never started."""
-    return _read_number(_start_key(group))
+def start_number(group: str) -> str:
+    """The key of a group's newest start."""
+    return f"coatcheck/{group}/start"
 
 
-def write_start_number(group: str, start: int) -> None:
-    internal_kv._internal_kv_put(_start_key(group), str(start))
-
-
-def delete_start_number(group: str) -> None:
-    internal_kv._internal_kv_del(_start_key(group))
-
-
-def read_group_count() -> int | None:
-    """The number of groups that the last scaling asked for; None if the cluster was never scaled."""
-    return _read_number(_GROUP_COUNT)
-
-
-def write_group_count(groups: int) -> None:
-    internal_kv._internal_kv_put(_GROUP_COUNT, str(groups))
-
-
-def delete_group_count() -> None:
-    internal_kv._internal_kv_del(_GROUP_COUNT)
-
-
-def _read_number(key: str) -> int | None:
+def read_number(key: str) -> int | None:
+    """None if the key was never written, or is deleted."""
     value: bytes | None = internal_kv._internal_kv_get(key)
     return None if value is None else int(value)
 
 
-def _start_key(group: str) -> str:
-    return f"{_PREFIX}/{group}/start"
+def write_number(key: str, number: int) -> None:
+    internal_kv._internal_kv_put(key, str(number))
+
+
+def delete_number(key: str) -> None:
+    internal_kv._internal_kv_del(key)

@@ -79,7 +79,7 @@ class GroupSet:
         self._task_group = task_group
         async with self._change_lock:
             if not self._is_restarted:
-                ray_kv.delete_group_count()
+                ray_kv.delete_number(ray_kv.GROUP_COUNT)
             names = group_names(self._configured_size())
             # Groups that need a whole node come first. A group that `scale_groups` added before a restart has its
             # placement group already, so its strategy here has no effect.
@@ -125,11 +125,11 @@ class GroupSet:
         for placement_group in self._placement_groups.values():
             ray.util.remove_placement_group(placement_group)
         for name in {*self._placement_groups, *self._removed}:
-            ray_kv.delete_start_number(name)
-        ray_kv.delete_group_count()
+            ray_kv.delete_number(ray_kv.start_number(name))
+        ray_kv.delete_number(ray_kv.GROUP_COUNT)
 
     def _configured_size(self) -> int:
-        return ray_kv.read_group_count() or self._config.groups
+        return ray_kv.read_number(ray_kv.GROUP_COUNT) or self._config.groups
 
     async def _add_groups(self, groups: int) -> None:
         """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.
@@ -142,7 +142,7 @@ class GroupSet:
         free = await asyncio.to_thread(launch.free_resources)
         plan = plan_placement(self._plan.device, len(names), tp, free)
         try:
-            ray_kv.write_group_count(groups)
+            ray_kv.write_number(ray_kv.GROUP_COUNT, groups)
             for name, strategy in zip(names, plan.strategies, strict=True):
                 await self._reserve(name, strategy, wait=True)
             self._growing.update(names)
@@ -158,7 +158,7 @@ class GroupSet:
         except BaseException:
             for name in reversed(names):
                 await self._remove(name)
-            ray_kv.write_group_count(before)
+            ray_kv.write_number(ray_kv.GROUP_COUNT, before)
             raise
         finally:
             self._growing.difference_update(names)
@@ -181,7 +181,7 @@ class GroupSet:
         for supervisor in reversed(leaving):
             await self._remove(supervisor.state.name)
             # After the removal: a supervisor that is restarted in between still finds the group.
-            ray_kv.write_group_count(len(self._supervisors))
+            ray_kv.write_number(ray_kv.GROUP_COUNT, len(self._supervisors))
         _log.info("%s now", counted(groups, "group"))
 
     async def _remove(self, name: str) -> None:

@@ -103,7 +103,7 @@ class RankActors:
 
     async def start_ranks(self, number: int, incarnation: int) -> None:
         """Start the actors, named after start `number`. They load nothing until `run_ranks`. Raises RankEnded."""
-        ray_kv.write_start_number(self.group, number)
+        ray_kv.write_number(ray_kv.start_number(self.group), number)
         self._have_served = False
         try:
             for rank in range(self.tp):

@@ -4,10 +4,7 @@ import io
 import json
 import logging
 
-import pytest
-
-from coatcheck.proto.errors import InvalidConfig
-from coatcheck.proto.log_lines import JsonLines, TextLines, check_log_format
+from coatcheck.proto.log_lines import JsonLines, TextLines
 
 
 def logged(formatter: logging.Formatter, message: str, *, error: bool = False, **fields: object) -> str:
@@ -39,9 +36,3 @@ def test_text_has_the_fields_behind_the_message() -> None:
     text = logged(TextLines({"rank": "g0/1"}), "ended", request_id="r1\nERROR forged", tokens=7)
     assert text.count("\n") == 1
     assert text.rstrip().endswith(r"ended rank='g0/1' request_id='r1\nERROR forged' tokens=7")
-
-
-def test_other_formats_are_refused() -> None:
-    """A format that does not exist is named with those that do."""
-    with pytest.raises(InvalidConfig, match="log-format is 'xml'; it must be text or json"):
-        check_log_format("xml")

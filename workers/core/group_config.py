@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from coatcheck.proto.internal_tls import ClusterCertificate
+from coatcheck.proto.log_lines import LogFormat
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class GroupConfig:
     cluster_certificate: ClusterCertificate | None = None
     startup_timeout_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0
-    log_format: str = "text"  # or "json"
+    log_format: LogFormat = "text"
     otlp_endpoint: str | None = None
 
 
