@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.router.config import RouterConfig
-from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
-from tests.router.router_under_test import RouterUnderTest, StartRouter
+from tests.router.router_under_test import RouterUnderTest, StartRouter, launch_router
 from tests.router.tiny_tokenizer import write_model
 
 
@@ -40,12 +38,8 @@ async def start_router(tokenizer: TokenizerJson) -> AsyncIterator[StartRouter]:
         **settings: object,
     ) -> RouterUnderTest:
         """`attached`: wait until all groups serve. `speaking`: None lets the router read the files of its `model`."""
-        # Unlike real groups, fake ones send no reports by themselves: on a busy machine they would seem to hang.
-        settings = {"model": "tiny", "silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
-        server = Router(RouterConfig(**settings), speaking)  # type: ignore[arg-type]  # by name
-        router = kind(server, await server.start(), groups)
+        router = await launch_router(kind, speaking, groups, **settings)
         started.append(router)
-        await server.set_groups([await group.start() for group in groups])
         if attached:
             await router.wait_for_groups(len(groups))
         return router

@@ -1,7 +1,7 @@
 """Grammars that would stop a router or a group: each is refused in its time, and what is good goes through."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,9 +18,9 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.fixture
-async def check() -> AsyncIterator[GrammarValidator]:
-    """Ends with the test."""
+@pytest.fixture(scope="module")
+def check() -> Iterator[GrammarValidator]:
+    """One for all of these tests: no grammar of one is another's."""
     made = GrammarValidator()
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""A burst over HTTP of 3,000 requests at once, each on a connection of its own."""
+"""A burst over HTTP of 1,500 requests at once, each on a connection of its own."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from tests.router.seated_group import SeatedGroup
 
 SEATS, READY = 8, 4
 ROOM = 2 * (SEATS + READY)  # of two groups
-REQUESTS, QUEUED = 3000, 1024
+REQUESTS, QUEUED = 1500, 1024
 # Connections may take half of a router's files; some are left for its groups.
 FILES = 2 * (REQUESTS + 200)
 PROMPT = {"model": "tiny", "max_tokens": 2, "seed": 1}
@@ -33,7 +33,9 @@ def many_files() -> Iterator[None]:
     """This process may have as many open files as the test needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FILES:
-        pytest.skip(f"3,000 connections need {FILES} open files, and the hard limit here is {hard}; see ulimit -Hn")
+        pytest.skip(
+            f"{REQUESTS} connections need {FILES} open files, and the hard limit here is {hard}; see ulimit -Hn"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -136,8 +138,8 @@ async def report(groups: Sequence[SeatedGroup], *, late: bool) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_router_that_starts_with_1024_files_serves_3000_connections(model_directory: Path) -> None:
-    """A router whose soft limit of open files is 1,024 raises it. Of 3,000 requests two groups get what they have room
+async def test_a_router_that_starts_with_1024_files_serves_1500_connections(model_directory: Path) -> None:
+    """A router whose soft limit of open files is 1,024 raises it. Of 1,500 requests two groups get what they have room
     for, 1,024 wait, and the others hear 429 with Retry-After while those are still held. Each request that was taken
     is answered."""
     held = QUEUED + ROOM
@@ -153,7 +155,7 @@ async def test_a_router_that_starts_with_1024_files_serves_3000_connections(mode
     assert "Traceback" not in router.said
 
 
-async def test_a_router_that_may_have_1024_files_answers_3000_connections(model_directory: Path) -> None:
+async def test_a_router_that_may_have_1024_files_answers_1500_connections(model_directory: Path) -> None:
     """A router whose hard limit is 1,024 serves 512 connections, and says so beforehand. All others hear 503, no answer
     is lost to a reset, and those that were taken are answered."""
     async with RouterProcess(model_directory, "-n 1024") as router:
@@ -187,7 +189,7 @@ async def test_a_router_without_a_free_file_waits_for_one(model_directory: Path)
 async def test_turns_and_priorities_hold_in_a_burst_over_http(
     start_http_router: StartHttpRouter, tmp_path: Path
 ) -> None:
-    """In a burst of 3,000 of which one tenant sends 2,800, the others' are all taken in: the urgent one's are sent
+    """In a burst of 1,500 of which one tenant sends 1,300, the others' are all taken in: the urgent one's are sent
     first as places come free, then the other one gets its half; reports from before the burst change nothing."""
     tenants = [{"name": name, "keys": [hash_key(name)]} for name in ("many", "few")]
     tenants.append({"name": "urgent", "keys": [hash_key("urgent")], "priority": -1})  # type: ignore[dict-item]
@@ -196,7 +198,7 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(
     group = SeatedGroup("g0", SEATS)
     router = await start_http_router(group, max_queued=QUEUED, key_file=str(keys))
     line = router.server.dispatcher.queue
-    kinds = [(2800, "many", 100), (100, "few", 300), (100, "urgent", 200)]
+    kinds = [(REQUESTS - 200, "many", 100), (100, "few", 300), (100, "urgent", 200)]
     burst_of = [(count, key, PROMPT | {"prompt": [first, 5, 6]}) for count, key, first in kinds]
     held = QUEUED + SEATS + READY
     async with sent(router.http_address, held, *burst_of) as answers:

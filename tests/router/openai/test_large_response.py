@@ -2,13 +2,19 @@
 
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from coatcheck.router.openai import completion_response, response_sender
+from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
-from tests.router.http_router import StartHttpRouter
+from tests.router.http_router import HttpRouter
+from tests.router.router_under_test import launch_router
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _TEXT = "naïve 漢字 🙂 fox"
 _SCORED: dict[str, Any] = {"prompt": _TEXT, "echo": True, "logprobs": 3, "max_tokens": 6, "seed": 7}
@@ -33,12 +39,20 @@ _BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 _CHANGING = re.compile(r'"created":\d+')
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(tokenizer: TokenizerJson) -> AsyncIterator[HttpRouter]:
+    """One for all of these tests, so that its side processes start once."""
+    router = await launch_router(HttpRouter, tokenizer, [FakeGroup(with_tops=True)], http_port=0)
+    await router.wait_for_groups(1)
+    yield router
+    await router.close()
+
+
 @pytest.mark.parametrize("kind", _BODIES)
 async def test_an_answer_is_the_same_wherever_it_is_written(
-    start_http_router: StartHttpRouter, monkeypatch: pytest.MonkeyPatch, kind: str
+    router: HttpRouter, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Byte for byte, and its headers, also where it is sent in slices of three bytes."""
-    router = await start_http_router(FakeGroup(with_tops=True))
     path, body = _BODIES[kind]
 
     async def answered(large_values: int) -> tuple[dict[str, str], str]:
@@ -55,11 +69,8 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
     assert await answered(-1) == in_place
 
 
-async def test_a_stream_goes_on_behind_a_large_chunk(
-    start_http_router: StartHttpRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_goes_on_behind_a_large_chunk(router: HttpRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens behind the prompt have the same offsets and log-probabilities, wherever the first chunk was written."""
-    router = await start_http_router(FakeGroup(with_tops=True))
 
     async def joined(large_values: int) -> dict[str, list[Any]]:
         for module in (response_sender, completion_response):
