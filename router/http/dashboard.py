@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from google.protobuf.message import Message
 from starlette.responses import Response
 
-from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, LatencyStatus, StatusResponse
 from coatcheck.router.http.json_response import AsciiJsonResponse
 
 _FILES: Final = Path(__file__).parent / "page"
@@ -55,12 +56,11 @@ class Dashboard:
 
 def state_of(status: StatusResponse) -> dict[str, Any]:
     """The JSON object that the page and `coatcheck top` show."""
-    model = status.model
     return {
         "time": time.time(),
         "router": status.router,
         "state": status.state,
-        "model": {name: getattr(model, name) for name in ("name", "dtype", "kv_dtype", "block_size", "max_model_len")},
+        "model": _fields(status.model, "name", "dtype", "kv_dtype", "block_size", "max_model_len"),
         "active": status.active_streams,
         "running": sum(group.running for group in status.groups),
         "waiting": sum(group.waiting for group in status.groups),
@@ -73,27 +73,23 @@ def state_of(status: StatusResponse) -> dict[str, Any]:
 
 def _group(group: GroupStatus) -> dict[str, Any]:
     found = group.cached_device_tokens + group.cached_host_tokens
-    names = ("name", "state", "reason", "running", "waiting", "step_seconds", "restarts", "preemptions")
+    ranks = [_fields(rank, "rank", "healthy", "node", "pid", "steps", "peak_memory_bytes") for rank in group.ranks]
     return {
-        **{name: getattr(group, name) for name in names},
+        **_fields(group, "name", "state", "reason", "running", "waiting", "step_seconds", "restarts", "preemptions"),
         "hit_ratio": found / group.prompt_tokens if group.prompt_tokens else 0.0,
         "device": {"used": group.blocks_used, "cached": group.blocks_cached, "total": group.blocks_total},
         "host": {"used": group.host_blocks_used, "total": group.host_blocks_total},
-        "ranks": [_rank(rank) for rank in group.ranks],
+        "ranks": ranks,
     }
 
 
-def _rank(rank: RankStatus) -> dict[str, Any]:
-    return {name: getattr(rank, name) for name in ("rank", "healthy", "node", "pid", "steps", "peak_memory_bytes")}
+def _fields(message: Message, *names: str) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names}
 
 
 def _latency(latency: LatencyStatus) -> dict[str, Any]:
-    return {
-        "p50": latency.p50_seconds,
-        "p90": latency.p90_seconds,
-        "p99": latency.p99_seconds,
-        "count": latency.count,
-    }
+    percentiles = {name: getattr(latency, f"{name}_seconds") for name in ("p50", "p90", "p99")}
+    return {**percentiles, "count": latency.count}
 
 
 async def _send(data: bytes, kind: str) -> Response:

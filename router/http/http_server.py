@@ -31,19 +31,17 @@ class _UvicornServer(uvicorn.Server):
         config: uvicorn.Config,
         certificate: ServerCertificate | None,
         on_refused: Callable[[str], None],
-        acceptor: type[Acceptor],
     ) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
         self._certificate = certificate
         self._on_refused = on_refused
-        self._acceptor = acceptor
         self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts from `sockets` with the Acceptor in place of asyncio's server."""
         await super().startup([])
-        acceptor = self._acceptor(
+        acceptor = Acceptor(
             self._make_protocol,
             lambda: len(self.server_state.connections),
             self._on_refused,
@@ -78,13 +76,11 @@ class HttpServer:
         app: ASGIApp,
         certificate: ServerCertificate | None = None,
         slow_reader_seconds: float = 30.0,
-        connection: type[BoundedHttpProtocol] = BoundedHttpProtocol,
-        acceptor: type[Acceptor] = Acceptor,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=partial(connection, on_refused=on_refused),  # type: ignore[arg-type]  # it is only called
+            http=partial(BoundedHttpProtocol, on_refused=on_refused),  # type: ignore[arg-type]  # it is only called
             ws="none",
             lifespan="off",
             access_log=False,
@@ -93,7 +89,7 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
-        self._server = _UvicornServer(config, certificate, on_refused, acceptor)
+        self._server = _UvicornServer(config, certificate, on_refused)
         self._slow_reader_seconds = slow_reader_seconds
         self._task: asyncio.Task[None] | None = None
 

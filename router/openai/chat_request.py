@@ -117,20 +117,14 @@ class ChatRequest(SamplingFields):
             arguments["reasoning_effort"] = self.reasoning_effort
         self._check_tool_names()
         tools = self.tools if self.tool_mode != "none" else []
-        return GenerateRequest(
-            request_id=request_id,
-            model=self.model,
-            chat=to_chat_proto(self.messages, tools, arguments, self.add_generation_prompt),
-            sampling=self.to_sampling_params(
-                limits.pop() if limits else None,
-                (self.top_logprobs or 0) if self.logprobs else None,
-                self.prompt_logprobs,
-                self._select_grammar(call_format),
-            ),
-            cache_salt=self.cache_salt,
-            priority=self.priority,
-            session_id=self.session_id,
+        sampling = self.to_sampling_params(
+            limits.pop() if limits else None,
+            (self.top_logprobs or 0) if self.logprobs else None,
+            self.prompt_logprobs,
+            self._select_grammar(call_format),
         )
+        chat = to_chat_proto(self.messages, tools, arguments, self.add_generation_prompt)
+        return self.make_generate_request(request_id, sampling, chat=chat)
 
     def _check_tool_names(self) -> None:
         """Raises InvalidRequest for two functions of the same name: a call could not tell them apart."""

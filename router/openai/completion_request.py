@@ -91,15 +91,10 @@ class CompletionRequest(SamplingFields):
             self.to_grammar(),
         )
         return [
-            GenerateRequest(
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                model=self.model,
-                text=prompt if isinstance(prompt, str) else None,
-                token_ids=None if isinstance(prompt, str) else TokenIds(ids=prompt),
-                sampling=sampling,
-                cache_salt=self.cache_salt,
-                priority=self.priority,
-                session_id=self.session_id,
+            self.make_generate_request(
+                request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                sampling,
+                **({"text": prompt} if isinstance(prompt, str) else {"token_ids": TokenIds(ids=prompt)}),
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -6,9 +6,9 @@ a time. The side process gets the protobuf messages and returns bytes.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Final, ParamSpec
+from typing import Any, Final, ParamSpec, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes
 from coatcheck.router.openai.response_parts import DONE, OpenAIResponse, sse_event
@@ -24,6 +23,7 @@ from coatcheck.router.openai.response_parts import DONE, OpenAIResponse, sse_eve
 _log = logging.getLogger(__name__)
 _SLICE_BYTES: Final = 256 << 10
 _Arguments = ParamSpec("_Arguments")
+_T = TypeVar("_T")
 _Packed = tuple[list[bytes], bytes, bytes]
 
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
@@ -89,6 +89,31 @@ class SseResponse(Response):
             except Exception as error:  # the status is sent already, so the error becomes the last event
                 last = sse_event(error_body(error)[1]) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class ClientDisconnected(Exception):
+    """The client has disconnected, so no response is sent."""
+
+
+async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
+    """Returns the result of `work`. Cancels it and raises ClientDisconnected if the client disconnects first, so that
+    its blocks are freed. An ASGI application learns of a disconnect only by awaiting `receive`."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
+    finally:
+        for task in (working, disconnect):
+            task.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _SlicedJsonResponse(Response):

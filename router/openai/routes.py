@@ -22,7 +22,6 @@ from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
-from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
 from coatcheck.router.http.errors import error_body, error_response, retry_headers
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
@@ -33,7 +32,7 @@ from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.response_parts import EchoedPrompt, OpenAIResponse, ResponseHead, count_text
-from coatcheck.router.openai.response_sender import LargeResponses, SseResponse
+from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses, SseResponse, while_connected
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
 from coatcheck.router.openai.tool_parser import detect_format
 from coatcheck.router.openai.tools import Function, named_call_grammar

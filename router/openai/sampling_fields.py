@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 
 # Fields for naming, billing, storing or speed; the response is the same without them.
@@ -201,6 +202,18 @@ class SamplingFields(RequestBody):
         if len(found) > 1:
             raise InvalidRequest("structured output is requested in several ways; keep one of them")
         return found[0] if found else None
+
+    def make_generate_request(self, request_id: str, sampling: SamplingMessage, **prompt: Any) -> GenerateRequest:
+        """`prompt`: the field of GenerateRequest that holds the prompt."""
+        return GenerateRequest(
+            request_id=request_id,
+            model=self.model,
+            sampling=sampling,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            session_id=self.session_id,
+            **prompt,
+        )
 
     def to_sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None

@@ -29,11 +29,6 @@ from tests.router.certificates import Leaf, TestAuthority
 from tests.router.fake_group import FakeGroup
 
 
-class _Hasty(Acceptor):
-    handshake_seconds = 1.0
-    share = 10 / resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 class TlsRouter:
     """A router that speaks TLS, in front of one group."""
 
@@ -145,7 +140,7 @@ async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) ->
     assert certificate_names(b"no certificate") == ()
 
 
-async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority) -> None:
+async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handshakes that never end are ended, and count as connections meanwhile: beyond those nobody comes in, and then
     again somebody."""
     leaf, refused = authority.leaf("server"), list[str]()
@@ -154,7 +149,9 @@ async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority) -> No
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await PlainTextResponse("hello")(scope, receive, send)
 
-    server = HttpServer(app, certificate, on_refused=refused.append, acceptor=_Hasty)
+    monkeypatch.setattr(Acceptor, "handshake_seconds", 1.0)
+    monkeypatch.setattr(Acceptor, "share", 10 / resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    server = HttpServer(app, certificate, on_refused=refused.append)
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
     context = ssl.create_default_context(cafile=str(authority.ca))
     silent = []

@@ -22,10 +22,6 @@ from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
 
 
-class _Hasty(BoundedHttpProtocol):
-    head_seconds = 0.2
-
-
 async def _echo(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # as ASGI has it
     request = Request(scope, receive)
     await Response(request.method.encode() + b" " + await request.body())(scope, receive, send)
@@ -41,12 +37,11 @@ def counts() -> CollectorRegistry:
 
 
 @pytest.fixture
-async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
+async def speak(counts: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Speak]:
     """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
     metrics = RequestMetrics(counts)
-    server = HttpServer(
-        BodyLimitMiddleware(_echo, metrics, 1 << 20, 0.2), connection=_Hasty, on_refused=metrics.record_refusal
-    )
+    monkeypatch.setattr(BoundedHttpProtocol, "head_seconds", 0.2)
+    server = HttpServer(BodyLimitMiddleware(_echo, metrics, 1 << 20, 0.2), on_refused=metrics.record_refusal)
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
 
     async def spoken(data: bytes) -> bytes:
