@@ -19,7 +19,7 @@ class Arch(NamedTuple):
     `wide_tiles`: matrix products read both operands from shared memory (sm_90 and later), which leaves registers for
     large tiles.
     `convert`: how kernels widen quantised bytes. 0: plain operations, 1: Triton's casts, 2: PTX, 3: PTX with e4m3
-    conversions (sm_89 and later).
+    conversions (sm_89 and sm_90). For sm_100 Triton 3.7 fails to compile loops with PTX.
     `processors`: streaming multiprocessors or compute units.
     `max_stages`: pipeline stages that the compiler supports.
     """
@@ -33,6 +33,7 @@ class Arch(NamedTuple):
 
 SM_80 = Arch(163 * 1024, False, 2, 108)
 SM_90 = Arch(227 * 1024, True, 3, 132)
+SM_100 = Arch(227 * 1024, True, 1, 148)
 GFX942 = Arch(64 * 1024, False, 0, 304, max_stages=2)
 
 
@@ -55,5 +56,5 @@ def arch_of(device: torch.device) -> Arch:
     capability = torch.cuda.get_device_capability(device)
     # Triton refuses launches by the same limits.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    convert = 3 if capability >= (8, 9) else 2
+    convert = 1 if capability >= (10, 0) else 3 if capability >= (8, 9) else 2
     return Arch(limits["max_shared_mem"], capability >= (9, 0), convert, limits["multiprocessor_count"])

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coatcheck.kernels.arch import GFX942, SM_80, SM_90
+from coatcheck.kernels.arch import GFX942, SM_80, SM_90, SM_100
 from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Key
 
 TARGETS = {
@@ -26,7 +26,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_90, "gfx942": GFX942}
+ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
 
 
 class Usage(NamedTuple):

@@ -131,11 +131,12 @@ def same(*parts: Any) -> Keys:
     return lambda arch: key
 
 
-# One for each kernel.
+# One for each kernel, and one of those that widen quantised bytes.
 KEYS: dict[str, Keys] = {
     "decode": partial(decode, 128, POOLS["bf16"], 8),
     "reduce": partial(reduce, 128),
     "prefill": partial(prefill, 128, POOLS["bf16"]),
+    "prefill, 64, fp8": partial(prefill, 64, POOLS["fp8"]),
     "rms_norm": same(
         rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
         dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
@@ -167,7 +168,8 @@ def _others() -> Iterator[tuple[str, Keys]]:
         for name, pool in POOLS.items():
             if (dim, name) != (128, "bf16"):
                 yield f"decode, {dim}, {name}", partial(decode, dim, pool, 8)
-                yield f"prefill, {dim}, {name}", partial(prefill, dim, pool)
+                if (dim, name) != (64, "fp8"):
+                    yield f"prefill, {dim}, {name}", partial(prefill, dim, pool)
         if dim != 128:
             yield f"reduce, {dim}", partial(reduce, dim)
             yield f"rotary, {dim}, bf16", partial(rotary_store, dim, POOLS["bf16"])
