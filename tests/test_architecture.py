@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from tests.sources import source_files
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("proto", "kernels", "workers", "router", "cluster")
+PACKAGES = ("proto", "kernels", "workers", "router", "cluster")
 MAY_IMPORT = {
     "proto": set(),
     "kernels": set(),
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "router": {"proto"},
     "cluster": {"kernels", "proto", "router", "workers"},
 }
-# Libraries that no file of a room may import, not even inside a function, and the files that may.
+# Libraries that no file of a package may import, not even inside a function, and the files that may.
 FORBIDDEN = [
     ("proto", {"torch", "ray", "transformers"}, set()),
     ("kernels", {"ray", "grpc", "transformers"}, set()),
@@ -33,7 +34,7 @@ FORBIDDEN = [
     ("router", {"ray"}, {"router/actor.py"}),
 ]
 
-# Files that any folder of their room may import, and that have a row of their own in the table of folders.
+# Files that any folder of their package may import, and that have a row of their own in the table of folders.
 FILES_WITH_A_ROW = {"router/config.py"}
 TORCH_FREE = ("workers/core", "workers/kv", "workers/structured", "workers/engine", "workers/service")
 # What protoc generates. A file that imports a stub imports the folder `proto`.
@@ -42,49 +43,54 @@ STUBS = "proto/stubs"
 MAX_FILES = 16
 
 
-def sources(*rooms: str) -> list[Path]:
-    files = [file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))]
+def sources(*packages: str) -> list[Path]:
+    files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
     return [file for file in files if str(file.relative_to(ROOT).parent) != STUBS]
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """(line, absolute module name) of each import in a file, those inside functions too."""
     package = ("coatcheck", *file.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
-            # `from .. import workers` names a room after the import.
+            # `from .. import workers` names a package after the import.
             yield node.lineno, module
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     parts = module.split(".")
-    return parts[1] if parts[0] == "coatcheck" and len(parts) > 1 and parts[1] in ROOMS else None
+    return parts[1] if parts[0] == "coatcheck" and len(parts) > 1 and parts[1] in PACKAGES else None
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_arrows(room: str) -> None:
-    """A room imports itself and the rooms below it, never one beside or above it."""
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_those_below(package: str) -> None:
+    """A package imports itself and the packages below it, never one beside or above it."""
     wrong = [
         f"{file.relative_to(ROOT)}:{line} imports {module}"
-        for file in sources(room)
+        for file in sources(package)
         for line, module in imports(file)
-        if (target := room_of(module)) and target != room and target not in MAY_IMPORT[room]
+        if (target := package_of(module)) and target != package and target not in MAY_IMPORT[package]
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize(("room", "libraries", "allowed"), FORBIDDEN)
-def test_libraries_a_room_does_not_know(room: str, libraries: set[str], allowed: set[str]) -> None:
-    """No file of a room imports a library that is forbidden there, not even lazily."""
+@pytest.mark.parametrize(("package", "libraries", "allowed"), FORBIDDEN)
+def test_no_package_imports_a_forbidden_library(package: str, libraries: set[str], allowed: set[str]) -> None:
+    """No file of a package imports a library that is forbidden there, not even lazily."""
     wrong = [
         f"{file.relative_to(ROOT)}:{line} imports {module}"
-        for file in sources(room)
+        for file in sources(package)
         if str(file.relative_to(ROOT)) not in allowed
         for line, module in imports(file)
         if module.split(".")[0] in libraries
@@ -133,7 +139,7 @@ def table_of_folders() -> dict[str, set[str]]:
 def test_folders_import_what_the_table_says() -> None:
     """The table in docs/architecture.md has every folder, and names exactly the folders that each one imports."""
     found: dict[str, set[str]] = {}
-    for file in sources(*ROOMS):
+    for file in sources(*PACKAGES):
         folder = row_of(file)
         targets = {target for _, module in imports(file) if (target := folder_of(module))}
         found.setdefault(folder, set()).update(targets - {folder})
@@ -148,7 +154,7 @@ def test_the_files_to_read_have_what_the_page_names() -> None:
     assert len(steps) == 8
     for path, text in steps:
         names = set(re.findall(r"`([a-z_]+)`", text))
-        defined = {getattr(node, "name", None) for node in ast.walk(ast.parse((ROOT / path).read_text()))}
+        defined = {getattr(node, "name", None) for node in ast.walk(parsed(ROOT / path))}
         assert names and names <= defined, path
 
 
@@ -158,46 +164,45 @@ def test_folders_form_no_circle() -> None:
     TopologicalSorter(table).prepare()
 
 
-@pytest.mark.parametrize("folder", TORCH_FREE)
-def test_folders_that_decide_load_without_torch(folder: str) -> None:
-    """Importing every file of a folder that only decides brings in no torch."""
-    assert loaded_by(sorted((ROOT / folder).glob("*.py")), {"torch"}) == []
+def test_folders_that_decide_load_without_torch() -> None:
+    """Importing every file of the folders that only decide loads no torch."""
+    assert loaded_by([file for folder in TORCH_FREE for file in sorted((ROOT / folder).glob("*.py"))], {"torch"}) == []
 
 
-def test_front_door_loads_without_torch() -> None:
-    """Importing every file of the router brings in neither torch nor transformers; only its actor brings in Ray."""
+def test_router_loads_without_torch() -> None:
+    """Importing every file of the router loads neither torch nor transformers. Only its actor loads Ray."""
     files = [file for file in sources("router") if file.name != "actor.py"]
     assert loaded_by(files, {"torch", "transformers", "ray"}) == []
 
 
-def test_no_drawer_files() -> None:
+def test_no_file_is_named_utils() -> None:
     """A file is named after its concept, so none is called utils, common, helpers or types."""
-    drawers = {"utils.py", "common.py", "helpers.py", "types.py"}
-    files = sources(*ROOMS, "tests", "bench", "demo")
-    assert [str(file.relative_to(ROOT)) for file in files if file.name in drawers] == []
+    names = {"utils.py", "common.py", "helpers.py", "types.py"}
+    files = sources(*PACKAGES, "tests", "bench", "demo")
+    assert [str(file.relative_to(ROOT)) for file in files if file.name in names] == []
 
 
-def test_rooms_are_not_packages_with_init() -> None:
-    """Rooms are namespace packages: none has an __init__.py that could re-export."""
-    assert [room for room in ROOMS if (ROOT / room / "__init__.py").exists()] == []
+def test_packages_are_namespace_packages() -> None:
+    """No package has an __init__.py, which could re-export names."""
+    assert [package for package in PACKAGES if (ROOT / package / "__init__.py").exists()] == []
 
 
 def test_files_stay_readable() -> None:
     """No file is longer than 400 lines."""
-    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources(*ROOMS, "bench")}
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources(*PACKAGES, "bench")}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_folders_stay_readable() -> None:
     """No folder of sources, benchmarks or tests holds more than 16 modules."""
-    folders = Counter(str(file.relative_to(ROOT).parent) for file in sources(*ROOMS, "bench", "tests", "demo"))
+    folders = Counter(str(file.relative_to(ROOT).parent) for file in sources(*PACKAGES, "bench", "tests", "demo"))
     assert {folder: count for folder, count in folders.items() if count > MAX_FILES} == {}
 
 
 def test_modules_say_what_they_do() -> None:
-    """Every module of the rooms opens with a docstring."""
-    files = sources(*ROOMS, "bench", "demo")
-    assert [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(ast.parse(file.read_text()))] == []
+    """Every module of the packages opens with a docstring."""
+    files = sources(*PACKAGES, "bench", "demo")
+    assert [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(parsed(file))] == []
 
 
 def test_tests_open_with_a_sentence() -> None:
@@ -205,7 +210,7 @@ def test_tests_open_with_a_sentence() -> None:
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
         for file in sources("tests")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
         if not (ast.get_docstring(node) or "").rstrip().endswith(".")
     ]
@@ -223,17 +228,17 @@ def test_no_test_file_imports_another() -> None:
     assert wrong == []
 
 
-def test_editable_install_sees_every_room() -> None:
-    """In the editable install each room's files import under the package's name."""
+def test_editable_install_sees_every_package() -> None:
+    """In the editable install each package's files import under the package's name."""
     import coatcheck
 
     assert Path(coatcheck.__file__).parent == ROOT
     program = "import importlib.util as u; print([r for r in {!r} if u.find_spec('coatcheck.' + r) is None])"
-    done = subprocess.run([sys.executable, "-c", program.format(ROOMS)], capture_output=True, text=True, cwd="/")
+    done = subprocess.run([sys.executable, "-c", program.format(PACKAGES)], capture_output=True, text=True, cwd="/")
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-def test_wheel_holds_every_room(tmp_path: Path) -> None:
+def test_wheel_holds_every_package(tmp_path: Path) -> None:
     """A wheel of the repository's own files, built without a C compiler, has the sources, the .proto files, the type
     marker, and no other module."""
     copy = tmp_path / "source"
@@ -246,7 +251,12 @@ def test_wheel_holds_every_room(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("coatcheck-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = [file for room in ROOMS for suffix in ("*.py", "*.pyi", "*.proto") for file in (copy / room).rglob(suffix)]
+    wanted = [
+        file
+        for package in PACKAGES
+        for suffix in ("*.py", "*.pyi", "*.proto")
+        for file in (copy / package).rglob(suffix)
+    ]
     missing = [str(file.relative_to(copy)) for file in wanted if f"coatcheck/{file.relative_to(copy)}" not in held]
     assert missing == []
     assert "coatcheck/py.typed" in held

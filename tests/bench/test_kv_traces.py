@@ -24,7 +24,7 @@ def test_a_pool_that_holds_all_finds_what_the_optimum_finds(eviction: str) -> No
     assert replay(trace, 10_000, eviction).blocks == pytest.approx(optimum(trace, 10_000).blocks)
 
 
-@pytest.mark.parametrize("capacity", [8, 12, 20])
+@pytest.mark.parametrize("capacity", [*(pytest.param(size, marks=pytest.mark.full) for size in (8, 20)), 12])
 def test_cost_lies_between_lru_and_the_optimum(capacity: int) -> None:
     """If most prompts never come back, `cost` finds more than `lru`, and never more than the optimum."""
     trace = walk(600)

@@ -44,7 +44,7 @@ def test_a_run_repeats_itself_and_answers_everything(rule: str) -> None:
     assert math.isfinite(first.ttft_p99)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.9])
+@pytest.mark.parametrize("load", [pytest.param(0.3, marks=pytest.mark.full), 0.9])
 def test_our_router_is_sooner_than_rules_that_do_not_know_prefixes(load: float) -> None:
     """Random and load-only rules give fewer hits and later first tokens, at low and high load, than ours."""
     entries = sessions(40, 12)
@@ -57,7 +57,7 @@ def test_our_router_is_sooner_than_rules_that_do_not_know_prefixes(load: float) 
         assert min(ours.hit_ratio, shared.hit_ratio) > theirs.hit_ratio, rule
 
 
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("load", [*(pytest.param(load, marks=pytest.mark.full) for load in (0.3, 0.5)), 0.8])
 def test_a_prompt_that_all_share_goes_to_all_groups(load: float) -> None:
     """TTFT p90 is at most 1.1 times the best rule's, and no group does twice the mean work."""
     entries = routing.shared_prompt_trace(2500)

@@ -54,15 +54,15 @@ def instruction(name: str, x: int, *others: int) -> int:
 
 @pytest.mark.parametrize("code", [quantise._PTX_FP8, quantise._PTX_FP8_SHIFTS])
 def test_every_e4m3_byte_means_what_torch_says(code: Any) -> None:
-    """All bytes but the two NaNs, in each of the four places."""
+    """Every e4m3 byte but the two NaNs has torch's value, in each of the four places of a register."""
     for four in BYTES:
         want = torch.tensor(four, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         have = torch.tensor(executed(code.value, int.from_bytes(bytes(four), "little"), 2))
         assert torch.equal(have[~want.isnan()], want[~want.isnan()]), four
 
 
-def test_every_integer_is_itself() -> None:
-    """int8 is two's complement; int4's nibbles are reduced by eight, the low ones and the high ones apart."""
+def test_every_integer_keeps_its_value() -> None:
+    """int8 bytes are two's complement. The low and the high nibbles of int4 bytes are their value minus 8."""
     for four in BYTES:
         word = int.from_bytes(bytes(four), "little")
         assert executed(quantise._PTX_INT8.value, word, 2) == [float(np.int8(np.uint8(byte))) for byte in four]

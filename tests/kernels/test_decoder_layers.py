@@ -1,4 +1,4 @@
-"""Halves of a decoder layer in one call, against their separate operations."""
+"""Halves of a decoder layer as one native call, against their separate operations."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_attention_half_is_its_operations_in_a_row(
     first: bool,
     kv: torch.dtype | None,
 ) -> None:
-    """Output, sum and both caches have the bits that the separate operations give."""
+    """The output, the new residual and the cache have the same bits as after the separate operations."""
     torch.manual_seed(len(sequences))
     batch = Batch(sequences, dtype, kv)
     tokens = len(batch.slots)
@@ -110,7 +110,7 @@ def test_an_attention_half_is_its_operations_in_a_row(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
 def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: str, tokens: int) -> None:
-    """Output and sum have the bits that the separate operations give."""
+    """The output and the new residual have the same bits as after the separate operations."""
     torch.manual_seed(tokens)
     gate_up, down, before = linear(2 * 200, HIDDEN, dtype, True), linear(HIDDEN, 200, dtype), norm(HIDDEN, dtype)
     x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))

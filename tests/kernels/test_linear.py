@@ -19,7 +19,7 @@ ROWS = [0, 1, 2, 3, 6, 7, 12, 13, 16, 24, 25, 33, 100]
 @pytest.mark.parametrize(("features", "depth"), [(1, 1), (17, 33), (64, 40), (100, 30), (129, 257)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_agrees_with_float32(dtype: torch.dtype, features: int, depth: int, with_bias: bool) -> None:
-    """Any number of rows and features, odd ones included, gives the product rounded once."""
+    """The product of any number of rows and features, odd ones included, is that of float32 rounded once."""
     torch.manual_seed(features)
     weight, bias = torch.randn(features, depth).to(dtype), torch.randn(features).to(dtype) if with_bias else None
     linear = PackedLinear(weight, bias)
@@ -33,7 +33,7 @@ def test_agrees_with_float32(dtype: torch.dtype, features: int, depth: int, with
 
 
 def test_leading_dimensions_are_kept() -> None:
-    """[1, T, in] gives [1, T, out]; a transposed input is taken as it is."""
+    """An input [1, T, in] gives [1, T, out]. Transposed inputs are accepted."""
     linear = PackedLinear(torch.eye(32).bfloat16())
     x = torch.randn(2, 5, 32).bfloat16()
     assert torch.equal(linear(x), x)
@@ -44,7 +44,7 @@ def test_leading_dimensions_are_kept() -> None:
 @needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype) -> None:
-    """In the native form a row alone and in any batch has the same bits."""
+    """In the native form the result of a row has the same bits alone and in any batch."""
     linear = PackedLinear(torch.randn(144, 96).to(dtype))
     assert linear.form == "native"
     x = torch.randn(200, 96).to(dtype)
@@ -54,7 +54,7 @@ def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype) -> None:
 
 
 def test_the_plain_weight_is_not_kept() -> None:
-    """After packing, nothing of the module refers to the tensor it was given."""
+    """After packing, the module holds no reference to the plain weight."""
     import weakref
 
     weight = torch.randn(64, 64).bfloat16()
@@ -67,7 +67,7 @@ def test_the_plain_weight_is_not_kept() -> None:
 
 
 def test_wrong_inputs_are_refused_by_name() -> None:
-    """A wrong dtype, depth, bias or weight is refused with what was expected."""
+    """A wrong dtype, depth, bias or weight is refused, and the message says what was expected."""
     linear = PackedLinear(torch.randn(8, 16).bfloat16())
     for x in (torch.randn(2, 16), torch.randn(2, 15).bfloat16()):
         with pytest.raises(LaunchRefused, match="^x: expected "):

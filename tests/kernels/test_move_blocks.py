@@ -18,7 +18,7 @@ def pools(width: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("width", [64, 640, 196_608])
 @pytest.mark.parametrize("rows", [[], [5], [8, 0, 3]])
 def test_every_byte_arrives_and_sums_agree_with_the_reference(width: int, rows: list[int]) -> None:
-    """Targets hold their sources' bytes, no other block changes, and native sums are the formula's."""
+    """Every target has its source's bytes, no other block changes, and the checksums equal the reference's."""
     assert native.library() is not None, "the library is built where tests run"
     source, target = pools(width)
     from_rows, to_rows = torch.tensor(rows, dtype=torch.int64), torch.tensor([6, 1, 2][: len(rows)], dtype=torch.int64)
@@ -30,7 +30,7 @@ def test_every_byte_arrives_and_sums_agree_with_the_reference(width: int, rows: 
 
 
 @given(bit=st.integers(0, 1024 * 8 - 1))
-def test_one_flipped_bit_always_shows(bit: int) -> None:
+def test_one_flipped_bit_changes_the_checksum(bit: int) -> None:
     """A change of any one bit of a block changes its checksum."""
     block = torch.arange(1024).to(torch.uint8)[None]
     before = sum_blocks(block, torch.tensor([0]))
@@ -38,8 +38,8 @@ def test_one_flipped_bit_always_shows(bit: int) -> None:
     assert sum_blocks(block, torch.tensor([0])) != before
 
 
-def test_swapped_words_and_lines_show() -> None:
-    """Swapped words change the checksum, within a line of 64 bytes and across lines."""
+def test_swapped_words_change_the_checksum() -> None:
+    """Words that are swapped within a line of 64 bytes or across lines change the checksum."""
     block = torch.randint(0, 256, (1, 16, 8, 8), dtype=torch.uint8)
     rows = torch.tensor([0])
     sums = {int(sum_blocks(block.view(1, -1), rows))}
@@ -48,8 +48,8 @@ def test_swapped_words_and_lines_show() -> None:
     assert len(sums) == 3
 
 
-def test_what_cannot_be_moved_is_refused_by_name() -> None:
-    """A wrong width, dtype or index is refused before anything is written."""
+def test_a_refusal_names_the_argument() -> None:
+    """A wrong width, dtype or index is refused before anything is written, and the message names the argument."""
     source, target = pools(128)
     rows = torch.tensor([0])
     for name, call in (

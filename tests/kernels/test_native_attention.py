@@ -12,6 +12,7 @@ from coatcheck.kernels.launch_check import LaunchRefused
 from tests.kernels.attention_batch import Batch, close
 from tests.kernels.caches import QUANTISED
 
+OTHER_SHAPES = [(4, 4, 16), (4, 2, 96), (7, 1, 128)]  # heads, KV heads, head size
 MIXED = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 257), (33, 40), (130, 200)]
 
 
@@ -28,7 +29,10 @@ def test_mixed_batches_agree_with_the_reference(dtype: torch.dtype, heads: int, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv", [torch.bfloat16, torch.float16, *QUANTISED])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (12, 4, 64), (8, 1, 80), (4, 2, 96), (7, 1, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(12, 4, 64), (8, 1, 80), *(pytest.param(*shape, marks=pytest.mark.full) for shape in OTHER_SHAPES)],
+)
 def test_pools_of_any_kind_agree_with_the_reference(
     dtype: torch.dtype, kv: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""The native library: one thread pool with torch, and the fallback without it."""
+"""The C library: one thread pool with torch, its status, and the refusal of other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kernels.processor import needs_avx512_bf16
 
 
 def test_one_openmp_pool_is_mapped() -> None:
-    """torch and the native library share one libgomp: two pools on the same cores would spin against each other."""
+    """torch and the C library share one libgomp. Two thread pools would compete for the same cores."""
     assert native.library() is not None, "the library is built where tests run"
     script = (
         "import torch\nfrom coatcheck.kernels.layers.rms_norm import RmsNorm\n"
@@ -34,7 +34,7 @@ def test_status_names_the_form_in_use() -> None:
 
 
 def test_a_foreign_library_is_refused(tmp_path: Path) -> None:
-    """A library built from other sources is an OSError or AttributeError at load, never a wrong call."""
+    """A library built from other sources raises OSError or AttributeError when it is loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     system = next(Path(line.split()[-1]) for line in lines if "libgomp" in line or "libm.so" in line)
     with pytest.raises((OSError, AttributeError)):
@@ -45,8 +45,8 @@ def test_a_foreign_library_is_refused(tmp_path: Path) -> None:
 
 
 @needs_avx512_bf16
-def test_thread_counts_are_torchs() -> None:
-    """One and two threads give the same bits."""
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    """One and two threads of torch give the same bits."""
     from coatcheck.kernels.layers.linear import PackedLinear
 
     linear, x = PackedLinear(torch.randn(200, 64).bfloat16()), torch.randn(40, 64).bfloat16()

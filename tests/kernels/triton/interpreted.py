@@ -15,7 +15,7 @@ from tests.kernels.triton.mended_bfloat16 import mend
 def bfloat16() -> None:
     """The groups in bfloat16, over pools of bfloat16 and quantised ones, with the interpreter mended."""
     mend()
-    attention((torch.bfloat16,))
+    attention(torch.bfloat16)
     matrix(pools=(torch.bfloat16,))
     batch_invariant((torch.bfloat16,), torch.bfloat16)
     quantised(torch.bfloat16, torch.bfloat16)
@@ -24,7 +24,7 @@ def bfloat16() -> None:
 
 
 GROUPS: dict[str, Callable[[], None]] = {
-    "attention": attention,
+    "attention": partial(attention, torch.float32, torch.float16),
     "matrix": matrix,
     "whole matrix": partial(matrix, whole=True),
     "long": long,

@@ -12,11 +12,12 @@ from tests.kernels.triton.agreement import SENTINEL
 Dtypes = tuple[torch.dtype, ...]
 
 
-def attention(dtypes: Dtypes = (torch.float32, torch.float16)) -> None:
+def attention(first: torch.dtype = torch.float32, *others: torch.dtype) -> None:
+    """Three shapes in the first dtype and the last shape in the others; then with other launch parameters."""
     lengths = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 600), (0, 0), (20, 33)]
     shapes = ((6, 2, 32, 0, 0.0, False), (4, 4, 16, 13, 5.0, True), (3, 1, 80, 20, 0.0, True))
-    for dtype in dtypes:
-        for heads, kv_heads, dim, window, softcap, with_sinks in shapes:
+    for dtype in (first, *others):
+        for heads, kv_heads, dim, window, softcap, with_sinks in shapes if dtype == first else shapes[-1:]:
             batch = Batch(lengths, heads, kv_heads, dim, dtype)
             sinks = torch.randn(heads) if with_sinks else None
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)

@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter on CPU, against the references.
 
 Triton chooses the interpreter when a kernel is decorated. So interpreted.py, beside this file, runs in new processes
-with TRITON_INTERPRET=1, a few groups of kernels in each. mended_bfloat16.py corrects the interpreter's bfloat16.
+with TRITON_INTERPRET=1. bfloat16 has its own process, because mended_bfloat16.py changes the interpreter for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 @pytest.mark.parametrize(
     "groups",
     [
-        "attention long order sampling filters penalties probabilities",
-        "matrix elements quantised stores rows empty",
+        "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities",
         "bfloat16",
     ],
 )
