@@ -49,8 +49,7 @@ class Driver:
         self._name = name
         self._record = record
         self._tp_runner = TpRunner(loaded.runner, communicator) if communicator.size > 1 else None
-        self.engine = build_engine(config, spec, self._tp_runner or loaded.runner, memory, loaded.grammars)
-        self.engine.update_copy_costs(loaded.copies)
+        self.engine = build_engine(config, loaded, self._tp_runner or loaded.runner)
         self._tracing = Tracing.export_to(config.otlp_endpoint, "coatcheck-group", config.name)
         report = GroupReport(
             _registration(config, spec, self.engine, memory),

@@ -76,12 +76,11 @@ def load_rank(
     return LoadedRank(spec, memory, runner, grammars, copies)
 
 
-def build_engine(
-    config: GroupConfig, spec: ModelSpec, runner: Runner, memory: MemoryBudget, grammars: GrammarBackend
-) -> Engine:
+def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Engine:
     """The engine over `runner`. On a GPU steps are pipelined one deep, because launches there are asynchronous."""
-    return Engine(
-        spec,
+    memory = loaded.memory
+    engine = Engine(
+        loaded.spec,
         runner,
         num_blocks=memory.num_blocks,
         host_blocks=memory.host_blocks,
@@ -91,8 +90,10 @@ def build_engine(
         max_model_len=config.max_model_len,
         eviction=config.eviction,
         pipeline_depth=1 if memory.pool.device.type == "cuda" else 0,
-        grammars=grammars,
+        grammars=loaded.grammars,
     )
+    engine.update_copy_costs(loaded.copies)
+    return engine
 
 
 def _build_runner(

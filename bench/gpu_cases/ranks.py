@@ -15,6 +15,7 @@ import torch
 from coatcheck.bench.gpu_cases.clock import Roofs
 from coatcheck.bench.gpu_cases.engine import Group, Outputs, Shape, prompts_of, serve, tiny_config, write_checkpoint
 from coatcheck.bench.gpu_cases.table import Measurement
+from coatcheck.bench.setup.staged_communicator import StagedCommunicator
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.runner_protocol import CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
@@ -191,9 +192,7 @@ def as_rank(words: str) -> None:
     """Run one of two ranks; rank 0 prints transport and tokens. `words`: rank,address,path,device,share_memory."""
     rank, address, path, kind, share = words.split(",")
     device = torch.device(kind)
-    communicator = Communicator.join(
-        int(rank), 2, address, device=device, share_memory=bool(int(share)), stage_on_host=True
-    )
+    communicator = StagedCommunicator.join_staged(int(rank), 2, address, share_memory=bool(int(share)))
     model = load_model(path, communicator=communicator, dtype="float32", device=device)
     communicator.barrier()
     group = _large(model, device, communicator)

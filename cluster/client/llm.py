@@ -91,8 +91,7 @@ class LLM:
         torch.set_num_threads(divide_cores(config.threads, 1))
         loaded = load_rank(config, Communicator(), device, ranks_on_host=1, compile_watch=CompileWatch())
         self._spec = loaded.spec
-        self._engine = build_engine(config, loaded.spec, loaded.runner, loaded.memory, loaded.grammars)
-        self._engine.update_copy_costs(loaded.copies)
+        self._engine = build_engine(config, loaded, loaded.runner)
 
     @property
     def max_model_len(self) -> int:

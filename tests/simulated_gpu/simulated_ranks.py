@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.bench.setup.staged_communicator import StagedCommunicator
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.simulated_run import make, serve
@@ -19,7 +19,7 @@ from tests.simulated_gpu.tensors import DEVICE
 def main() -> None:
     rank, address, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     install()
-    communicator = Communicator.join(rank, 2, address, device=DEVICE, stage_on_host=True)
+    communicator = StagedCommunicator.join_staged(rank, 2, address)
     runner = make(path, DEVICE, "auto", communicator=communicator)
     if rank:
         follow_driver(runner, communicator)

@@ -136,7 +136,7 @@ def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, Tenso
         if keys and part.dim in joined_dims:  # each source fills its own stretch of the joined dimension
             stop = start + checkpoint.entries[keys[0]].shape[source_dim]
             local, start = part.intersect(start, stop), stop
-        reads += [_Read(key, pattern, local.with_dim(source_dim)) for key in keys]
+        reads += [_Read(key, pattern, TensorSlice(source_dim, local.ranges)) for key in keys]
     return reads, False
 
 

@@ -42,7 +42,6 @@ class Communicator:
         self._gloo: dist.ProcessGroup | None = None
         self._shared: ShmCollectives | None = None
         self._sum_in_rank_order = False
-        self._stage_on_host = False
         self._startup_timeout = timedelta()
 
     @classmethod
@@ -58,7 +57,6 @@ class Communicator:
         listener: socket.socket | None = None,
         share_memory: bool = True,
         sum_in_rank_order: bool = False,
-        stage_on_host: bool = False,
     ) -> Self:
         """Connect to the other ranks at rank 0's `address` (host:port).
 
@@ -68,15 +66,13 @@ class Communicator:
         `share_memory`: false uses gloo even between CPU ranks of one host.
         `sum_in_rank_order`: `all_reduce` adds the ranks in order, for deterministic mode: NCCL and gloo choose an order
         by the tensor's size. Shared memory always adds in rank order.
-        `stage_on_host`: GPU tensors go through host memory, for ranks that share one GPU, which NCCL refuses.
         """
         self = cls(rank, size)
         if size == 1:
             return self
         self._sum_in_rank_order = sum_in_rank_order
-        self._stage_on_host = stage_on_host and device.type == "cuda"
         self._startup_timeout = timedelta(seconds=startup_timeout_seconds)
-        use_nccl = device.type == "cuda" and not stage_on_host
+        use_nccl = device.type == "cuda"
         timeout = timedelta(seconds=timeout_seconds)
         host, _, port = address.rpartition(":")
         dist.init_process_group(
@@ -107,7 +103,7 @@ class Communicator:
     @property
     def supports_cuda_graphs(self) -> bool:
         """Whether a CUDA graph can capture `all_reduce` and `all_gather`."""
-        return self.size == 1 or (not self._stage_on_host and dist.get_backend() == "nccl")
+        return self.size == 1 or dist.get_backend() == "nccl"
 
     def barrier(self) -> None:
         """Wait for all ranks, up to the startup timeout: for work that takes ranks unequally long, such as loading."""
@@ -116,8 +112,6 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Write the sum over ranks into `x`, and return it."""
-        if self._stage_on_host and x.device.type != "cpu":
-            return x.copy_(self.all_reduce(x.cpu()))
         if self._shared is not None and self._shared.can_reduce(x):
             self._shared.all_reduce(x)
         elif self._sum_in_rank_order:
@@ -135,8 +129,6 @@ class Communicator:
         if self.size == 1:
             return x
         x = x.contiguous()
-        if self._stage_on_host and x.device.type != "cpu":
-            return self.all_gather(x.cpu(), dim).to(x.device)
         if self._shared is not None and x.device.type == "cpu":
             return torch.cat(self._shared.all_gather(x).unbind(0), dim=dim)
         parts = [torch.empty_like(x) for _ in range(self.size)]

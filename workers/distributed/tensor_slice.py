@@ -26,7 +26,3 @@ class TensorSlice:
         """The part within [start, stop), with indices relative to `start`."""
         inside = ((max(a, start) - start, min(b, stop) - start) for a, b in self.ranges)
         return type(self)(self.dim, tuple((a, b) for a, b in inside if a < b))
-
-    def with_dim(self, dim: int) -> Self:
-        """The same ranges along another dimension."""
-        return type(self)(dim, self.ranges)
