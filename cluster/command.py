@@ -11,7 +11,6 @@ A command that fails prints one line on stderr that begins with `error: `. Its e
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -42,16 +41,8 @@ class Command(TyperCommand):
 class CommandGroup(TyperGroup):
     """The `coatcheck` command: prints errors in one line and sets the exit code."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        run = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
+    def main(self, *arguments: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        run = partial(super().main, *arguments, **{**options, "standalone_mode": False})
         if not standalone_mode:
             return run()
         try:

@@ -10,7 +10,6 @@ import secrets
 import signal
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -28,11 +27,13 @@ from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
-from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
+from coatcheck.cluster.config.address import RouterAddresses, check_addresses
 from coatcheck.proto.errors import InvalidConfig, error_of
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _EXIT_INTERRUPTED = 130
+
+_COLUMNS = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 
 _LOAD = partial(typer.Option, rich_help_panel="Load")
 _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
@@ -40,9 +41,7 @@ _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
 
 @with_credentials
 def bench(
-    address: Annotated[
-        list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
-    ] = None,
+    address: RouterAddresses = None,
     concurrency: Annotated[
         int | None, _LOAD(min=1, help="Clients in a closed loop (default 1); in an open loop, most at once.")
     ] = None,
@@ -85,7 +84,7 @@ def bench(
     """Send load to a server and measure it."""
     if rate is not None and trace is not None:
         raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own arrival times")
-    addresses = check_addresses(address or [DEFAULT_ADDRESS])
+    addresses = check_addresses(address)
     if plot is not None:
         check_plot(plot)  # before the run
     entries = read_trace(trace, num_requests) if trace is not None else None
@@ -142,9 +141,13 @@ async def _run(
     async with LoadGenerator(addresses, credentials, timeout=timeout) as load:
         await load.run_closed_loop(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
-        load.recordings, load.finished = [], 0
+        load.recordings = []
+        console = Console(stderr=True)
+        # Drawn twice a second: the bar shares the cores with what is measured.
+        bar = Progress(*_COLUMNS, console=console, refresh_per_second=2, disable=not console.is_terminal)
+        task = bar.add_task("requests", total=len(requests))
+        load.on_end = lambda: bar.advance(task)
         began, cpu = time.perf_counter(), time.process_time()
-        bar = asyncio.create_task(_show_progress(load, len(requests)))
         if open_loop:
             run = asyncio.create_task(load.run_open_loop(requests, concurrency))
         else:
@@ -152,15 +155,12 @@ async def _run(
         # Ctrl-C ends the run; what was measured until then is reported.
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.cancel)
         try:
-            seconds = await run
+            with bar:
+                seconds = await run
         except asyncio.CancelledError:
             if not run.cancelled():
                 raise
             seconds = time.perf_counter() - began
-        finally:
-            bar.cancel()
-            with suppress(asyncio.CancelledError):
-                await bar
         cpu = time.process_time() - cpu
         measured = [measure(recording) for recording in load.recordings if recording.status != INTERRUPTED]
     ttft, tpot = objectives
@@ -176,17 +176,3 @@ def _require_answers(recordings: list[Recording]) -> None:
             code = grpc.StatusCode[recording.status]
             outcome = "was not answered" if code is grpc.StatusCode.UNAVAILABLE else f"was refused ({recording.status})"
             raise error_of(code.value[0], f"the warm-up {outcome}: {recording.details}")
-
-
-async def _show_progress(load: LoadGenerator, total: int) -> None:
-    """Draw a progress bar twice a second, if stderr is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
-        task = progress.add_task("requests", total=total)
-        try:
-            while True:
-                progress.update(task, completed=load.finished, refresh=True)
-                await asyncio.sleep(0.5)
-        finally:
-            progress.update(task, completed=load.finished, refresh=True)

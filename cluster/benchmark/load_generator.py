@@ -48,7 +48,7 @@ class LoadGenerator:
         self._calls = [channel.unary_stream(METHOD, None, None) for channel in self._channels]
         self._timeout = timeout
         self.recordings: list[Recording] = []
-        self.finished = 0
+        self.on_end: Callable[[], None] = lambda: None  # called when a request has ended
 
     async def __aenter__(self) -> "LoadGenerator":
         return self
@@ -103,4 +103,4 @@ class LoadGenerator:
             raise
         finally:
             recording.ended = clock() - begin
-            self.finished += 1
+            self.on_end()

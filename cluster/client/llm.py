@@ -141,7 +141,8 @@ class LLM:
             with Progress(*_COLUMNS, console=Console(stderr=True), disable=not show) as bar:
                 task = bar.add_task("Generating", total=len(requests), tokens=0)
                 for request in requests:
-                    self._engine.submit_request(_engine_request(request))
+                    ids = tuple(request.prompt_token_ids)
+                    self._engine.submit_request(EngineRequest(request.request_id, ids, request.sampling))
                 tokens = 0
                 while running:
                     tokens += self._step(running)
@@ -214,10 +215,6 @@ class _Answer:
 
     def _record(self, event: pb.GenerateEvent) -> None:
         self.result.add(event, time.perf_counter())
-
-
-def _engine_request(request: Request) -> EngineRequest:
-    return EngineRequest(request.request_id, tuple(request.prompt_token_ids), request.sampling)
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:

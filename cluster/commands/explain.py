@@ -11,7 +11,7 @@ from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.commands.generate import put_prompt
 from coatcheck.cluster.commands.status import as_json_object, call_admin, make_table
-from coatcheck.cluster.config.address import DEFAULT_ADDRESS
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS, RouterAddress
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _TOKENS: Final = {"device_tokens": "cached", "host_tokens": "in host", "expected
 @with_credentials
 def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
+    address: RouterAddress = DEFAULT_ADDRESS,
     max_tokens: Annotated[
         int | None, typer.Option(help="As for `generate`. Groups without room for prompt and answer are left out.")
     ] = None,

@@ -17,7 +17,7 @@ from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient, 
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.client.results import GenerationResult
-from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
+from coatcheck.cluster.config.address import RouterAddresses, check_addresses
 from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -30,9 +30,7 @@ _CACHE = partial(typer.Option, rich_help_panel="Cache")
 @with_credentials
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    address: Annotated[
-        list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
-    ] = None,
+    address: RouterAddresses = None,
     max_tokens: Annotated[
         int | None, _LENGTH(help="Most tokens to generate; default: the model's own, else what fits.")
     ] = None,
@@ -82,7 +80,7 @@ def generate(
     request = pb.GenerateRequest(model=model, cache_salt=cache_salt)
     if not as_json and (logprobs is not None or prompt_logprobs is not None):
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
-    addresses = check_addresses(address or [DEFAULT_ADDRESS])
+    addresses = check_addresses(address)
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     if retain_seconds is not None and retain is None:
         raise typer.BadParameter("--retain-seconds needs --retain")
@@ -142,12 +140,9 @@ def _parse_ids(written: str) -> list[int]:
 def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
     bias = {}
     for entry in written or ():
-        match = re.fullmatch(r"\s*(\d{1,9})\s*[=:]\s*(\S+)\s*", entry)
+        token, _, value = entry.replace(":", "=", 1).partition("=")
         try:
-            token, value = (int(match[1]), float(match[2])) if match else (None, None)
+            bias[int(token)] = float(value)
         except ValueError:
-            token = value = None
-        if token is None or value is None:
-            raise typer.BadParameter(f"--logit-bias {entry!r} is not ID=VALUE, as in 42=-5.0")
-        bias[token] = value
+            raise typer.BadParameter(f"--logit-bias {entry!r} is not ID=VALUE, as in 42=-5.0") from None
     return bias or None

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT
 from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
-from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS, RouterAddress, check_addresses
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
@@ -26,7 +26,7 @@ _COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow", "star
 
 @with_credentials
 def status(
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
+    address: RouterAddress = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     credentials: Credentials,
@@ -42,7 +42,7 @@ def status(
 @with_credentials
 def drain(
     group: Annotated[str, typer.Argument(help="The name of a group. Default: the whole router.")] = "",
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
+    address: RouterAddress = DEFAULT_ADDRESS,
     timeout: Annotated[
         float | None,
         typer.Option(min=0.0, max=LONGEST_TIMEOUT, help="Seconds to wait for running requests. Default: no limit."),

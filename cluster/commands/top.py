@@ -11,7 +11,7 @@ import typer
 
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.commands.status import as_json_object, call_admin, colour_of, make_table
-from coatcheck.cluster.config.address import DEFAULT_ADDRESS
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS, RouterAddress
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -27,7 +27,7 @@ _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 @with_credentials
 def top(
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
+    address: RouterAddress = DEFAULT_ADDRESS,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen and exit; the token rate is measured over --every seconds.")

@@ -94,11 +94,12 @@ def test_percentiles() -> None:
 async def test_closed_loop_keeps_its_concurrency() -> None:
     """So many clients run at once and no more, until every request is answered."""
     async with FakeRouter() as router, LoadGenerator([router.address]) as load:
-        router.crowd = 3
+        router.crowd, ended = 3, list[None]()
+        load.on_end = lambda: ended.append(None)
         await load.run_closed_loop(Workload(vocab_size=9, input_len=3, output_len=4).build_requests(20), concurrency=3)
     assert router.most_at_once == 3
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
-    assert load.finished == 20
+    assert ended == [None] * 20
 
 
 async def test_open_loop_does_not_wait_for_answers() -> None:
