@@ -64,7 +64,7 @@ def answer_alone(path: Path) -> dict[str, Any] | None:
     return answer(Communicator(), path)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_sampled_tokens_are_the_same_at_every_tp(checkpoint_directory: Path, tp: int) -> None:
     """With a seed, temperature, filters, penalties and n, every number of ranks draws what one rank draws."""
     path = tiny_checkpoint("llama", checkpoint_directory)

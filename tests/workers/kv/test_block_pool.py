@@ -66,7 +66,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBlockPool.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:

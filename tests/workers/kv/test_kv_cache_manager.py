@@ -31,7 +31,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(depth: int, delays: list[int
     assert runner.restored == 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     data=st.data(),
     depth=st.integers(0, 1),

@@ -82,10 +82,27 @@ def serve_prompts(communicator: Communicator, argument: tuple[Path, int | None, 
     return {**said, "failures": stats.integrity_failures, "restores": stats.restores, "price": stats.restore_seconds}
 
 
+def serve_in_turn(communicator: Communicator, arguments: list[tuple[Path, int | None, KvDtype]]) -> list[Any]:
+    """`serve_prompts` for each of `arguments`, by the same ranks."""
+    return [serve_prompts(communicator, argument) for argument in arguments]
+
+
+@pytest.fixture(scope="module")
+def said_by(checkpoint_directory: Path) -> dict[tuple[int, int | None], dict[str, Any]]:
+    """What `serve_prompts` returns on rank 0, by tp and vandal."""
+    path = tiny_checkpoint("llama", checkpoint_directory)
+    said: dict[tuple[int, int | None], dict[str, Any]] = {}
+    for tp, vandals in ((1, [None, 0]), (2, [None, 0, 1])):
+        arguments = [(path, vandal, KvDtype.FLOAT32) for vandal in vandals]
+        answers = serve_in_turn(Communicator(), arguments) if tp == 1 else run_ranks(tp, serve_in_turn, arguments)[0]
+        said.update({(tp, vandal): answer for vandal, answer in zip(vandals, answers, strict=True)})
+    return said
+
+
 @pytest.mark.parametrize("tp", [1, 2])
-def test_blocks_come_back_byte_for_byte(checkpoint_directory: Path, tp: int) -> None:
+def test_blocks_come_back_byte_for_byte(said_by: dict[tuple[int, int | None], dict[str, Any]], tp: int) -> None:
     """A prompt whose blocks were demoted and restored on every rank gets the same answer."""
-    said = run(tp, tiny_checkpoint("llama", checkpoint_directory), None)
+    said = said_by[tp, None]
     assert said["again"] == said["first"] and len(said["first"]) == 6
     assert said["again cached"] == (0, 72) and said["restores"] == 9
     assert said["failures"] == 0 and said["price"] > 0
@@ -93,22 +110,15 @@ def test_blocks_come_back_byte_for_byte(checkpoint_directory: Path, tp: int) -> 
 
 def test_quantised_blocks_move_as_they_are(checkpoint_directory: Path) -> None:
     """Elements and scales are moved together, so a restored int8 block equals the demoted one."""
-    said = run(1, tiny_checkpoint("llama", checkpoint_directory), None, KvDtype.INT8)
+    said = serve_prompts(Communicator(), (tiny_checkpoint("llama", checkpoint_directory), None, KvDtype.INT8))
+    assert said is not None
     assert said["again"] == said["first"] and said["again cached"] == (0, 72)
 
 
 @pytest.mark.parametrize(("tp", "vandal"), [(1, 0), (2, 0), (2, 1)])
-def test_a_flipped_bit_is_a_miss(checkpoint_directory: Path, tp: int, vandal: int) -> None:
+def test_a_flipped_bit_is_a_miss(said_by: dict[tuple[int, int | None], dict[str, Any]], tp: int, vandal: int) -> None:
     """A bit flipped in one rank's host memory is counted, and the prompt is computed from there on."""
-    said = run(tp, tiny_checkpoint("llama", checkpoint_directory), vandal)
+    said = said_by[tp, vandal]
     assert said["again"] == said["first"]
     assert said["failures"] == 1
     assert said["again cached"] == (0, 24)
-
-
-def run(tp: int, path: Path, vandal: int | None, kv_dtype: KvDtype = KvDtype.FLOAT32) -> dict[str, Any]:
-    """What `serve_prompts` returns on rank 0."""
-    argument = path, vandal, kv_dtype
-    said = serve_prompts(Communicator(), argument) if tp == 1 else run_ranks(tp, serve_prompts, argument)[0]
-    assert said is not None
-    return said

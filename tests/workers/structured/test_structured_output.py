@@ -96,12 +96,14 @@ def test_every_road_gives_the_same_tokens(make: Make) -> None:
         together = run(engine, others[0], mine, others[1])
         assert {key: said for key, said in together.items() if key.startswith("mine")} == alone
     assert engine.stats().preemptions > 0
-    longest = max(len(said) for said in alone.values())
-    for count in range(0, longest, 7):
-        delivered = {choice: tuple(alone[f"mine.{choice}"][:count]) for choice in range(3)}
-        for depth in (0, 1):
-            rest = run(make(depth=depth), EngineRequest("mine", PROMPT, mine.sampling, delivered))
-            assert {key: alone[key][:count] + rest.get(key, []) for key in alone} == alone
+    counts = range(0, max(len(said) for said in alone.values()), 7)
+    delivered = {n: {choice: tuple(alone[f"mine.{choice}"][:n]) for choice in range(3)} for n in counts}
+    for depth in (0, 1):
+        resumed = (EngineRequest(f"after{n}", PROMPT, mine.sampling, delivered[n]) for n in counts)
+        rest = run(make(depth=depth), *resumed)
+        for n in counts:
+            for choice in range(3):
+                assert [*delivered[n][choice], *rest.get(f"after{n}.{choice}", [])] == alone[f"mine.{choice}"]
 
 
 def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | None:
