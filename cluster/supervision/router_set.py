@@ -55,15 +55,14 @@ class RouterSet:
         """Why a router will never serve; "" if all may."""
         return next((router.failure for router in self._supervisors.values() if router.failure), "")
 
-    async def supervise_routers(self) -> None:
-        """Keep the routers running until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            if not self._config.router_per_node:
-                self._add_router(tasks, launch.ROUTER, None)
-                return
-            while True:
-                await self._follow_nodes(tasks)
-                await asyncio.sleep(_NODE_SECONDS)
+    async def supervise_routers(self, tasks: asyncio.TaskGroup) -> None:
+        """Supervise each router in a task of `tasks`. With a router on each node, runs until cancelled."""
+        if not self._config.router_per_node:
+            self._add_router(tasks, launch.ROUTER, None)
+            return
+        while True:
+            await self._follow_nodes(tasks)
+            await asyncio.sleep(_NODE_SECONDS)
 
     def set_groups(self, states: list[GroupState]) -> None:
         """Send the state of every group to every router. Does not wait for answers."""

@@ -103,7 +103,7 @@ class Supervisor:
         try:
             # Routers and groups start at the same time.
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._routers.supervise_routers())
+                tasks.create_task(self._routers.supervise_routers(tasks))
                 await self._groups.start_groups(tasks)
                 if self._config.max_groups is not None:
                     tasks.create_task(self._make_autoscaler(self._config.max_groups).run_forever())

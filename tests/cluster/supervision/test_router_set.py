@@ -1,0 +1,176 @@
+"""The routers of a cluster are started, restarted, told of the groups and asked for their state, with fake actors."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster import launch
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.supervision import router_set, router_supervisor
+from coatcheck.cluster.supervision.router_set import RouterSet, busy_groups, missing_connection
+from coatcheck.proto.errors import NotFound, Unavailable
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+
+SERVING = GroupState("group-0", "serving", "h:1")
+
+
+class FakeMethod:
+    """A method of a Ray actor."""
+
+    def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._call = call
+
+    def remote(self, *arguments: object) -> "asyncio.Task[Any]":
+        return asyncio.ensure_future(self._call(*arguments))
+
+
+class FakeRouter:
+    """Stands in for a RouterActor: serves at once, and connects to all groups that it is told of."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.groups: list[GroupEndpoint] = []
+        self.is_dead = self.has_stopped = False
+        self.waiting = 0
+
+    def __getattr__(self, name: str) -> FakeMethod:
+        return FakeMethod(getattr(self, f"_{name}"))
+
+    async def _start(self) -> str:
+        return f"host:{self.config.port or 5000}"
+
+    async def _http_address(self) -> str:
+        return "host:8000"
+
+    async def _set_groups(self, groups: list[GroupEndpoint], version: int) -> None:
+        self.groups = groups
+
+    async def _status(self) -> StatusResponse:
+        if self.is_dead:
+            raise RayActorError
+        groups = [GroupStatus(name=group.name, state=group.state, waiting=self.waiting) for group in self.groups]
+        return StatusResponse(groups=groups, queue_seconds=0.5 * self.waiting)
+
+    async def _heartbeat(self) -> None:
+        if self.is_dead:
+            raise RayActorError
+
+    async def _drain(self, timeout_seconds: float | None) -> bool:
+        return True
+
+    async def _stop(self) -> None:
+        self.has_stopped = self.is_dead = True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRouter]:
+    """The routers that were started, in order."""
+    started: list[FakeRouter] = []
+
+    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouter:
+        started.append(FakeRouter(config))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "find_router", lambda name: None)
+    monkeypatch.setattr(launch, "start_router", start_router)
+    monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
+    monkeypatch.setattr(router_set, "_NODE_SECONDS", 0.01)
+    monkeypatch.setattr(router_supervisor, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.01)
+    return started
+
+
+Supervise = Callable[..., Coroutine[Any, Any, RouterSet]]
+
+
+@pytest.fixture
+async def supervise(started: list[FakeRouter]) -> AsyncIterator[Supervise]:
+    """Supervises the routers of a configuration until the test ends."""
+    running: list[asyncio.Task[None]] = []
+
+    async def run(routers: RouterSet) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await routers.supervise_routers(tasks)
+
+    async def supervise(**settings: object) -> RouterSet:
+        routers = RouterSet(ServeConfig.build({"model": "m", **settings}), None, has_served=False)
+        routers.set_groups([SERVING])
+        running.append(asyncio.create_task(run(routers)))
+        await until(lambda: routers.all_serve)
+        return routers
+
+    yield supervise
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while not holds():  # noqa: ASYNC110  # RouterSet has no event for its changes
+            await asyncio.sleep(0.005)
+
+
+async def test_a_router_that_ends_is_started_again_at_its_address(
+    supervise: Supervise, started: list[FakeRouter]
+) -> None:
+    """A router serves with the groups that it is told of. If its process ends, the next one gets its port and the
+    groups. The same holds for a requested restart."""
+    routers = await supervise(grpc_port=0)
+    await until(lambda: bool(started[0].groups))
+    assert routers.addresses == ["host:5000"] and routers.http_addresses == ["host:8000"] and not routers.failure
+    started[0].is_dead = True
+    await until(lambda: len(started) == 2 and bool(started[1].groups))
+    assert started[1].config.port == 5000 and started[1].groups[0].name == "group-0"
+    await until(lambda: routers.all_serve)
+    with pytest.raises(NotFound, match="no router serves at host:1; there are host:5000"):
+        await routers.restart_router("host:1", 0.0)
+    await routers.restart_router("host:5000", 0.0)
+    assert len(started) == 3 and started[1].has_stopped and routers.all_serve
+
+
+async def test_what_routers_say_is_read_from_all(
+    supervise: Supervise, started: list[FakeRouter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest queue and the busy groups are measured. A group that a router does not use is waited for, and then
+    named."""
+    routers = await supervise()
+    await until(lambda: bool(started[0].groups))
+    assert await routers.find_missing_connection() == "" and await routers.measure_queue() == (0.0, 0)
+    await routers.wait_until_connected("group-0")
+    started[0].waiting = 3
+    assert await routers.measure_queue() == (1.5, 1)
+    monkeypatch.setattr(router_set, "_CONNECT_SECONDS", 0.0)
+    with pytest.raises(Unavailable, match="router-0 does not know group-1"):
+        await routers.wait_until_connected("group-1")
+
+
+async def test_each_node_has_a_router_while_it_is_there(
+    supervise: Supervise, started: list[FakeRouter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers follow the nodes of the cluster: one starts on a new node, and one whose node is gone is ended."""
+    nodes = ["a" * 12, "b" * 12]
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: nodes)
+    routers = await supervise(router_per_node=True, ray_address="h:1")
+    assert [router.config.name for router in started] == ["router-aaaaaaaa", "router-bbbbbbbb"]
+    nodes[:] = ["b" * 12, "c" * 12]
+    await until(lambda: len(started) == 3 and started[0].is_dead and len(routers.addresses) == 2)
+    assert started[2].config.name == "router-cccccccc" and not started[1].is_dead
+
+
+def test_which_connection_is_missing() -> None:
+    """A router is connected to a group that it reports as serving, draining or drained. A router that does not answer
+    is left out."""
+    lost = StatusResponse(groups=[GroupStatus(name="g", state="lost", reason="the stream broke")])
+    drained = StatusResponse(groups=[GroupStatus(name="g", state="drained"), GroupStatus(name="h", running=1)])
+    assert missing_connection({"r": None, "s": drained}, ["g"]) == ""
+    assert missing_connection({"s": drained, "t": lost}, ["g"]) == "t does not use g: the stream broke"
+    assert missing_connection({"t": lost}, ["x"]) == "t does not know x"
+    assert busy_groups({"r": None, "s": drained, "t": lost}) == {"h"}
