@@ -57,8 +57,3 @@ class RetryBudget:
     @property
     def _size(self) -> float:
         return _MIN_SIZE + _RETRIES_PER_REQUEST * self._open
-
-    def check(self) -> None:
-        """Raises AssertionError on a broken invariant."""
-        assert self._open >= 0, "more requests have ended than have begun"
-        assert self._level <= self._size, "more is left than there may be"

@@ -154,7 +154,8 @@ class FairQueue(Generic[Entry]):
         following = self.peek()
         if following is None:
             return None
-        return next(iter(self._queue_of(following).by_age.values()))
+        queue = self._shares[following.tenant.name].queues[following.priority]
+        return next(iter(queue.by_age.values()))
 
     def pop(self, blocked: AbstractSet[Hashable] = _NOTHING) -> tuple[Entry, TokenCharge]:
         """Removes the next request of a class that is not blocked, and charges its tenant. There must be one."""
@@ -189,23 +190,6 @@ class FairQueue(Generic[Entry]):
         if not self._classes[entry.scheduling_class]:
             del self._classes[entry.scheduling_class]
         return True
-
-    def check(self) -> None:
-        """Raises AssertionError on a broken invariant."""
-        queues = [queue for share in self._shares.values() for queue in share.queues.values()]
-        classes = Counter(entry.scheduling_class for queue in queues for entry in queue.by_age.values())
-        assert self._classes == classes, "counts by class"
-        for queue in queues:
-            assert queue.by_age, "an empty queue"
-            assert list(queue.by_age) == sorted(queue.by_age), "order of age"
-            ordered = sorted((entry.due, id, entry) for id, entry in queue.by_age.items())
-            assert ordered == sorted(place for places in queue.by_class.values() for place in places)
-            for own_class, places in queue.by_class.items():
-                assert places == sorted(places), "order of due times"
-                assert {entry.scheduling_class for _, _, entry in places} == {own_class}
-
-    def _queue_of(self, entry: Entry) -> "_TenantQueue[Entry]":
-        return self._shares[entry.tenant.name].queues[entry.priority]
 
     def _victim(self, tenant: Tenant, priority: int) -> Entry | None:
         """The request that a new one of `tenant` displaces: of the tenant with the most requests per weight, the newest
@@ -253,6 +237,8 @@ class _Share(Generic[Entry]):
 
     def first_priority(self, blocked: AbstractSet[Hashable]) -> int | None:
         """The lowest priority value at which a request of a class that is not blocked waits; None if there is none."""
+        if not blocked:
+            return min(self.queues, default=None)
         open_priorities = [priority for priority, queue in self.queues.items() if not queue.by_class.keys() <= blocked]
         return min(open_priorities, default=None)
 

@@ -24,6 +24,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.serving.request_validation import prompt_token_ids
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import VOCAB, FakeGroup
+from tests.router.invariants import check_index
 from tests.router.router_under_test import StartRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 
@@ -182,7 +183,7 @@ async def test_mutated_requests_never_break_the_router(start_router: StartRouter
             seen.add(error.code())
     assert seen == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
     assert router.server.traffic.active == 0
-    router.server.groups.index.check()
+    check_index(router.server.groups.index)
 
 
 async def test_another_model_is_not_found(start_router: StartRouter) -> None:

@@ -11,7 +11,7 @@ from coatcheck.proto.errors import InvalidConfig, Unauthenticated
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.file_watcher import FileWatcher
 from coatcheck.router.access.key_file import hash_key, read_keys
-from tests.router.key_holders import OPS, SEARCH, write_keys
+from tests.router.access.key_holders import OPS, SEARCH, write_keys
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

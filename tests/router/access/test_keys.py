@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from tests.router.access.key_holders import EYES, OPS, SEARCH, bearer, write_keys
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
-from tests.router.key_holders import EYES, OPS, SEARCH, bearer, write_keys
 from tests.router.router_under_test import StartRouter
 
 

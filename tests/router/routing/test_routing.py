@@ -10,6 +10,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents
 from coatcheck.router.routing.block_locations import EventProblem
 from tests.router.fake_group import FakeGroup
+from tests.router.invariants import check_index
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.routing.reported_prefix import PROMPT, blocks
 
@@ -67,7 +68,7 @@ async def _indexed(router: RouterUnderTest, entries: int) -> None:
     """Waits until the index holds that many; each look lets the links run."""
     while router.server.groups.index.entries != entries:
         await router.admin.Status(StatusRequest())
-    router.server.groups.index.check()
+    check_index(router.server.groups.index)
 
 
 async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: StartRouter) -> None:
