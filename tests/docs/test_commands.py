@@ -1,4 +1,4 @@
-"""Every command block of README.md and docs/quickstart.md runs as it is written, or says here why it cannot."""
+"""Every command block of README.md and docs/quickstart.md runs as written, or is listed here with a reason."""
 
 import re
 import shutil
@@ -72,7 +72,7 @@ def commands_of(page: str) -> list[Command]:
 
 
 def inline_commands() -> set[str]:
-    """What the pages name in passing, such as `make test-all`."""
+    """The commands in the text of the pages, such as `make test-all`."""
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
     return set(re.findall(r"`((?:make|sh|python|bench/)[^`\n]+)`", text))
 

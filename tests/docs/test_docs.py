@@ -1,4 +1,4 @@
-"""What docs/ says is what is there."""
+"""The pages in docs/ agree with the commands, files, settings and metrics that exist."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 
 
 def test_the_api_page_is_fresh() -> None:
-    """Making it again from the protos gives what is committed."""
+    """docs/api.md is what make_api.py generates from the .proto files."""
     path = ROOT / "docs" / "make_api.py"
     spec = importlib.util.spec_from_file_location("make_api", path)
     assert spec is not None and spec.loader is not None
@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def command_of(name: str) -> Any:
-    """The subcommand, as Typer has built it."""
+    """The subcommand as Typer has built it."""
     from typer.main import get_command
 
     from coatcheck.cluster.cli import build_app
@@ -101,7 +101,7 @@ def test_defaults_that_depend_on_the_device() -> None:
 
 
 def test_metrics_exist() -> None:
-    """Each metric that a page names is on the router's own page, under just that name."""
+    """Each metric that a page names is on the /metrics page of the router."""
     known = set(re.findall(r"coatcheck_\w+", exercised_page()))
     for page in PAGES:
         named = set(re.findall(r"`[^`]*?(coatcheck_\w*\w)", page.read_text()))

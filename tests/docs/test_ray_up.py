@@ -1,4 +1,4 @@
-"""The cluster file of docs/: Ray takes it as it is, and runs what it says."""
+"""docs/ray-up.yaml is valid for Ray, and its commands have valid flags."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""The chart as helm renders it."""
+"""Renders the chart with helm."""
 
 import subprocess
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ VALUES = sorted(file.stem for file in (CHART / "values").iterdir())
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The real one. Where there is none the test that asks is skipped."""
+    """Run helm. The test is skipped if helm is not installed."""
     command = [need_program("helm"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=MAX_WAIT_SECONDS)
 
@@ -46,7 +46,7 @@ class Rendered:
 
     @property
     def templates(self) -> list[dict[str, Any]]:
-        """The head's, then each group's."""
+        """The pod template of the head, then that of each worker group."""
         groups = [group["template"] for group in self.cluster["workerGroupSpecs"]]
         return [self.cluster["headGroupSpec"]["template"], *groups]
 
@@ -62,7 +62,7 @@ def render(values: str, *settings: str) -> Rendered:
 
 
 def refusal(values: str, *settings: str) -> str:
-    """What helm says when it refuses."""
+    """The error message of helm for a setting that it refuses."""
     flags = [part for setting in settings for part in ("--set", setting)]
     done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
     assert done.returncode != 0, "it was rendered"

@@ -1,4 +1,4 @@
-"""The chart: each environment renders, is valid, and says what the cluster needs."""
+"""The Helm chart: every example renders to valid objects, and bad values are refused."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _CLUSTER_KNOWS = {
 
 @pytest.mark.parametrize("values", VALUES)
 def test_lint(values: str) -> None:
-    """helm's own linter has nothing to say."""
+    """`helm lint` finds no fault."""
     done = helm("lint", "--strict", "--quiet", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -83,7 +83,7 @@ def test_settings_are_those_of_serve(values: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("values", "gpus"), [("one-gpu", "1"), ("eight-gpus", "4"), ("two-nodes", "8")])
 def test_gpus_are_requested_and_limited(values: str, gpus: str) -> None:
-    """A worker pod asks for just the GPUs that its raylet offers."""
+    """A worker pod requests as many GPUs as its raylet offers."""
     rendered = render(values)
     resources = rendered.container("worker")["resources"]
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == gpus
@@ -91,7 +91,7 @@ def test_gpus_are_requested_and_limited(values: str, gpus: str) -> None:
 
 
 def test_cpu_asks_for_no_gpu() -> None:
-    """Without GPUs no pod names the resource."""
+    """Without GPUs no pod requests the GPU resource."""
     assert "nvidia.com/gpu" not in str(render("cpu").objects)
 
 
@@ -150,7 +150,7 @@ def test_two_nodes() -> None:
     assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
-def test_doors_are_the_flags_of_serve(tmp_path: Path) -> None:
+def test_credentials_are_mounted_for_serve(tmp_path: Path) -> None:
     """Secrets are mounted where the settings say, in the router's pods alone; its own commands bring what they need."""
     rendered = render("eight-gpus", "tls.clientCaKey=ca.crt")
     file = tmp_path / "serve.yaml"
@@ -200,7 +200,7 @@ def test_autoscaling() -> None:
 
 
 def test_who_may_reach_the_router() -> None:
-    """Everybody, or those that are named and the pod of `helm test`."""
+    """Every peer may connect to the router, or only the peers in `networkPolicy.from` and the pod of `helm test`."""
     anybody = render("cpu").one("NetworkPolicy", "demo-coatcheck-router")["spec"]["ingress"]
     assert [port["port"] for port in anybody[0]["ports"]] == ["grpc", "http"] and "from" not in anybody[0]
     named = render("cpu", "networkPolicy.from[0].namespaceSelector.matchLabels.team=web")
@@ -211,7 +211,7 @@ def test_who_may_reach_the_router() -> None:
 
 
 def test_every_setting_of_serve_can_be_given() -> None:
-    """What the chart does not write itself goes below `settings`, and nothing else does."""
+    """`settings` accepts every setting of serve that the chart does not write itself, and no other name."""
     written = set()
     for values, flags in (("eight-gpus", ("tls.clientCaKey=ca.crt", "model.servedName=m")), ("cpu", ())):
         written |= yaml.safe_load(render(values, *flags).one("ConfigMap")["data"]["serve.yaml"]).keys()
@@ -224,7 +224,7 @@ def test_every_setting_of_serve_can_be_given() -> None:
 
 
 def test_every_value_is_explained() -> None:
-    """Each value stands below its comment, but for the two halves of a reference to a secret."""
+    """Each value has a comment above it, except for the two fields of a reference to a secret."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     values = [(lines[index - 1], line) for index, line in enumerate(lines) if re.match(r"( {2})?\w+: \S", line)]
     bare = [line.split(":")[0].strip() for before, line in values if "# --" not in before]

@@ -1,4 +1,4 @@
-"""What the chart brings for Prometheus and Grafana fits what the router really says."""
+"""The dashboard and the ServiceMonitor of the chart fit the metrics and the Service."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def queries(dashboard: dict[str, Any]) -> Iterator[str]:
 
 
 def dashboard_of(*settings: str) -> dict[str, Any]:
-    """As Grafana's sidecar would read it."""
+    """The dashboard as the sidecar of Grafana reads it."""
     loaded: dict[str, Any] = json.loads(
         render("cpu", *ON, *settings).one("ConfigMap", "demo-coatcheck-dashboard")["data"]["coatcheck.json"]
     )
@@ -28,7 +28,7 @@ def dashboard_of(*settings: str) -> dict[str, Any]:
 
 
 def test_every_metric_of_the_dashboard_exists() -> None:
-    """Each name and each label in its queries is on the router's own page."""
+    """Each metric and each label in the queries is on the /metrics page of the router."""
     families = text_string_to_metric_families(exercised_page())
     samples = [sample for family in families for sample in family.samples]
     known = {sample.name: set(sample.labels) for sample in samples} | {"job": set()}
@@ -62,7 +62,7 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
 
 
 def test_grafana_finds_it_only_when_asked() -> None:
-    """The sidecar's label and folder are on it; without the value there is none."""
+    """The ConfigMap has the label and the folder for the sidecar. Without `grafana.dashboard` there is no ConfigMap."""
     made = render("cpu", *ON, "grafana.folder=LLM").one("ConfigMap", "demo-coatcheck-dashboard")["metadata"]
     assert made["labels"]["grafana_dashboard"] == "1" and made["annotations"] == {"grafana_folder": "LLM"}
     assert ("ConfigMap", "demo-coatcheck-dashboard") not in render("cpu").objects

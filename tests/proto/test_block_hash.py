@@ -1,4 +1,4 @@
-"""The name of a KV block, which routers and workers of any version must agree on."""
+"""The hash of a KV block. Routers and workers of every version must compute the same one."""
 
 import hashlib
 import struct
@@ -14,7 +14,7 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 
 
 def test_known_vectors() -> None:
-    """The rule is frozen: these names were computed once and may never change."""
+    """The hashes of these blocks never change between versions."""
     assert KEY.hex() == "6fad2bed02dbfd3a4b44db775903e713111be896f7dae3ecb7af03c5312cbf68"
     chain = hash_chain(KEY, list(range(9)), block_size=4)
     assert [name.hex() for name in chain] == [
@@ -24,7 +24,7 @@ def test_known_vectors() -> None:
 
 
 def test_rule_as_written() -> None:
-    """A name is blake2b over the parent and the tokens as little-endian uint32, under the chain's key."""
+    """A hash is blake2b over the parent and the tokens as little-endian uint32, with the key of the chain."""
     key = hashlib.blake2b(digest_size=32)
     for field in (b"salt", b"model", b"print", b""):
         key.update(struct.pack("<Q", len(field)) + field)
@@ -35,8 +35,8 @@ def test_rule_as_written() -> None:
 
 
 @given(tokens=tokens, block_size=st.integers(1, 40))
-def test_chain_names_full_blocks(tokens: list[int], block_size: int) -> None:
-    """A chain has one name per full block, each made of its parent and its own tokens alone."""
+def test_a_chain_hashes_full_blocks(tokens: list[int], block_size: int) -> None:
+    """A chain has one hash for each full block, computed from its parent and its tokens only."""
     chain = hash_chain(KEY, tokens, block_size)
     assert len(chain) == len(tokens) // block_size
     parent = b""
@@ -47,15 +47,15 @@ def test_chain_names_full_blocks(tokens: list[int], block_size: int) -> None:
 
 
 @given(prefix=tokens, suffix=tokens, block_size=st.integers(1, 16))
-def test_shared_prefix_shares_names(prefix: list[int], suffix: list[int], block_size: int) -> None:
-    """What follows a prefix changes none of its full blocks' names."""
+def test_a_shared_prefix_shares_hashes(prefix: list[int], suffix: list[int], block_size: int) -> None:
+    """The tokens after a prefix do not change the hashes of its full blocks."""
     chain = hash_chain(KEY, prefix, block_size)
     assert hash_chain(KEY, prefix + suffix, block_size)[: len(chain)] == chain
 
 
 @given(tokens=st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=40), data=st.data())
 def test_one_token_changes_all_that_follows(tokens: list[int], data: st.DataObject) -> None:
-    """Changing one token changes the name of its block and of every later one, and of none before."""
+    """Changing a token changes the hash of its block and of all later blocks, but of no earlier one."""
     place = data.draw(st.integers(0, len(tokens) // 4 * 4 - 1))
     changed = list(tokens)
     changed[place] = (changed[place] + 1) % 2**32
@@ -65,14 +65,14 @@ def test_one_token_changes_all_that_follows(tokens: list[int], data: st.DataObje
 
 
 def test_chain_goes_on_from_a_parent() -> None:
-    """A chain can be continued from its last name without its first tokens."""
+    """A chain can be continued from its last hash without the earlier tokens."""
     whole = hash_chain(KEY, list(range(64)), 16)
     assert hash_chain(KEY, list(range(32, 64)), 16, parent=whole[1]) == whole[2:]
 
 
 @pytest.mark.parametrize("field", ["salt", "model", "fingerprint"])
 def test_tenants_are_apart(field: str) -> None:
-    """Another salt, model or fingerprint shares no name, so nobody can probe another's cache."""
+    """Chains of different salts, models or fingerprints share no hash, so no tenant can probe the cache of another."""
     same = {"salt": "a", "model": "m", "fingerprint": "f"}
     mine = hash_chain(block_key(**same), list(range(64)), 16)
     other = hash_chain(block_key(**{**same, field: "other"}), list(range(64)), 16)
@@ -81,13 +81,13 @@ def test_tenants_are_apart(field: str) -> None:
 
 @given(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
 def test_fields_do_not_run_together(a: str, b: str, c: str, d: str) -> None:
-    """Moving characters from one field to the next gives another key."""
+    """Moving characters from one field of the key to the next gives another key."""
     if (a, b) != (c, d):
         assert block_key(salt=a, model=b, fingerprint="") != block_key(salt=c, model=d, fingerprint="")
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32]])
 def test_ids_outside_uint32_are_refused(bad: list[int]) -> None:
-    """A token id that does not fit 32 bits has no name; it is an error, never a wrapped value."""
+    """A token id that does not fit into 32 bits is an error and is never wrapped."""
     with pytest.raises(OverflowError):
         hash_block(KEY, b"", bad)

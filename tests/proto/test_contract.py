@@ -47,7 +47,7 @@ class Value:
 
 
 def test_a_missing_field_has_its_default() -> None:
-    """A pickle of an older version lacks a field, which then has its default; the others come through by name."""
+    """A field that the pickle of an older version lacks has its default. The other fields keep their values."""
     older = Value("a", 1)
     del older.__dict__["added"]
     assert pickle.loads(pickle.dumps(older)) == Value("a", 7)

@@ -1,4 +1,4 @@
-"""The one table that maps our errors to gRPC and HTTP status."""
+"""The gRPC and HTTP status of each error."""
 
 import grpc
 import pytest
@@ -26,19 +26,19 @@ TABLE = [
 
 @pytest.mark.parametrize(("kind", "code", "http"), TABLE)
 def test_status_of_each_error(kind: type[CoatcheckError], code: grpc.StatusCode, http: int) -> None:
-    """Each error has the gRPC and HTTP status that its docstring draws."""
+    """Each error has the gRPC and HTTP status of this table."""
     assert status_of(kind("why")) == (code.value[0], http)
 
 
 def test_every_error_is_in_this_table() -> None:
-    """No error of ours goes without a row here."""
+    """Every subclass of CoatcheckError has a row in this table."""
     ours = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CoatcheckError)}
     assert ours - {CoatcheckError} == {kind for kind, _, _ in TABLE}
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), CoatcheckError("x")])
 def test_anything_else_is_internal(error: Exception) -> None:
-    """An error without a row is INTERNAL and 500, so that a bug never looks like the client's fault."""
+    """Any other exception is INTERNAL and 500, so that a bug never looks like a fault of the client."""
     assert status_of(error) == (grpc.StatusCode.INTERNAL.value[0], 500)
 
 
@@ -51,7 +51,7 @@ def test_error_comes_back_from_its_code(kind: type[CoatcheckError], code: grpc.S
 
 
 def test_unknown_code_is_still_an_error_of_ours() -> None:
-    """A code without a row comes back as the root error with its message."""
+    """A code without an error class becomes a CoatcheckError with the message."""
     error = error_of(grpc.StatusCode.DATA_LOSS.value[0], "why")
     assert type(error) is CoatcheckError
     assert str(error) == "why"

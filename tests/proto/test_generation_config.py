@@ -44,24 +44,24 @@ BROKEN = ["", "{", "[]", "5", '{"a": ' + "[" * 100_000, "\x00"]
 
 
 def write(directory: Path, said: Any) -> Path:
-    """A checkpoint directory whose file says this."""
+    """A checkpoint directory whose generation_config.json has this content."""
     (directory / FILE).write_text(said if isinstance(said, str) else json.dumps(said))
     return directory
 
 
 @pytest.mark.parametrize(("said", "meant"), READ)
-def test_what_the_file_says(tmp_path: Path, said: dict[str, Any], meant: SamplingDefaults) -> None:
-    """Each field of ours is read, a null is as if it were not there, and any other field is ignored."""
+def test_fields_of_the_file_are_read(tmp_path: Path, said: dict[str, Any], meant: SamplingDefaults) -> None:
+    """Each supported field is read. Nulls and unknown fields are ignored."""
     assert sampling_defaults(write(tmp_path, said)) == meant
 
 
-def test_without_a_file_nothing_is_said(tmp_path: Path) -> None:
-    """A checkpoint need not have one."""
+def test_without_a_file_no_default_is_set(tmp_path: Path) -> None:
+    """Without the file no default and no end token is set."""
     assert sampling_defaults(tmp_path) == SamplingDefaults() and end_token_ids(tmp_path) == ()
 
 
 def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
-    """A file that transformers saves has its values here."""
+    """A file that transformers has written is read with its values."""
     GenerationConfig(do_sample=True, temperature=0.5, top_p=0.25, top_k=7, eos_token_id=[3, 4]).save_pretrained(
         tmp_path
     )
@@ -81,7 +81,7 @@ def test_a_default_is_what_the_same_number_in_a_request_would_be(tmp_path: Path)
 
 @pytest.mark.parametrize(("text", "words"), WRONG)
 def test_a_wrong_value_is_named(tmp_path: Path, text: str, words: str) -> None:
-    """The file, the field, its value and the way out are in the message; eos_token_id can still be read."""
+    """The error names the file, the field, its value and what to change. eos_token_id can still be read."""
     with pytest.raises(InvalidModel, match=f"{FILE}: {words}.*--generation-config none"):
         sampling_defaults(write(tmp_path, text))
     assert end_token_ids(tmp_path) == ()
@@ -89,7 +89,7 @@ def test_a_wrong_value_is_named(tmp_path: Path, text: str, words: str) -> None:
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
-    """A file that is not a JSON object is refused for eos_token_id, too."""
+    """A file that is not a JSON object is refused, also when only eos_token_id is read."""
     for read in (sampling_defaults, end_token_ids):
         with pytest.raises(
             InvalidModel, match=f"{FILE} (is not valid JSON: .*|does not hold a JSON object); fetch it again"
@@ -98,7 +98,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_folder_of_that_name_is_no_file(tmp_path: Path) -> None:
-    """The message has the operating system's reason."""
+    """A directory with the name of the file is refused with the reason of the operating system."""
     (tmp_path / FILE).mkdir()
     with pytest.raises(InvalidModel, match="cannot be read: Is a directory"):
         sampling_defaults(tmp_path)
@@ -106,12 +106,12 @@ def test_a_folder_of_that_name_is_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("said", "ends"), [(0, (0,)), ([0], (0,)), ([2, 7], (2, 7)), ([], ()), (None, ())])
 def test_ends_are_one_token_or_several(tmp_path: Path, said: Any, ends: tuple[int, ...]) -> None:
-    """A number or a list of them; token 0 is one, too."""
+    """eos_token_id is a token id or a list of them; 0 is a valid id."""
     assert end_token_ids(write(tmp_path, {"eos_token_id": said})) == ends
 
 
 @pytest.mark.parametrize("said", ["end", True, 2.0, [2, None], {"a": 2}, [[2]]])
 def test_ends_that_are_no_tokens_are_refused(tmp_path: Path, said: Any) -> None:
-    """The error names anything but token ids."""
+    """An eos_token_id that is neither is refused, and the error shows the value."""
     with pytest.raises(InvalidModel, match="eos_token_id is .*; it must be a token id or a list of them"):
         end_token_ids(write(tmp_path, {"eos_token_id": said}))

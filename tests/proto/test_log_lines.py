@@ -1,4 +1,4 @@
-"""Log lines: each is one line that a machine, or a person, can read, with its fields."""
+"""The log formats: each record is one line with its fields, as JSON or as text."""
 
 import io
 import json
@@ -8,7 +8,7 @@ from coatcheck.proto.log_lines import JsonLines, TextLines
 
 
 def logged(formatter: logging.Formatter, message: str, *, error: bool = False, **fields: object) -> str:
-    """What one call writes."""
+    """The output of one log call."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
@@ -22,7 +22,7 @@ def logged(formatter: logging.Formatter, message: str, *, error: bool = False, *
 
 
 def test_json_is_one_object_a_line() -> None:
-    """Fields stand beside time, level and message; a traceback and line breaks stay within the line."""
+    """A record is one JSON object on one line, with its fields, also if it has line breaks or a traceback."""
     text = logged(JsonLines({"router": "r0"}), "two\nlines", error=True, request_id="r1", tokens=7, odd={1, 2})
     assert text.count("\n") == 1
     line = json.loads(text)
@@ -32,7 +32,7 @@ def test_json_is_one_object_a_line() -> None:
 
 
 def test_text_has_the_fields_behind_the_message() -> None:
-    """A person finds them as name=value, and a value cannot forge a line."""
+    """Fields follow the message as name=value. A line break in a value is escaped, so that it cannot forge a line."""
     text = logged(TextLines({"rank": "g0/1"}), "ended", request_id="r1\nERROR forged", tokens=7)
     assert text.count("\n") == 1
     assert text.rstrip().endswith(r"ended rank='g0/1' request_id='r1\nERROR forged' tokens=7")

@@ -1,4 +1,4 @@
-"""Retention: every bound is checked where a request comes in, and its message names the field."""
+"""The bounds and the defaults of a request's retention."""
 
 import math
 
@@ -22,19 +22,19 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Retention as RetentionMessage
     ],
 )
 def test_what_cannot_be_is_refused(priority: int, ttl: float, named: str) -> None:
-    """Each bad value is refused with its field and what is allowed."""
+    """The error for a value out of bounds names the field and the allowed values."""
     with pytest.raises(InvalidRequest, match=named):
         Retention(priority, ttl)
 
 
 def test_a_priority_is_required() -> None:
-    """A retention without a priority is refused: it would say nothing."""
+    """A retention without a priority is refused."""
     with pytest.raises(InvalidRequest, match="give one, 0 to 100"):
         Retention.from_message(RetentionMessage(ttl_seconds=5))
 
 
 def test_the_message_comes_back() -> None:
-    """Defaults are filled in, priority 0 is not lost, and the wire form brings back the same."""
+    """The wire form has all defaults filled in, keeps priority 0, and gives an equal Retention."""
     assert Retention.from_message(RetentionMessage(priority=0)) == Retention(0, DEFAULT_TTL_SECONDS)
     kept = Retention(70, 12.5)
     assert Retention.from_message(kept.to_message()) == kept

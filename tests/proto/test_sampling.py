@@ -1,4 +1,4 @@
-"""SamplingParams: every bound is checked where a request comes in, and its message names the field."""
+"""The bounds and the defaults of SamplingParams, and its wire form."""
 
 import math
 from typing import Any
@@ -91,20 +91,20 @@ def test_bounds_are_inclusive(name: str, value: Any) -> None:
 
 
 def test_min_tokens_stays_within_max_tokens() -> None:
-    """More tokens at least than at most is refused, naming min_tokens."""
+    """min_tokens above max_tokens is refused."""
     with pytest.raises(InvalidRequest, match=r"^min_tokens is 5; it must be at most max_tokens"):
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
 def test_unset_fields_take_our_defaults() -> None:
-    """An empty message means our defaults, not proto3's zeros."""
+    """The fields of an empty message have our defaults, not the zeros of proto3."""
     assert SamplingParams.from_message(SamplingMessage()) == SamplingParams()
     assert SamplingParams().temperature == 1.0
     assert SamplingParams().skip_special_tokens
 
 
 def test_zeros_that_are_set_are_kept() -> None:
-    """A scalar set to zero is not taken for unset."""
+    """A scalar that is set to zero differs from an unset one."""
     params = SamplingParams.from_message(SamplingMessage(temperature=0.0, skip_special_tokens=False, logprobs=0))
     assert (params.temperature, params.skip_special_tokens, params.logprobs) == (0.0, False, 0)
 
@@ -149,13 +149,13 @@ structured = st.builds(
 
 @given(valid | structured)
 def test_wire_form_keeps_everything(params: SamplingParams) -> None:
-    """Parameters survive the way over the wire and back unchanged."""
+    """The wire form of parameters gives equal parameters."""
     assert SamplingParams.from_message(SamplingMessage.FromString(params.to_message().SerializeToString())) == params
 
 
 @given(st.binary(max_size=64))
 def test_any_message_is_taken_or_refused(data: bytes) -> None:
-    """Whatever bytes parse as a message give parameters or InvalidRequest, never another error."""
+    """Any bytes that parse as a message give parameters or InvalidRequest, and no other error."""
     message = SamplingMessage()
     try:
         message.ParseFromString(data)
@@ -189,7 +189,7 @@ def test_token_ids_must_be_the_models(field: str) -> None:
     ],
 )
 def test_structured_output_must_be_one_that_can_be(message: StructuredOutput, words: str) -> None:
-    """None, an empty and an endless grammar are refused by name; so is one that may not end where it is complete."""
+    """A missing, empty or too long grammar is refused by name; so are min_tokens and ignore_eos beside a grammar."""
     with pytest.raises(InvalidRequest, match=words):
         SamplingParams.from_message(SamplingMessage(structured=message))
     for name in ("min_tokens", "ignore_eos"):
@@ -211,7 +211,7 @@ def test_structured_output_must_be_one_that_can_be(message: StructuredOutput, wo
     ],
 )
 def test_what_does_not_compile_says_why(grammar: Grammar, words: str) -> None:
-    """The compiler's own words come back, with what to change."""
+    """The error for a grammar that does not compile has the message of the compiler and what to change."""
     with pytest.raises(InvalidRequest, match=f"structured.{grammar.kind} cannot be compiled: .*") as refused:
         grammar.check_compiles()
     assert words in str(refused.value)
