@@ -1,4 +1,4 @@
-/* The arguments of one call of paged attention, as the launcher packs them (see kernels/attention/paged_attention.py for the formula). */
+/* The arguments of one call of paged attention. kernels/attention/paged_attention.py packs them and has the formula. */
 #pragma once
 #include "pool.h"
 
@@ -21,5 +21,5 @@ typedef struct {
  * decode and in prefill, with any other sequences in the batch. */
 #define SPLIT 1024
 
-static inline int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t upper(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -63,8 +63,8 @@ INLINE __m512 capped(__m512 x, float cap) {
     return _mm512_mul_ps(t, _mm512_set1_ps(cap * LOG2E));
 }
 
-/* Transposes 16 rows of 16 words. */
-INLINE void turn(__m512i r[16]) {
+/* Transposes 16 rows of 16 words of 32 bits. */
+INLINE void transpose_16x16(__m512i r[16]) {
     __m512i t[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
@@ -97,12 +97,12 @@ INLINE void turn(__m512i r[16]) {
 /* The keys that some row of an item sees, within its splits: [first_key, end_key). */
 INLINE int64_t first_key(const Item *it) {
     int64_t position = it->seq_len - it->q_len + it->row / it->group;
-    return upper(it->a->window ? position - it->a->window + 1 : 0, it->split * SPLIT);
+    return max_i64(it->a->window ? position - it->a->window + 1 : 0, it->split * SPLIT);
 }
 
 INLINE int64_t end_key(const Item *it) {
     int64_t position = it->seq_len - it->q_len + (it->row + it->rows - 1) / it->group;
-    return lower(position + 1, (it->split + it->splits) * SPLIT);
+    return min_i64(position + 1, (it->split + it->splits) * SPLIT);
 }
 
 /* Prefetches keys [from, to): the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
@@ -111,7 +111,7 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
     const int32_t *table = it->a->tables + it->seq * it->a->table_stride;
     while (from < to) {
         int64_t block = from / pool->block_size, offset = from % pool->block_size;
-        int64_t run = lower(pool->block_size - offset, to - from), row = row_of(pool, it->kv_head, offset);
+        int64_t run = min_i64(pool->block_size - offset, to - from), row = row_of(pool, it->kv_head, offset);
         const uint8_t *k = pool->k + table[block] * pool->k_block + row * pool->row_bytes;
         const uint8_t *v = pool->v + table[block] * pool->v_block + row * pool->row_bytes;
         for (int64_t byte = 0; byte < run * pool->row_bytes; byte += 64) {
@@ -137,9 +137,9 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int64_t next_from = next ? first_key(next) / CHUNK * CHUNK : 0, next_to = next ? end_key(next) : 0;
     const uint16_t *k[CHUNK], *v[CHUNK];
-    const int64_t count = lower(CHUNK, to - chunk);
+    const int64_t count = min_i64(CHUNK, to - chunk);
     for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < count; block++, offset = 0) {
-        int64_t run = lower(size - offset, count - j), row = row_of(pool, it->kv_head, offset);
+        int64_t run = min_i64(size - offset, count - j), row = row_of(pool, it->kv_head, offset);
         const uint8_t *one_k = pool->k + table[block] * pool->k_block + row * pool->row_bytes;
         const uint8_t *one_v = pool->v + table[block] * pool->v_block + row * pool->row_bytes;
         if (pool->kind == BF16) {
@@ -176,8 +176,8 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
         }
         const int all = chunk + part * 16 + 16 <= to;
         int64_t ahead = chunk + CHUNK + part * 16;
-        if (ahead < to) prefetch(it, ahead, lower(ahead + 16, to));
-        else if (next) prefetch(next, next_from + part * 16, lower(next_from + part * 16 + 16, next_to));
+        if (ahead < to) prefetch(it, ahead, min_i64(ahead + 16, to));
+        else if (next) prefetch(next, next_from + part * 16, min_i64(next_from + part * 16 + 16, next_to));
         for (int64_t w = 0; w < words; w += 16) {
             __m512i r[16];
             __mmask16 mask = words - w >= 16 ? 0xFFFF : 0x00FF;
@@ -188,7 +188,7 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
                 for (int j = 0; j < 16; j++)
                     r[j] = keys[j] ? _mm512_maskz_loadu_epi32(mask, keys[j] + 2 * w) : _mm512_setzero_si512();
             }
-            turn(r);
+            transpose_16x16(r);
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++)
                 if (j < 8 || words - w >= 16) _mm512_store_si512(to_k + (w + j) * 16, r[j]);
@@ -250,7 +250,7 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
             for (int j = 0; j < 4; j++) x[j] = capped(_mm512_mul_ps(x[j], _mm512_set1_ps(a->scale)), a->softcap);
         if (!inside) {
             int64_t position = shift + (it->row + row + i) / it->group;
-            int64_t to = position - chunk + 1, from = a->window ? upper(to - a->window, 0) : 0;
+            int64_t to = position - chunk + 1, from = a->window ? max_i64(to - a->window, 0) : 0;
             uint64_t seen = (to >= 64 ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1) & (from >= 64 ? 0 : ~0ull << from);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) x[j] = _mm512_mask_mov_ps(nothing, (__mmask16)(seen >> (16 * j)), x[j]);
@@ -277,7 +277,7 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
         _mm512_store_ps(s->sum + (row + i) * 16, sum);
     }
 
-    const int64_t pairs = lower(CHUNK / 2, (last - chunk) / 2 + 1);
+    const int64_t pairs = min_i64(CHUNK / 2, (last - chunk) / 2 + 1);
     int64_t d = 0;
     for (; d + 64 <= dim; d += 64) {
         __m512 acc[TILE * 4];
@@ -361,7 +361,7 @@ static void run(const Item *it, Scratch *s, const Item *next) {
     const Attention *a = it->a;
     const int64_t dim = a->pool->dim, words = dim / 2;
     for (int64_t r = 0; r < it->rows; r += TILE) {
-        int64_t m = lower(TILE, it->rows - r);
+        int64_t m = min_i64(TILE, it->rows - r);
         for (int64_t i = 0; i < m; i++) {
             int64_t at = it->row + r + i, token = a->cu_seqlens[it->seq] + at / it->group;
             const uint32_t *q = (const uint32_t *)((const uint16_t *)a->q + token * a->q_stride +
@@ -376,10 +376,10 @@ static void run(const Item *it, Scratch *s, const Item *next) {
         for (int64_t r = 0; r < it->rows; r++) s->peak[r] = -INFINITY;
         memset(s->o, 0, it->rows * dim * 4);
         memset(s->sum, 0, it->rows * 64);
-        int64_t start = upper(from / CHUNK * CHUNK, split * SPLIT), end = lower(to, (split + 1) * SPLIT);
+        int64_t start = max_i64(from / CHUNK * CHUNK, split * SPLIT), end = min_i64(to, (split + 1) * SPLIT);
         for (int64_t chunk = start; chunk < end; chunk += CHUNK) {
             pack(it, s, chunk, to, chunk + CHUNK >= to ? next : NULL);
-            for (int64_t r = 0; r < it->rows; r += TILE) attend_rows[lower(TILE, it->rows - r)](it, s, r, chunk);
+            for (int64_t r = 0; r < it->rows; r += TILE) attend_rows[min_i64(TILE, it->rows - r)](it, s, r, chunk);
         }
         for (int64_t r = 0; r < it->rows; r++) {
             float sum = _mm512_reduce_add_ps(_mm512_load_ps(s->sum + r * 16));
@@ -435,14 +435,14 @@ int attention_bf16_avx512(const Attention *a) {
         for (int64_t tile = (q_len * group + ROWS - 1) / ROWS - 1; tile >= 0; tile--)
             for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
                 for (int64_t split = 0; split < apart; split++) {
-                    int64_t row = tile * ROWS, rows = lower(ROWS, q_len * group - row);
+                    int64_t row = tile * ROWS, rows = min_i64(ROWS, q_len * group - row);
                     *it++ = (Item){a,   seq,  kv_head, seq_len, q_len, group,
                                    row, rows, split,   apart > 1 ? 1 : splits, apart > 1 ? next : NULL};
                     if (apart > 1) next += rows * (dim + 2);
                 }
     }
     /* A thread takes consecutive items, so that an item can prefetch the keys of the next one. */
-    const int64_t chunk = upper(1, lower(8, count / 32));
+    const int64_t chunk = max_i64(1, min_i64(8, count / 32));
 #pragma omp parallel if (count > 1)
     {
         Scratch s __attribute__((aligned(64)));

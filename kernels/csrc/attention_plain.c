@@ -15,7 +15,7 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
     const int32_t *table = a->tables + seq * a->table_stride;
     const int64_t start = a->cu_seqlens[seq], q_len = a->cu_seqlens[seq + 1] - start;
     const int64_t position = a->seq_lens[seq] - q_len + row / group, head = kv_head * group + row % group;
-    const int64_t from = a->window ? upper(position - a->window + 1, 0) : 0;
+    const int64_t from = a->window ? max_i64(position - a->window + 1, 0) : 0;
     float q[MAX_DIM], o[MAX_DIM], peak = -INFINITY, sum = 0;
     const void *q_row = at(a->q, (start + row / group) * a->q_stride + head * dim, type);
     if (type == BF16) {
@@ -27,7 +27,7 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
     }
     memset(o, 0, dim * sizeof(float));
     for (int64_t chunk = from / CHUNK * CHUNK; chunk <= position; chunk += CHUNK) {
-        const int64_t first = upper(chunk, from), count = lower(chunk + CHUNK, position + 1) - first;
+        const int64_t first = max_i64(chunk, from), count = min_i64(chunk + CHUNK, position + 1) - first;
         float score[CHUNK], top = peak;
         for (int64_t j = 0; j < count; j++) {
             int64_t key = first + j;
@@ -106,7 +106,7 @@ int attention_plain(const Attention *a) {
         }
         int64_t rows = (a->cu_seqlens[low + 1] - a->cu_seqlens[low]) * group;
         int64_t from = (item - first[low]) / kv_heads * step;
-        attend_rows(a, low, (item - first[low]) % kv_heads, from, lower(from + step, rows));
+        attend_rows(a, low, (item - first[low]) % kv_heads, from, min_i64(from + step, rows));
     }
     free(first);
     return 0;

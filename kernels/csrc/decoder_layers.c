@@ -1,6 +1,6 @@
-/* A half of a decoder layer, attention or MLP, as one call, and a run of whole layers as one: the operations of the
- * other files in a row, with the rows between them in one scratch buffer that stays in the cache. The results are the
- * same bits. AVX-512 only, as the packed linears are. */
+/* A half of a decoder layer, attention or MLP, as one call, and a run of whole layers as one. They call the operations
+ * of the other files and keep the rows between them in one scratch buffer, which stays in the cache. The results have
+ * the same bits as the separate calls. AVX-512 only, as the packed linears are. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #include "attention.h"
 #include "rows.h"
@@ -22,8 +22,8 @@ typedef struct {
     int64_t features, depth;
 } Linear;
 
-/* The rows that go through, [tokens][width]: x, and the residual (null in a first layer) that is added to it; `sum` gets
- * what was added (unused in a first layer), `out` the half's result. */
+/* The input and output of a half, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused in
+ * a first layer, where `residual` is null. `out` gets the half's result. */
 typedef struct {
     const void *x, *residual;
     void *sum, *out, *scratch;
@@ -57,11 +57,11 @@ typedef struct {
 
 static int64_t bytes(int64_t type) { return type == 0 ? 2 : 4; }
 
-/* The next stretch of scratch, each on its own cache line. */
-static void *take(char **scratch, int64_t size) {
-    void *taken = *scratch;
+/* The next `size` bytes of scratch, from the beginning of a cache line on. */
+static void *allocate(char **scratch, int64_t size) {
+    void *allocated = *scratch;
     *scratch += (size + 63) / 64 * 64;
-    return taken;
+    return allocated;
 }
 
 static void normed(const Scale *s, const Stream *stream, int64_t width, int64_t type, void *out) {
@@ -84,8 +84,8 @@ static void product(const Linear *l, const void *x, int64_t rows, int64_t type, 
 void mlp_half(const Mlp *m, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t width = m->gate_up.depth, inner = m->down.depth, size = bytes(m->type);
-    void *x = take(&scratch, s->tokens * width * size), *wide = take(&scratch, s->tokens * 2 * inner * size);
-    void *gated = take(&scratch, s->tokens * inner * size);
+    void *x = allocate(&scratch, s->tokens * width * size), *wide = allocate(&scratch, s->tokens * 2 * inner * size);
+    void *gated = allocate(&scratch, s->tokens * inner * size);
     normed(&m->norm, s, width, m->type, x);
     product(&m->gate_up, x, s->tokens, m->type, wide, scratch);
     silu_mul(wide, 2 * inner, gated, s->tokens, inner, m->gelu, m->type);
@@ -97,35 +97,37 @@ int attention_half(const Attend *a, const Pool *pool, const Step *step, const St
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
     const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
-    char *x = take(&scratch, tokens * width * size), *qkv = take(&scratch, tokens * all * size);
-    char *turned = take(&scratch, tokens * q_width * size), *attended = take(&scratch, tokens * q_width * size);
+    char *x = allocate(&scratch, tokens * width * size), *qkv = allocate(&scratch, tokens * all * size);
+    char *rotated = allocate(&scratch, tokens * q_width * size);
+    char *attended = allocate(&scratch, tokens * q_width * size);
     char *q = qkv, *k = qkv + q_width * size, *v = k + k_width * size;
     int64_t q_stride = all, k_stride = all;
     normed(&a->norm, s, width, a->type, x);
     product(&a->qkv, x, tokens, a->type, qkv, scratch);
     if (a->q_norm.weight) {
-        char *dense_q = take(&scratch, tokens * q_width * size), *dense_k = take(&scratch, tokens * k_width * size);
+        char *dense_q = allocate(&scratch, tokens * q_width * size);
+        char *dense_k = allocate(&scratch, tokens * k_width * size);
         norm_heads(&a->q_norm, q, tokens, a->heads, a->dim, all, a->type, dense_q);
         norm_heads(&a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
         q = dense_q, q_stride = q_width, k = dense_k, k_stride = k_width;
     }
-    rotary(&(Rotary){q, k, v, step->cos, step->sin, turned, 0, pool, step->slots, tokens, a->heads, a->kv_heads,
+    rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, 0, pool, step->slots, tokens, a->heads, a->kv_heads,
                      a->dim, step->rot_dim, q_stride, k_stride, all, q_width, 0, a->type, step->table_type});
-    Attention call = {turned, q_width, pool, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
+    Attention call = {rotated, q_width, pool, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
                       step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended};
     if ((a->type == 0 ? attention_bf16_avx512 : attention_plain)(&call)) return -1;
     product(&a->output, attended, tokens, a->type, s->out, scratch);
     return 0;
 }
 
-/* A layer without other ranks. `turn`: index of the step's tables that it uses. `after` norms (null weights in most models)
- * scale what a half adds. */
+/* A layer without other ranks. `table_index`: which of the step's tables it uses. The `after` norms (null weights in
+ * most models) scale what a half adds. */
 typedef struct {
     Attend attention;
     Scale after_attention;
     Mlp mlp;
     Scale after_mlp;
-    int64_t turn;
+    int64_t table_index;
 } Layer;
 
 static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, int64_t type) {
@@ -141,7 +143,7 @@ int layer_run(const Layer *layers, const Pool *pools, int64_t count, const Step 
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = layers + i;
         const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
-        if (attention_half(&l->attention, pools + i, steps + l->turn, &now)) return -1;
+        if (attention_half(&l->attention, pools + i, steps + l->table_index, &now)) return -1;
         scale_rows(&l->after_attention, now.out, now.tokens, width, type);
         now.x = now.out, now.residual = now.sum;
         mlp_half(&l->mlp, &now);

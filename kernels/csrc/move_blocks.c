@@ -1,4 +1,5 @@
-/* Copies whole blocks from one pool to another, with a checksum of each (formula: kernels/kv/move_blocks.py); without `to`, computes the checksums alone. */
+/* Copies whole blocks from one pool to another, with a checksum of each (formula: kernels/kv/move_blocks.py). Without
+ * `to`, computes the checksums alone. */
 #include "scalar.h"
 
 #define LANES 8

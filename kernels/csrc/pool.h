@@ -64,11 +64,11 @@ INLINE void put_row(void *row, uint16_t *scale, const float *x, int64_t dim, int
         for (int64_t i = 0; i < dim; i++) put(row, i, x[i], kind);
         return;
     }
-    const float most = kind == INT8 ? 127.0f : kind == FP8 ? 448.0f : 7.0f;
+    const float max_value = kind == INT8 ? 127.0f : kind == FP8 ? 448.0f : 7.0f;
     float top = 0;
 #pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < dim; i++) top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
-    float unit = top / most;
+    float unit = top / max_value;
     *scale = to_f16(unit > 65504.0f ? 65504.0f : unit);
     unit = from_f16(*scale);
     unit = unit > 0 ? 1.0f / unit : 0.0f;
@@ -77,14 +77,15 @@ INLINE void put_row(void *row, uint16_t *scale, const float *x, int64_t dim, int
         dim /= 2;
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) {
-            int low = (int)rintf(clamped(x[i] * unit, most)), high = (int)rintf(clamped(x[i + dim] * unit, most));
+            int low = (int)rintf(clamped(x[i] * unit, max_value));
+            int high = (int)rintf(clamped(x[i + dim] * unit, max_value));
             y[i] = (uint8_t)((low + 8) | (high + 8) << 4);
         }
     } else if (kind == INT8) {
 #pragma omp simd
-        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int8_t)(int)rintf(clamped(x[i] * unit, most));
+        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int8_t)(int)rintf(clamped(x[i] * unit, max_value));
     } else {
 #pragma omp simd
-        for (int64_t i = 0; i < dim; i++) y[i] = to_e4m3(clamped(x[i] * unit, most));
+        for (int64_t i = 0; i < dim; i++) y[i] = to_e4m3(clamped(x[i] * unit, max_value));
     }
 }

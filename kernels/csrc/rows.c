@@ -80,15 +80,16 @@ CLONES static void gated_rows(const void *gate_up, int64_t stride, void *out, in
 
 void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type) {
     /* Parts of 1024 elements, so that one long row keeps every thread busy too. */
-    int64_t stretches = (width + 1023) / 1024;
+    int64_t parts = (width + 1023) / 1024;
 #pragma omp parallel for schedule(static) if (rows * width >= PARALLEL_FROM)
-    for (int64_t i = 0; i < rows * stretches; i++) {
-        int64_t from = i % stretches * 1024, to = from + 1024 < width ? from + 1024 : width;
-        gated_rows(gate_up, stride, out, width, gelu, type, i / stretches, from, to);
+    for (int64_t i = 0; i < rows * parts; i++) {
+        int64_t from = i % parts * 1024, to = from + 1024 < width ? from + 1024 : width;
+        gated_rows(gate_up, stride, out, width, gelu, type, i / parts, from, to);
     }
 }
 
-INLINE void turn(const void *x, void *y, const Rotary *r, int64_t token, int type, int table) {
+/* Rotates one head of a token (see kernels/attention/rotary.py). x may be y. */
+INLINE void rotate_head(const void *x, void *y, const Rotary *r, int64_t token, int type, int table) {
     int64_t half = r->rot_dim / 2;
     const void *cos = at(r->cos, token * r->rot_dim, table), *sin = at(r->sin, token * r->rot_dim, table);
 #pragma omp simd
@@ -111,16 +112,18 @@ INLINE void store_row(const Pool *pool, void *row, uint16_t *scale, const float 
     }
 }
 
-INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
+/* Rotates q and k of a token, and stores k and v in its slot. */
+INLINE void rotate_token(const Rotary *r, int64_t token, int type, int table) {
     int64_t dim = r->dim, slot = r->slots ? r->slots[token] : -1;
     const void *q = at(r->q, token * r->q_stride, type), *k = at(r->k, token * r->k_stride, type);
     void *q_out = at(r->q_out, token * r->q_out_stride, type);
     if (r->q)
-        for (int64_t h = 0; h < r->heads; h++) turn(at(q, h * dim, type), at(q_out, h * dim, type), r, token, type, table);
+        for (int64_t h = 0; h < r->heads; h++)
+            rotate_head(at(q, h * dim, type), at(q_out, h * dim, type), r, token, type, table);
     if (r->k_out) {
         void *k_out = at(r->k_out, token * r->k_out_stride, type);
         for (int64_t h = 0; h < r->kv_heads; h++)
-            turn(at(k, h * dim, type), at(k_out, h * dim, type), r, token, type, table);
+            rotate_head(at(k, h * dim, type), at(k_out, h * dim, type), r, token, type, table);
     }
     if (slot < 0) return;
     const void *v = at(r->v, token * r->v_stride, type);
@@ -132,14 +135,14 @@ INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
         uint8_t *to_v = pool->v + block * pool->v_block + row * pool->row_bytes;
         const void *head_k = at(k, h * dim, type), *head_v = at(v, h * dim, type);
         if (pool->kind == type) {
-            if (r->cos) turn(head_k, to_k, r, token, type, table);
+            if (r->cos) rotate_head(head_k, to_k, r, token, type, table);
             else memcpy(to_k, head_k, pool->row_bytes);
             memcpy(to_v, head_v, pool->row_bytes);
             continue;
         }
         /* The pool has another dtype than the model: rotate, round to the model's dtype, widen to float, then store. */
-        float turned[MAX_DIM], wide[MAX_DIM];
-        if (r->cos) turn(head_k, turned, r, token, type, table), head_k = turned;
+        float rotated[MAX_DIM], wide[MAX_DIM];
+        if (r->cos) rotate_head(head_k, rotated, r, token, type, table), head_k = rotated;
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) wide[i] = get(head_k, i, type);
         store_row(pool, to_k, pool->k_scales + block * pool->k_scales_block + row, wide);
@@ -149,22 +152,22 @@ INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
     }
 }
 
-CLONES static void turn_tokens(const Rotary *r, int64_t from, int64_t to) {
+CLONES static void rotate_tokens(const Rotary *r, int64_t from, int64_t to) {
     for (int64_t token = from; token < to; token++) {
-        if (r->type == F32) turn_token(r, token, F32, F32);
-        else if (r->table_type == BF16) turn_token(r, token, BF16, BF16);
-        else turn_token(r, token, BF16, F32);
+        if (r->type == F32) rotate_token(r, token, F32, F32);
+        else if (r->table_type == BF16) rotate_token(r, token, BF16, BF16);
+        else rotate_token(r, token, BF16, F32);
     }
 }
 
-/* apply_rotary, rotary_and_store and (with neither q nor cos) store_kv. */
+/* rotary_and_store, and store_kv if q and cos are null. */
 void rotary(const Rotary *r) {
 #pragma omp parallel for schedule(static) if (r->tokens * (r->heads + 2 * r->kv_heads) * r->dim >= PARALLEL_FROM)
     for (int64_t part = 0; part < 16; part++)
-        turn_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
+        rotate_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
 }
 
-/* Block from[i] of one pool to block to[i] of another, or of the same; without a list, block i. */
+/* Copies block from[i] of one pool to block to[i] of another or of the same. */
 void copy_blocks(const char *source, int64_t source_stride, const int64_t *from, char *target, int64_t target_stride,
                  const int64_t *to, int64_t bytes, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes >= PARALLEL_FROM * 4)

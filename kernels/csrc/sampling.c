@@ -1,11 +1,11 @@
-/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in kernels/sampling/sample.py,
- * kernels/sampling/penalties.py, kernels/sampling/token_mask.py and kernels/sampling/logprobs.py. Nothing is sorted: a k-th largest value, or the value at which a mass
- * is reached, is found by histograms over the float's ordered bits, 11 + 11 + 10 of them. */
+/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in the Python files of
+ * kernels/sampling. Nothing is sorted: a k-th largest value, or the value at which a mass is reached, is found by
+ * histograms over the float's ordered bits, 11 + 11 + 10 of them. */
 #include <stdlib.h>
 
 #include "scalar.h"
 
-#define STRETCH 256 /* noise is made for this many tokens at a time */
+#define NOISE_TILE 256 /* noise is made for this many tokens at a time */
 
 INLINE uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -129,12 +129,12 @@ CLONES static int64_t sample_row(const float *logits, int64_t vocab, float tempe
     }
     float best = -INFINITY;
     int64_t token = first_of(x, vocab, top);
-    for (int64_t from = 0; from < vocab; from += STRETCH) {
-        int64_t count = vocab - from < STRETCH ? vocab - from : STRETCH;
-        /* The noise is at most -log(2^-33) < 23: a stretch of logits that cannot win needs no noise. */
+    for (int64_t from = 0; from < vocab; from += NOISE_TILE) {
+        int64_t count = vocab - from < NOISE_TILE ? vocab - from : NOISE_TILE;
+        /* The noise is at most -log(2^-33) < 23: a tile of logits that cannot win needs no noise. */
         float local = highest(x + from, count);
         if (local < floor || local + 23.0f < best) continue;
-        float noisy[STRETCH];
+        float noisy[NOISE_TILE];
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) {
             float value = x[from + i] + gumbel(token_bits(key, (uint32_t)(from + i)));

@@ -70,7 +70,7 @@ INLINE uint8_t to_e4m3(float x) {
     return (uint8_t)(sign | (rest < 121u << 23 ? small : normal));
 }
 
-INLINE float clamped(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+INLINE float clamped(float x, float max_value) { return x > max_value ? max_value : x < -max_value ? -max_value : x; }
 
 INLINE void put(void *p, int64_t i, float x, int type) {
     if (type == BF16) ((uint16_t *)p)[i] = to_bf16(x);

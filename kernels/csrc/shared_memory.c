@@ -1,9 +1,9 @@
 /* Collectives between processes of one host through memory that they all map.
  *
- * Each rank has one line of counters and two buffers. Calls are numbered from 1, the same on every rank. In call n a rank
- * writes its part to buffer n % 2 and sets `posted`; when it has read the others' parts, it sets `done`. A buffer is
- * written again two calls later, after every rank has set `done` for it. Sums run over ranks in order, in float32,
- * rounded once, so that every rank has the same bits.
+ * Each rank has one cache line of counters and two buffers. Calls are numbered from 1, the same on every rank. In call
+ * n a rank writes its part to buffer n % 2 and sets `posted`; when it has read the others' parts, it sets `done`. A
+ * buffer is written again two calls later, after every rank has set `done` for it. Sums run over ranks in order, in
+ * float32, rounded once, so that every rank has the same bits.
  *
  * A wait spins briefly, since ranks arrive together, then sleeps on a futex, so that an idle group uses no CPU. */
 #include <errno.h>
@@ -23,11 +23,11 @@
 
 typedef struct {
     uint32_t posted, done, sleepers;
-    uint32_t unused[13]; /* fills a cache line, because each rank's line is written by another core */
-} Line;
+    uint32_t unused[13]; /* fills a cache line, because each rank's counters are written by another core */
+} Counters;
 
 typedef struct {
-    Line *lines;      /* [size] */
+    Counters *counters;      /* [size] */
     char *buffers;    /* [size][2][chunk] */
     int64_t rank, size, chunk, timeout_ns;
     int64_t pids[MAX_RANKS]; /* 0: not checked */
@@ -56,8 +56,8 @@ static int reached(const uint32_t *counter, uint32_t call) {
     return (int32_t)(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - call) >= 0;
 }
 
-static void sleep_on(Line *line, uint32_t *counter, uint32_t seen) {
-    __atomic_add_fetch(&line->sleepers, 1, __ATOMIC_SEQ_CST);
+static void sleep_on(Counters *counters, uint32_t *counter, uint32_t seen) {
+    __atomic_add_fetch(&counters->sleepers, 1, __ATOMIC_SEQ_CST);
 #ifdef __linux__
     const struct timespec slice = {0, SLEEP_NS};
     syscall(SYS_futex, counter, FUTEX_WAIT, seen, &slice, 0, 0);
@@ -65,13 +65,13 @@ static void sleep_on(Line *line, uint32_t *counter, uint32_t seen) {
     const struct timespec slice = {0, 1000000};
     if (__atomic_load_n(counter, __ATOMIC_SEQ_CST) == seen) nanosleep(&slice, 0);
 #endif
-    __atomic_sub_fetch(&line->sleepers, 1, __ATOMIC_SEQ_CST);
+    __atomic_sub_fetch(&counters->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-static void set(Line *line, uint32_t *counter, uint32_t call) {
+static void set(Counters *counters, uint32_t *counter, uint32_t call) {
     __atomic_store_n(counter, call, __ATOMIC_SEQ_CST);
 #ifdef __linux__
-    if (__atomic_load_n(&line->sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, counter, FUTEX_WAKE, 1 << 30, 0, 0, 0);
+    if (__atomic_load_n(&counters->sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, counter, FUTEX_WAKE, 1 << 30, 0, 0, 0);
 #endif
 }
 
@@ -87,7 +87,7 @@ static int await(const Shared *s, int64_t rank, uint32_t *counter, uint32_t call
         if (s->pids[rank] && kill((pid_t)s->pids[rank], 0) && errno == ESRCH)
             return reached(counter, call) ? 0 : GONE + (int)rank; /* it may have posted before it ended */
         uint32_t seen = __atomic_load_n(counter, __ATOMIC_SEQ_CST);
-        if ((int32_t)(seen - call) < 0) sleep_on(s->lines + rank, counter, seen);
+        if ((int32_t)(seen - call) < 0) sleep_on(s->counters + rank, counter, seen);
     }
     return 0;
 }
@@ -100,16 +100,16 @@ static char *buffer(const Shared *s, int64_t rank, uint32_t call) {
 static int begin(Shared *s) {
     int failed = 0;
     s->call++;
-    for (int64_t r = 0; r < s->size && !failed; r++) failed = await(s, r, &s->lines[r].done, s->call - 2);
+    for (int64_t r = 0; r < s->size && !failed; r++) failed = await(s, r, &s->counters[r].done, s->call - 2);
     return failed;
 }
 
-static void post(Shared *s) { set(s->lines + s->rank, &s->lines[s->rank].posted, s->call); }
-static void finish(Shared *s) { set(s->lines + s->rank, &s->lines[s->rank].done, s->call); }
+static void post(Shared *s) { set(s->counters + s->rank, &s->counters[s->rank].posted, s->call); }
+static void finish(Shared *s) { set(s->counters + s->rank, &s->counters[s->rank].done, s->call); }
 
 static int await_posts(Shared *s) {
     int failed = 0;
-    for (int64_t r = 0; r < s->size && !failed; r++) failed = await(s, r, &s->lines[r].posted, s->call);
+    for (int64_t r = 0; r < s->size && !failed; r++) failed = await(s, r, &s->counters[r].posted, s->call);
     return failed;
 }
 
@@ -141,10 +141,10 @@ CLONES static void add_up_typed(const Shared *s, void *x, int64_t count, int64_t
 
 /* x, on every rank, becomes the sum of all ranks' x. */
 int shared_all_reduce(Shared *s, void *x, int64_t count, int64_t type) {
-    const int64_t width = type == BF16 ? 2 : 4, most = s->chunk / width;
+    const int64_t width = type == BF16 ? 2 : 4, chunk_elements = s->chunk / width;
     int failed;
-    for (int64_t from = 0; from < count; from += most) {
-        int64_t n = count - from < most ? count - from : most;
+    for (int64_t from = 0; from < count; from += chunk_elements) {
+        int64_t n = count - from < chunk_elements ? count - from : chunk_elements;
         if ((failed = begin(s))) return failed;
         memcpy(buffer(s, s->rank, s->call), at(x, from, (int)type), n * width);
         post(s);
@@ -179,7 +179,7 @@ int shared_broadcast(Shared *s, void *x, int64_t bytes) {
         if (s->rank == 0) {
             memcpy(buffer(s, 0, s->call), (char *)x + from, n);
         } else {
-            if ((failed = await(s, 0, &s->lines[0].posted, s->call))) return failed;
+            if ((failed = await(s, 0, &s->counters[0].posted, s->call))) return failed;
             memcpy((char *)x + from, buffer(s, 0, s->call), n);
         }
         post(s);
