@@ -110,21 +110,21 @@ class SimulatedGroup:
         decodes = len(self._decoding)
         step = self.model.step(decodes, self._context)
         horizon = self._decoding[0][0] - self._steps if decodes else 1 << 40
-        room = self.model.chunk - decodes
+        budget = self.model.chunk - decodes
         if not self._prefilling:
             self._admit_next()
         self._run_prefills = []
-        if self._prefilling and self._prefilling[0].remaining >= room:  # whole chunks of one prompt
+        if self._prefilling and self._prefilling[0].remaining >= budget:  # whole chunks of one prompt
             head = self._prefilling[0]
-            self._run_steps = min(head.remaining // room, horizon)
-            self._run_prefills = [(head, self._run_steps * room)]
-            self._step_seconds = step + room / self.model.prefill_rate
-        elif self._prefilling:  # the end of it, and what else the step has room for
+            self._run_steps = min(head.remaining // budget, horizon)
+            self._run_prefills = [(head, self._run_steps * budget)]
+            self._step_seconds = step + budget / self.model.prefill_rate
+        elif self._prefilling:  # the end of it, and what else fits into the step
             chunk = 0
             place = 0
-            while chunk < room and (place < len(self._prefilling) or self._admit_next()):
+            while chunk < budget and (place < len(self._prefilling) or self._admit_next()):
                 job = self._prefilling[place]
-                tokens = min(job.remaining, room - chunk)
+                tokens = min(job.remaining, budget - chunk)
                 self._run_prefills.append((job, tokens))
                 chunk += tokens
                 place += 1
@@ -138,7 +138,7 @@ class SimulatedGroup:
         self.until = now + self._run_steps * self._step_seconds
 
     def _admit_next(self) -> bool:
-        """Admit the head of the queue. Return False if there is no room, or if a prefill in progress computes its next
+        """Admit the head of the queue. Return False if it does not fit, or if a prefill in progress computes its next
         block."""
         if not self.queue or self.running >= self.model.max_sequences:
             return False
@@ -148,11 +148,11 @@ class SimulatedGroup:
         if matched < len(job.chain) and any(job.chain[matched] in other.to_register for other in self._prefilling):
             return False
         fresh = -(-(job.prompt + job.output) // BLOCK) - device
-        room = self.tiers.available_beside(job.chain[:matched])
-        if fresh > room:
+        available = self.tiers.available_beside(job.chain[:matched])
+        if fresh > available:
             if self.running:
                 return False
-            fresh = room  # the pool is too small for it: alone, it gets all blocks
+            fresh = available  # the pool is too small for it: alone, it gets all blocks
         self.queue.popleft()
         self.queued_tokens -= job.estimated_prefill
         self._prefilling.append(job)
