@@ -75,7 +75,7 @@ class GroupConnection:
         self._detect_outlier = detect_outlier
         self._failures = failures
         self._config = config
-        self._failure_notice: FailureNotice | None = None
+        self._failure_notice = FailureNotice()  # of the present stream; empty if the group has sent none
         self._is_slow = False  # ejected because it is slow, and not attached since
         self._pause_ended = asyncio.Event()
         self._stream = self._new_stream()
@@ -160,7 +160,7 @@ class GroupConnection:
     async def _attach(self) -> bool:
         """Runs one stream until it ends; returns whether the group had registered. Raises GroupEjected."""
         self._stream = self._new_stream()
-        self._failure_notice = None
+        self._failure_notice = FailureNotice()
         try:
             self._stream.send(ToGroup(hello=Hello(router=self._config.name, contract=CONTRACT, version=VERSION)))
             await self._stream.read(self._receive)
@@ -240,7 +240,7 @@ class GroupConnection:
         """Fails every submission and drops every block of the group, because its stream has ended. Returns whether the
         group had registered."""
         attached = self.is_attached
-        if self._failure_notice is not None:
+        if self._failure_notice.reason:
             self.detached_because = f"it ended by itself: {self._failure_notice.reason}"
         self.registration = Registration()
         self.load = GroupLoad(self.registration)
@@ -248,12 +248,12 @@ class GroupConnection:
         if attached:
             reason = f"group {self.name} is lost: {self.detached_because}"
             loss = self._failures.record_loss(self.name, self.endpoint.incarnation, reason, self._failure_cause())
-            self.submissions.fail_all(loss, self._failure_notice.unstarted if self._failure_notice else ())
+            self.submissions.fail_all(loss, self._failure_notice.unstarted)
             self.on_change()
         return attached
 
     def _failure_cause(self) -> FailureCause:
-        if self._failure_notice is not None:
+        if self._failure_notice.reason:
             return FailureCause.CRASH
         if self._is_slow or self.endpoint.state == "draining":  # a group that drains is about to be ended
             return FailureCause.PLANNED

@@ -7,7 +7,7 @@ reader. So a router with time to spare passes tokens on at once, and a busy rout
 """
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
@@ -65,7 +65,7 @@ class OutputDelivery:
         """Waits until no submission is open."""
         await self._is_idle.wait()
 
-    def fail_all(self, loss: GroupFailure, unstarted: Collection[int] = ()) -> None:
+    def fail_all(self, loss: GroupFailure, unstarted: Iterable[int] = ()) -> None:
         """Fails every submission with GroupLost. `unstarted`: ids of the submissions that the group had not begun to
         compute, and that therefore cannot have caused the loss."""
         submissions, self._submissions = self._submissions, {}

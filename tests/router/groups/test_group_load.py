@@ -206,4 +206,4 @@ class OneStream(RuleBasedStateMachine):
 
 
 TestOneStream = OneStream.TestCase
-TestOneStream.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestOneStream.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)

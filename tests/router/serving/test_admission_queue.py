@@ -79,7 +79,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(EVENTS, max_size=25))
 def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> None:
     """Whoever comes, whatever room there is and whichever groups serve: afterwards nobody waits for whom a group

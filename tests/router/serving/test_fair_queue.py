@@ -269,4 +269,4 @@ class AnyCalls(RuleBasedStateMachine):
 
 
 TestQueue = AnyCalls.TestCase
-TestQueue.settings = settings(max_examples=60, deadline=None)
+TestQueue.settings = settings(max_examples=40, deadline=None)
