@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 
 from coatcheck.proto.errors import InvalidConfig, PermissionDenied, Unauthenticated
-from coatcheck.router.access.client_certificate import certificate_names
 from coatcheck.router.access.file_watcher import FileWatcher
-from coatcheck.router.access.key_file import hash_key, read_keys
+from coatcheck.router.access.key_file import certificate_names, hash_key, read_keys
 from coatcheck.router.access.tenant import ANONYMOUS, Scope, Tenant
 
 _log = logging.getLogger(__name__)

@@ -15,23 +15,27 @@ import dataclasses
 import difflib
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
+from cryptography import x509
+from cryptography.x509.oid import NameOID
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 from pydantic_core import ErrorDetails
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.router.access.client_certificate import FORMS
 from coatcheck.router.access.tenant import Tenant
 
+_FORMS: Final = ("uri", "email", "dns", "cn")
+_PEM: Final = b"-----BEGIN"
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
 _KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 _CertificateName = Annotated[
     str,
-    Field(pattern=rf"^({'|'.join(FORMS)}):(.|\n)+$"),
+    Field(pattern=rf"^({'|'.join(_FORMS)}):(.|\n)+$"),
     AfterValidator(lambda name: name.lower() if name.startswith("dns:") else name),
 ]
 
@@ -51,6 +55,32 @@ class _KeyFile(BaseModel):
 def hash_key(key: str) -> str:
     """The hash that the file has for `key`."""
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+@lru_cache(maxsize=1024)
+def certificate_names(certificate: bytes) -> tuple[str, ...]:
+    """The names of a client's certificate in DER or PEM, as the file writes them, in the order of _FORMS; none if it
+    cannot be read. The TLS handshake has checked before that the configured authority signed the certificate.
+
+        uri:spiffe://cluster/ns/search    email:me@example.org    dns:search.example.org    cn:search
+    """
+    try:
+        load = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
+        leaf = load(certificate)
+        attributes = leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        common_names = [f"cn:{attribute.value}" for attribute in attributes if isinstance(attribute.value, str)]
+        try:
+            alternatives = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except x509.ExtensionNotFound:
+            return tuple(common_names)
+        return (
+            *(f"uri:{name}" for name in alternatives.get_values_for_type(x509.UniformResourceIdentifier)),
+            *(f"email:{name}" for name in alternatives.get_values_for_type(x509.RFC822Name)),
+            *(f"dns:{name.lower()}" for name in alternatives.get_values_for_type(x509.DNSName)),
+            *common_names,
+        )
+    except ValueError:  # includes DuplicateExtension
+        return ()
 
 
 def read_keys(file: str) -> dict[str, Tenant]:
@@ -101,7 +131,7 @@ def _by_credential(entries: list[_TenantEntry]) -> dict[str, Tenant]:
 
 _KEYS: Final = "keys must be a list of at least one sha256:HEX, as `coatcheck keys new` prints them"
 _CERTIFICATES: Final = "certificates must be a list of names as clients' certificates have them: " + ", ".join(
-    f"{form}:NAME" for form in FORMS
+    f"{form}:NAME" for form in _FORMS
 )
 
 

@@ -18,7 +18,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.router.access import file_watcher
-from coatcheck.router.access.client_certificate import certificate_names
+from coatcheck.router.access.key_file import certificate_names
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.http.acceptor import Acceptor
