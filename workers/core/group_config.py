@@ -1,9 +1,12 @@
 """GroupConfig: the settings of one tensor-parallel group. `ServeConfig` has validated them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import LogFormat
+
+if TYPE_CHECKING:  # `coatcheck plan` uses this module without gRPC
+    from coatcheck.proto.internal_tls import ClusterCertificate
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class GroupConfig:
     max_model_len: int | None = None
     deterministic: bool = False
     threads: int = 0
-    cluster_certificate: ClusterCertificate | None = None
+    cluster_certificate: "ClusterCertificate | None" = None
     startup_timeout_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0
     log_format: LogFormat = "text"
