@@ -18,11 +18,16 @@ class FakeRanks:
     """`adopted` is what `adopt_ranks` returns. After the script every start serves. `starts` has each one's number and
     incarnation."""
 
-    group, tp = "g", 2
+    tp = 2
 
     def __init__(
-        self, script: Iterable[str] = (), *, adopted: tuple[int | None, tuple[RankProgress, ...]] = (None, ())
+        self,
+        script: Iterable[str] = (),
+        *,
+        adopted: tuple[int | None, tuple[RankProgress, ...]] = (None, ()),
+        group: str = "g",
     ) -> None:
+        self.group = group
         self.starts: list[tuple[int, int]] = []
         self.graceful_stops = 0
         self.is_running = bool(adopted[1])

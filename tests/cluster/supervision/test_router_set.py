@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.serve_config import ServeConfig
@@ -16,66 +15,18 @@ from coatcheck.cluster.supervision.router_set import RouterSet, busy_groups, mis
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from tests.cluster.fake_router_actor import FakeRouterActor
 
 SERVING = GroupState("group-0", "serving", "h:1")
 
 
-class FakeMethod:
-    """A method of a Ray actor."""
-
-    def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        self._call = call
-
-    def remote(self, *arguments: object) -> "asyncio.Task[Any]":
-        return asyncio.ensure_future(self._call(*arguments))
-
-
-class FakeRouter:
-    """Stands in for a RouterActor: serves at once, and connects to all groups that it is told of."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self.config = config
-        self.groups: list[GroupEndpoint] = []
-        self.is_dead = self.has_stopped = False
-        self.waiting = 0
-
-    def __getattr__(self, name: str) -> FakeMethod:
-        return FakeMethod(getattr(self, f"_{name}"))
-
-    async def _start(self) -> str:
-        return f"host:{self.config.port or 5000}"
-
-    async def _http_address(self) -> str:
-        return "host:8000"
-
-    async def _set_groups(self, groups: list[GroupEndpoint], version: int) -> None:
-        self.groups = groups
-
-    async def _status(self) -> StatusResponse:
-        if self.is_dead:
-            raise RayActorError
-        groups = [GroupStatus(name=group.name, state=group.state, waiting=self.waiting) for group in self.groups]
-        return StatusResponse(groups=groups, queue_seconds=0.5 * self.waiting)
-
-    async def _heartbeat(self) -> None:
-        if self.is_dead:
-            raise RayActorError
-
-    async def _drain(self, timeout_seconds: float | None) -> bool:
-        return True
-
-    async def _stop(self) -> None:
-        self.has_stopped = self.is_dead = True
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRouter]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRouterActor]:
     """The routers that were started, in order."""
-    started: list[FakeRouter] = []
+    started: list[FakeRouterActor] = []
 
-    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouter:
-        started.append(FakeRouter(config))
+    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouterActor:
+        started.append(FakeRouterActor(config))
         return started[-1]
 
     monkeypatch.setattr(launch, "find_router", lambda name: None)
@@ -91,7 +42,7 @@ Supervise = Callable[..., Coroutine[Any, Any, RouterSet]]
 
 
 @pytest.fixture
-async def supervise(started: list[FakeRouter]) -> AsyncIterator[Supervise]:
+async def supervise(started: list[FakeRouterActor]) -> AsyncIterator[Supervise]:
     """Supervises the routers of a configuration until the test ends."""
     running: list[asyncio.Task[None]] = []
 
@@ -119,7 +70,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_a_router_that_ends_is_started_again_at_its_address(
-    supervise: Supervise, started: list[FakeRouter]
+    supervise: Supervise, started: list[FakeRouterActor]
 ) -> None:
     """A router serves with the groups that it is told of. If its process ends, the next one gets its port and the
     groups. The same holds for a requested restart."""
@@ -137,7 +88,7 @@ async def test_a_router_that_ends_is_started_again_at_its_address(
 
 
 async def test_what_routers_say_is_read_from_all(
-    supervise: Supervise, started: list[FakeRouter], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest queue and the busy groups are measured. A group that a router does not use is waited for, and then
     named."""
@@ -153,7 +104,7 @@ async def test_what_routers_say_is_read_from_all(
 
 
 async def test_each_node_has_a_router_while_it_is_there(
-    supervise: Supervise, started: list[FakeRouter], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers follow the nodes of the cluster: one starts on a new node, and one whose node is gone is ended."""
     nodes = ["a" * 12, "b" * 12]

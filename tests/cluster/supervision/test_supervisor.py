@@ -1,0 +1,140 @@
+"""The supervisor starts, scales, restarts and stops a cluster of fake ranks and fake routers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster import launch, ray_kv
+from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
+from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, plan_placement
+from coatcheck.cluster.supervision import group_set, group_supervisor, router_set, router_supervisor, supervisor
+from coatcheck.cluster.supervision.supervisor import Supervisor
+from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
+from coatcheck.router.config import RouterConfig
+from coatcheck.workers.core.group_config import GroupConfig
+from tests.cluster.fake_ranks import FakeRanks
+from tests.cluster.fake_router_actor import FakeRouterActor
+
+NODES = [("node", {"CPU": 6.0})]
+
+
+class Cluster:
+    """A supervisor of two groups, and the fakes that it has started."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[str, FakeRanks] = {}
+        self.router: FakeRouterActor
+        self.numbers: dict[str, int] = {}  # Ray's key-value store
+        self.placed: set[str] = set()  # groups that have a placement group
+        self.supervisor: Supervisor
+
+    async def states(self) -> dict[str, str]:
+        return {group.name: group.state for group in (await self.supervisor.get_state()).groups}
+
+    async def until_serving(self) -> None:
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
+            while not (await self.supervisor.get_state()).is_ready:  # noqa: ASYNC110  # the state has no event
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    """Two groups of two ranks that serve."""
+    cluster = Cluster()
+
+    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouterActor:
+        cluster.router = FakeRouterActor(config)
+        return cluster.router
+
+    def make_ranks(config: GroupConfig, placement_group: object, hosts: object, loopback: bool) -> FakeRanks:
+        return cluster.ranks.setdefault(config.name, FakeRanks(group=config.name))
+
+    def reserve(name: str, bundle: object, strategy: str, tp: int) -> SimpleNamespace:
+        cluster.placed.add(name)
+        return SimpleNamespace(name=name, wait=lambda seconds: True)
+
+    replacements: list[tuple[object, str, Callable[..., object]]] = [
+        (supervisor, "configure_logging", lambda log_format, actor: None),
+        (ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)),
+        (ray.util, "remove_placement_group", lambda group: cluster.placed.discard(group.name)),
+        (launch, "find_router", lambda name: None),
+        (launch, "start_router", start_router),
+        (launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True)),
+        (launch, "reserve_placement_group", reserve),
+        (launch, "bundle_nodes", lambda placement_group: ["node"] * 2),
+        (launch, "free_resources", lambda: NODES),
+        (group_set, "RankActors", make_ranks),
+        (ray_kv, "read_number", cluster.numbers.get),
+        (ray_kv, "write_number", cluster.numbers.__setitem__),
+        (ray_kv, "delete_number", lambda key: cluster.numbers.pop(key, None)),
+    ]
+    for owner, name, replacement in replacements:
+        monkeypatch.setattr(owner, name, replacement)
+    for module, constant in [
+        (group_supervisor, "_CHECK_SECONDS"),
+        (router_set, "_LOAD_SECONDS"),
+        (router_supervisor, "_WATCH_SECONDS"),
+    ]:
+        monkeypatch.setattr(module, constant, 0.01)
+    config = ServeConfig.build({"model": "m", "groups": 2, "tp": 2})
+    cluster.supervisor = Supervisor.__new__(Supervisor)
+    plan = plan_placement("cpu", 2, 2, NODES)
+    await cluster.supervisor.__init__(config, plan, CertificatesByRole())  # type: ignore[misc]  # as Ray awaits it
+    await cluster.until_serving()
+    yield cluster
+    await cluster.supervisor.stop_all()
+
+
+async def test_a_cluster_starts_and_ends(cluster: Cluster) -> None:
+    """All groups serve and the router is connected to them. `stop_all` leaves nothing in Ray."""
+    actor = cluster.supervisor
+    assert await cluster.states() == {"group-0": "serving", "group-1": "serving"}
+    assert [group.name for group in cluster.router.groups] == ["group-0", "group-1"]
+    assert (await actor.get_config()).groups == 2 and cluster.placed == {"group-0", "group-1"}
+    assert await actor.drain_routers()
+    await actor.stop_all()
+    assert cluster.router.has_stopped and not cluster.placed and not cluster.numbers
+    assert not any(ranks.is_running for ranks in cluster.ranks.values())
+
+
+async def test_a_cluster_is_scaled(cluster: Cluster) -> None:
+    """`scale_groups` adds groups and removes the last ones again. The number is stored for the next supervisor."""
+    actor = cluster.supervisor
+    await actor.scale_groups(3, 1.0)
+    assert (await cluster.states())["group-2"] == "serving" and (await actor.get_config()).groups == 3
+    assert cluster.numbers[ray_kv.GROUP_COUNT] == 3 and "group-2" in {group.name for group in cluster.router.groups}
+    await actor.scale_groups(1, 1.0)
+    assert await cluster.states() == {"group-0": "serving"} and cluster.placed == {"group-0"}
+    assert cluster.numbers[ray_kv.GROUP_COUNT] == 1 and not cluster.ranks["group-2"].is_running
+    with pytest.raises(InvalidConfig, match="groups is 0; it must be at least 1"):
+        await actor.scale_groups(0, 1.0)
+    with pytest.raises(InsufficientResources, match="2 missing"):
+        await actor.scale_groups(5, 1.0)
+
+
+async def test_a_group_that_does_not_start_is_removed_again(cluster: Cluster) -> None:
+    """If a new group fails, `scale_groups` raises its reason, and the cluster is as before."""
+    cluster.ranks["group-2"] = FakeRanks(["ends late"], group="group-2")
+    with pytest.raises(Unavailable, match="group-2 does not start: rank 0 has ended: out of memory"):
+        await cluster.supervisor.scale_groups(3, 1.0)
+    assert await cluster.states() == {"group-0": "serving", "group-1": "serving"}
+    assert cluster.numbers[ray_kv.GROUP_COUNT] == 2 and "group-2" not in cluster.placed
+    assert (await cluster.supervisor.get_state()).failure == ""
+
+
+async def test_a_group_is_restarted(cluster: Cluster) -> None:
+    """`restart_group` replaces the ranks of one group. It refuses unknown groups, and the last group that serves."""
+    actor = cluster.supervisor
+    await actor.restart_group("group-1", 1.0)
+    assert cluster.ranks["group-1"].graceful_stops == 1 and cluster.ranks["group-0"].graceful_stops == 0
+    assert (await cluster.states())["group-1"] == "serving"
+    with pytest.raises(NotFound, match="there is no group 'x'; there are group-0, group-1"):
+        await actor.restart_group("x", 1.0)
+    await actor.scale_groups(1, 1.0)
+    with pytest.raises(Unavailable, match="no group but group-0 serves"):
+        await actor.restart_group("group-0", 1.0)
