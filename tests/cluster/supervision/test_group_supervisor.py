@@ -10,7 +10,7 @@ from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
 from coatcheck.proto.errors import Unavailable
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
-from tests.cluster.fake_ranks import SERVING, FakeRanks
+from tests.cluster.supervision.fake_ranks import SERVING, FakeRanks
 
 FAULT = "rank 1: Segmentation fault"
 

@@ -15,7 +15,7 @@ from coatcheck.cluster.supervision.router_set import RouterSet, busy_groups, mis
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
 from coatcheck.router.config import RouterConfig
-from tests.cluster.fake_router_actor import FakeRouterActor
+from tests.cluster.supervision.fake_router_actor import FakeRouterActor
 
 SERVING = GroupState("group-0", "serving", "h:1")
 

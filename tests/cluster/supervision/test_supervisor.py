@@ -17,8 +17,8 @@ from coatcheck.cluster.supervision.supervisor import Supervisor
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.router.config import RouterConfig
 from coatcheck.workers.core.group_config import GroupConfig
-from tests.cluster.fake_ranks import FakeRanks
-from tests.cluster.fake_router_actor import FakeRouterActor
+from tests.cluster.supervision.fake_ranks import FakeRanks
+from tests.cluster.supervision.fake_router_actor import FakeRouterActor
 
 NODES = [("node", {"CPU": 6.0})]
 
