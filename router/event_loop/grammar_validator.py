@@ -50,7 +50,7 @@ class GrammarValidator:
     """Owns a side process from the first grammar on."""
 
     def __init__(self) -> None:
-        self._process = SideProcesses(processes=1, cpu_seconds=1)
+        self._process = SideProcesses(processes=1, cpu_seconds=1, niceness=0)
         self._reasons: OrderedDict[Grammar, str] = OrderedDict()  # why a grammar is refused; "" for a valid one
         self._compiling = asyncio.Lock()
         self._waiting = 0

@@ -4,7 +4,7 @@ A thread is not enough: parsing a large JSON body or making a long list of token
 the GIL and stops every stream. A function and its arguments go to a child process as one pickle, and its result or its
 error comes back as one.
 
-    python -m coatcheck.router.event_loop.side_process FD CPU_SECONDS    the child: runs calls from a socket
+    python -m coatcheck.router.event_loop.side_process FD CPU_SECONDS NICENESS    the child: runs calls from a socket
 
 A child is started by the first call that needs it. A call that takes too much CPU time ends its child; the next call
 starts a new one.
@@ -31,21 +31,28 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, U
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Two, so that one long call does not delay all others. They have a lower CPU priority than the router (_NICENESS).
+# Two, so that one long call does not delay all others.
 _PROCESSES: Final = 2
 _MAX_WAITING: Final = 32
-_NICENESS: Final = 5
 _COMMAND: Final = (sys.executable, "-m", "coatcheck.router.event_loop.side_process")
 
 
 class SideProcesses:
     """Owns the child processes and one thread for each. Use it inside one event loop, and `close` it.
 
-    `cpu_seconds`: the most CPU time of one call, rounded up to whole seconds of its process.
+    `cpu_seconds`: the most CPU time of one call, rounded up to whole seconds of its process. `niceness`: how much lower
+    than the router's the CPU priority of the children is.
     """
 
-    def __init__(self, processes: int = _PROCESSES, max_waiting: int = _MAX_WAITING, *, cpu_seconds: int = 60) -> None:
-        self._cpu_seconds = cpu_seconds
+    def __init__(
+        self,
+        processes: int = _PROCESSES,
+        max_waiting: int = _MAX_WAITING,
+        *,
+        cpu_seconds: int = 60,
+        niceness: int = 5,
+    ) -> None:
+        self._settings = (str(cpu_seconds), str(niceness))
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="side")
         self._max_waiting = max_waiting
         self._waiting = 0
@@ -119,7 +126,7 @@ class SideProcesses:
         connection, end = Pipe()
         with end:
             child = subprocess.Popen(
-                [*_COMMAND, str(end.fileno()), str(self._cpu_seconds)],
+                [*_COMMAND, str(end.fileno()), *self._settings],
                 pass_fds=[end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -144,10 +151,10 @@ def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) 
         return False, traceback.format_exc(limit=-5)
 
 
-def main(fd: int, cpu_seconds: int) -> None:
+def main(fd: int, cpu_seconds: int, niceness: int) -> None:
     """Runs calls from the socket `fd` until its other end closes."""
     connection = Connection(fd)
-    os.nice(_NICENESS)
+    os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     with contextlib.suppress(EOFError, OSError):
