@@ -72,26 +72,26 @@ async def hear_late_reports(router: RouterUnderTest, groups: list[SeatedGroup]) 
 
 
 async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(start_router: StartRouter) -> None:
-    """Of 1,500 requests at once two groups get what they have room for, 512 wait, and all others are refused with
+    """Of 700 requests at once two groups get what they have room for, 256 wait, and all others are refused with
     when to come again; reports that are older than the burst change nothing, however late they come. All that were
     taken are answered."""
     groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
-    router = await start_router(*groups, max_queued=512)
+    router = await start_router(*groups, max_queued=256)
     room = len(groups) * (SEATS + READY)
-    asked = [send(router, [2 + number % 500, 5, 6]) for number in range(1500)]
+    asked = [send(router, [2 + number % 500, 5, 6]) for number in range(700)]
     await settled(router, groups, asked)
     await hear_late_reports(router, groups)
     await settled(router, groups, asked)
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
-    assert len(router.server.dispatcher.queue) == 512
+    assert len(router.server.dispatcher.queue) == 256
     refusals = [task.exception() for task in asked if task.done()]
-    assert len(refusals) == 1500 - 512 - room
+    assert len(refusals) == 700 - 256 - room
     assert all(isinstance(error, Overloaded) and error.retry_seconds >= 1 for error in refusals)
     async with reporting(*groups):
         for group in groups:
             group.go()
         answers = await asyncio.gather(*asked, return_exceptions=True)
-    assert sum(isinstance(answer, GenerateResponse) for answer in answers) == 512 + room
+    assert sum(isinstance(answer, GenerateResponse) for answer in answers) == 256 + room
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
 
 
@@ -112,16 +112,16 @@ async def test_a_burst_of_one_tenant_does_not_delay_others(start_router: StartRo
     """Behind a burst of one tenant's a few of two others' are all taken in: the urgent one's go first as places come
     free, then the other one's get their half, though reports from before the burst come late."""
     group = SeatedGroup("g0", SEATS)
-    router = await start_router(group, max_queued=300)
+    router = await start_router(group, max_queued=200)
     many, few, urgent = Tenant("many"), Tenant("few"), Tenant("urgent", priority=-1)
-    asked = [send(router, [100, 5, 6], many) for _ in range(900)]
+    asked = [send(router, [100, 5, 6], many) for _ in range(500)]
     asked += [send(router, [300, 5, 6], few) for _ in range(20)]
     asked += [send(router, [200, 5, 6], urgent) for _ in range(20)]
     await settled(router, [group], asked)
     await hear_late_reports(router, [group])
     assert len(group.submits) == SEATS + READY
-    assert len(router.server.dispatcher.queue) == 300
-    assert not any(task.done() for task in asked[900:]), "those of the one that has little waiting are kept"
+    assert len(router.server.dispatcher.queue) == 200
+    assert not any(task.done() for task in asked[500:]), "those of the one that has little waiting are kept"
     group.go()
     await asyncio.gather(*asked, return_exceptions=True)
     order = [submit.prompt_token_ids[0] for submit in group.submits[SEATS + READY :]]

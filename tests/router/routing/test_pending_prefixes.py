@@ -58,4 +58,4 @@ class PendingAgainstDict(RuleBasedStateMachine):
 
 
 TestPending = PendingAgainstDict.TestCase
-TestPending.settings = settings(max_examples=40, deadline=None)
+TestPending.settings = settings(max_examples=25, deadline=None)

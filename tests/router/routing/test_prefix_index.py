@@ -163,7 +163,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
 
 TestIndexAgainstSets = IndexAgainstSets.TestCase
-TestIndexAgainstSets.settings = settings(max_examples=50, deadline=None)
+TestIndexAgainstSets.settings = settings(max_examples=30, deadline=None)
 
 
 def test_a_chain_matches_only_without_a_break() -> None:
