@@ -12,17 +12,11 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from coatcheck.bench.setup.cpu_engine import layout_of, load_cpu_model, make_cpu_engine
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool
-from coatcheck.workers.runner.model_runner import ModelRunner
 
-_BLOCK_SIZE, _NUM_BLOCKS, _MAX_SEQS, _BATCH_TOKENS = 16, 1024, 32, 2048
+_NUM_BLOCKS, _MAX_SEQS, _BATCH_TOKENS = 1024, 32, 2048
 
 
 class Contestant(Protocol):
@@ -69,20 +63,12 @@ class Coatcheck:
     """Our engine, scheduler, pool and sampler included, without Ray and without gRPC."""
 
     def __init__(self, checkpoint: Path) -> None:
-        model = load_model(checkpoint, communicator=Communicator(), dtype="bfloat16", device="cpu")
-        layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
-        pool = allocate_kv_pool(layout, _NUM_BLOCKS, torch.device("cpu"))
-        runner = ModelRunner(model, layout, pool, max_num_seqs=_MAX_SEQS, max_model_len=model.spec.max_model_len)
+        model = load_cpu_model(checkpoint)
         self.weight_bytes = model.spec.weight_bytes
-        self.kv_bytes_per_token = layout.bytes_per_token
+        self.kv_bytes_per_token = layout_of(model).bytes_per_token
         self._requests = 0
-        self._engine = Engine(
-            model.spec,
-            runner,
-            num_blocks=_NUM_BLOCKS,
-            block_size=_BLOCK_SIZE,
-            max_num_seqs=_MAX_SEQS,
-            max_batch_tokens=_BATCH_TOKENS,
+        self._engine = make_cpu_engine(
+            model, num_blocks=_NUM_BLOCKS, max_num_seqs=_MAX_SEQS, max_batch_tokens=_BATCH_TOKENS
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:

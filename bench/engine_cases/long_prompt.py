@@ -8,7 +8,6 @@ at every step, so a step's duration is every chat's inter-token latency. In proc
 """
 
 import statistics
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -20,18 +19,13 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from coatcheck.bench.setup.cpu_engine import BLOCK_SIZE, load_cpu_model, make_cpu_engine, timed_step
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool
-from coatcheck.workers.runner.model_runner import ModelRunner
 
-_BLOCK_SIZE, _CHAT_PROMPT = 16, 64
+_CHAT_PROMPT = 64
 
 
 def main(
@@ -84,18 +78,9 @@ def build(directory: Path, prompt_len: int, chats: int, max_batch_tokens: int) -
         dtype=torch.bfloat16,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
-    model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
-    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
-    num_blocks = (prompt_len + chats * 20_000) // _BLOCK_SIZE
-    pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
-    runner = ModelRunner(model, layout, pool, max_num_seqs=chats + 1, max_model_len=length)
-    return Engine(
-        model.spec,
-        runner,
-        num_blocks=num_blocks,
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=chats + 1,
-        max_batch_tokens=max_batch_tokens,
+    num_blocks = (prompt_len + chats * 20_000) // BLOCK_SIZE
+    return make_cpu_engine(
+        load_cpu_model(directory), num_blocks=num_blocks, max_num_seqs=chats + 1, max_batch_tokens=max_batch_tokens
     )
 
 
@@ -104,13 +89,6 @@ def submit(engine: Engine, name: str, prompt_len: int, max_tokens: int) -> None:
     prompt = torch.randint(3, 4096, (prompt_len,)).tolist()
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
     engine.submit_request(EngineRequest(name, tuple(prompt), sampling))
-
-
-def timed_step(engine: Engine) -> float:
-    """Seconds of one step."""
-    started = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - started
 
 
 def summary(seconds: list[float]) -> dict[str, float]:

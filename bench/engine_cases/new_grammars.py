@@ -19,20 +19,15 @@ import torch
 import typer
 
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
+from coatcheck.bench.setup.cpu_engine import load_cpu_model, make_cpu_engine, timed_step
 from coatcheck.bench.setup.results_file import describe_machine
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool
-from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
-_BLOCK_SIZE, _BLOCKS, _ALONE_STEPS = 16, 2000, 200
+_BLOCKS, _ALONE_STEPS = 2000, 200
 
 
 def main(
@@ -76,16 +71,10 @@ def main(
 
 def build(directory: Path, chats: int) -> Engine:
     """An engine with room for the chats."""
-    model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
-    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
-    pool = allocate_kv_pool(layout, _BLOCKS, torch.device("cpu"))
+    model = load_cpu_model(directory)
     spec = model.spec
     grammars = GrammarBackend.load(directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
-    most = min(spec.max_model_len, _BLOCKS * _BLOCK_SIZE)
-    runner = ModelRunner(model, layout, pool, max_num_seqs=chats + 8, max_model_len=most, grammars=grammars)
-    return Engine(
-        spec, runner, num_blocks=_BLOCKS, block_size=_BLOCK_SIZE, max_num_seqs=chats + 8, grammars=grammars
-    )  # fmt: skip
+    return make_cpu_engine(model, num_blocks=_BLOCKS, max_num_seqs=chats + 8, grammars=grammars)
 
 
 def large(prefix: str, properties: int) -> Grammar:
@@ -114,13 +103,6 @@ def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int, 
     free = grammar is None
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=free, structured=grammar)
     engine.submit_request(EngineRequest(name, tuple(prompt), sampling, tenant=tenant))
-
-
-def timed_step(engine: Engine) -> float:
-    """Seconds of one step."""
-    started = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -14,23 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import torch
 import typer
 
 from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
+from coatcheck.bench.setup.cpu_engine import load_cpu_model, make_cpu_engine
 from coatcheck.bench.setup.results_file import update_results
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.cuda_block_copier import make_copier
-from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
-from coatcheck.workers.runner.model_runner import ModelRunner
 
-_BLOCK_SIZE = 16
 _NUM_BLOCKS = 200  # of 192 KiB each
 _CLIENTS, _PROMPT, _REPLY = 4, 512, 32
 
@@ -43,8 +35,11 @@ def main(
     """Measure the pairs."""
     with TemporaryDirectory() as scratch:
         directory = make_checkpoint((checkpoint or Path(scratch) / "llama-82m").resolve())
-        model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
-    engines = {"off": make_engine(model, 0), "on": make_engine(model, 1000)}
+        model = load_cpu_model(directory)
+    engines = {
+        name: make_cpu_engine(model, num_blocks=_NUM_BLOCKS, max_num_seqs=_CLIENTS, host_blocks=host_blocks)
+        for name, host_blocks in (("off", 0), ("on", 1000))
+    }
     for seed in range(2):  # the pools are full from here on
         for engine in engines.values():
             serve(engine, -1 - seed)
@@ -65,24 +60,6 @@ def main(
     }
     print(json.dumps(figures, indent=1))
     update_results(json_path, steps=figures)
-
-
-def make_engine(model: Model, host_blocks: int) -> Engine:
-    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
-    device = torch.device("cpu")
-    pool = allocate_kv_pool(layout, _NUM_BLOCKS, device)
-    host = allocate_host_pool(host_blocks, layout.bytes_per_block, device) if host_blocks else None
-    copier = make_copier(pool, host, Communicator()) if host is not None else None
-    max_model_len = model.spec.max_model_len
-    runner = ModelRunner(model, layout, pool, max_num_seqs=_CLIENTS, max_model_len=max_model_len, copier=copier)
-    return Engine(
-        model.spec,
-        runner,
-        num_blocks=_NUM_BLOCKS,
-        host_blocks=host_blocks,
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=_CLIENTS,
-    )
 
 
 def serve(engine: Engine, seed: int) -> tuple[float, float]:
