@@ -83,6 +83,8 @@ class SimulatedRouter:
     def check(self) -> None:
         """Raises AssertionError if a router expects a prefill after all requests have ended."""
         for view in self._views:
+            view.index.check()
+            view.queue.check()
             assert not len(view.index.pending), "an answered prompt is still expected"
 
 

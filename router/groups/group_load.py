@@ -141,6 +141,15 @@ class GroupLoad:
             self.has_room,
         )
 
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        unreported = self._unreported.values()
+        assert self._unreported_tokens == sum(one.tokens for one in unreported), "sum of unreported tokens"
+        assert self._unreported_choices == sum(one.choices for one in unreported), "sum of unreported choices"
+        assert all(one.choices for one in unreported), "a submission whose choices have all ended is still counted"
+        numbers = list(self._unreported)
+        assert numbers == sorted(numbers) and max(numbers, default=0) <= self._submissions, "order of the stream"
+
     def _remove_unreported(self, number: int) -> _Unreported:
         removed = self._unreported.pop(number)
         self._unreported_tokens -= removed.tokens

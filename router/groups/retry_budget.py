@@ -54,6 +54,11 @@ class RetryBudget:
         earned = (self._clock() - self._filled) / _FILL_SECONDS * self._size
         return min(self._size, self._level + earned)
 
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        assert self._open >= 0, "more requests have ended than have begun"
+        assert self._level <= self._size, "more is left than there may be"
+
     @property
     def _size(self) -> float:
         return _MIN_SIZE + _RETRIES_PER_REQUEST * self._open

@@ -82,6 +82,20 @@ class BlockLocations:
                     _set_or_drop(where, block, where[block] & ~bit)
         del self._entries[bit]
 
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        for place, where in enumerate(self.where):
+            expected: dict[bytes, int] = {}
+            for bit, held in self._held.items():
+                for block, tiers in held.items():
+                    assert tiers, "a block in no tier"
+                    if tiers >> place & 1:
+                        expected[block] = expected.get(block, 0) | bit
+            assert where == expected, "the sets of groups and the groups' own blocks disagree"
+        for bit, held in self._held.items():
+            assert self._entries[bit] == sum(tiers.bit_count() for tiers in held.values()), "entries miscounted"
+        assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"
+
 
 def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
     if value:

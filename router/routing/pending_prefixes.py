@@ -4,6 +4,7 @@ A group will have cached these blocks by the time it computes a prompt that is s
 arrive together go to one group. A group is a bit, as in the prefix index, and bits are reused after a group has left.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
@@ -50,6 +51,17 @@ class PendingPrefixes:
         self._chains.pop(bit, None)
         for block in self._counts.pop(bit, ()):
             self._clear_bit(bit, block)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        expected: dict[bytes, int] = {}
+        assert self._chains.keys() == self._counts.keys(), "groups with prompts and groups with counts differ"
+        for bit, counts in self._counts.items():
+            blocks = Counter(block for chain in self._chains[bit].values() for block in chain)
+            assert counts == blocks, "a block's count differs from the number of prompts that contain it"
+            for block in counts:
+                expected[block] = expected.get(block, 0) | bit
+        assert expected == self.where, "the shared index and the groups' counts disagree"
 
     def _clear_bit(self, bit: int, block: bytes) -> None:
         if rest := self.where[block] & ~bit:

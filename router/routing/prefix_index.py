@@ -142,6 +142,13 @@ class PrefixIndex:
         matches = match_chain(chain, self._live, on_device, on_host, self.pending.where)
         return {self._names[bit]: match for bit, match in matches}
 
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        assert self._live == sum(member.bit for member in self._groups.values()), "each group has a bit of its own"
+        assert self._names == {member.bit: name for name, member in self._groups.items()}
+        self._locations.check()
+        self.pending.check()
+
     def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
         self.events += len(events)
         self._locations.apply_events(member.bit, events)

@@ -193,6 +193,10 @@ class AdmissionQueue:
         charge.settle_tokens(computed + answered)
         self._answer_tokens += (answered - self._answer_tokens) / _ANSWERS_AVERAGED
 
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        self._queue.check()
+
     def _expected_tokens(self, request: Request) -> float:
         max_answer = float((request.sampling.max_tokens or 1) * request.sampling.n)
         return len(request.prompt_token_ids) + min(max_answer, self._answer_tokens)

@@ -191,6 +191,20 @@ class FairQueue(Generic[Entry]):
             del self._classes[entry.scheduling_class]
         return True
 
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        queues = [waiting for share in self._shares.values() for waiting in share.queues.values()]
+        classes = Counter(entry.scheduling_class for waiting in queues for entry in waiting.by_age.values())
+        assert self._classes == classes, "counts by class"
+        for waiting in queues:
+            assert waiting.by_age, "an empty queue"
+            assert list(waiting.by_age) == sorted(waiting.by_age), "order of age"
+            ordered = sorted((entry.due, id, entry) for id, entry in waiting.by_age.items())
+            assert ordered == sorted(place for places in waiting.by_class.values() for place in places)
+            for own_class, places in waiting.by_class.items():
+                assert places == sorted(places), "order of due times"
+                assert {entry.scheduling_class for _, _, entry in places} == {own_class}
+
     def _victim(self, tenant: Tenant, priority: int) -> Entry | None:
         """The request that a new one of `tenant` displaces: of the tenant with the most requests per weight, the newest
         of those with the highest `priority` value. None if that tenant is `tenant` itself and none of its requests has

@@ -15,7 +15,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.serving.generate_service import CallOptions
 from tests.router.fake_group import FakeGroup
-from tests.router.invariants import check_queue
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.seated_group import SeatedGroup
 
@@ -56,7 +55,7 @@ async def settled(
             group.held for group in groups
         ) != len(asked):
             await router.admin.Status(StatusRequest())
-    check_queue(router.server.dispatcher.queue._queue)
+    router.server.dispatcher.queue.check()
 
 
 async def hear_late_reports(router: RouterUnderTest, groups: list[SeatedGroup]) -> None:

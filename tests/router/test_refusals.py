@@ -24,7 +24,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.serving.request_validation import prompt_token_ids
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import VOCAB, FakeGroup
-from tests.router.invariants import check_index
 from tests.router.router_under_test import StartRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 
@@ -183,7 +182,7 @@ async def test_mutated_requests_never_break_the_router(start_router: StartRouter
             seen.add(error.code())
     assert seen == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
     assert router.server.traffic.active == 0
-    check_index(router.server.groups.index)
+    router.server.groups.index.check()
 
 
 async def test_another_model_is_not_found(start_router: StartRouter) -> None:

@@ -31,7 +31,6 @@ from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.late_thread import LateThread
 from tests.simulated_gpu.memory import Hazard
-from tests.workers.invariants import check_engine
 
 _BLOCKS, _HOST_BLOCKS, _SIZE = 7, 16, 8
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=2, seed=1, ignore_eos=True)
@@ -83,7 +82,7 @@ def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list
         while engine.has_work:
             for output in engine.step().outputs:
                 said[output.request_id] += output.token_ids
-        check_engine(engine)
+        engine.check()
     return list(said.values()), engine.stats().restores
 
 

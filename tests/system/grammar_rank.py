@@ -11,7 +11,6 @@ from pathlib import Path
 
 from coatcheck.workers.core.request import EngineRequest
 from tests.hostile_grammars import GRAMMARS
-from tests.workers.invariants import check_engine
 from tests.workers.structured.structured_engine import EOS, PROMPT, engines_of, load_alone, params, write_checkpoint
 
 TOKENS = 40
@@ -31,7 +30,7 @@ def main() -> None:
         tokens, refused = {"free": 0, "hostile": 0}, ""
         while engine.has_work:
             output = engine.step()
-            check_engine(engine)
+            engine.check()
             for part in output.outputs:
                 tokens[part.request_id] += len(part.token_ids)
             for name, error in output.refused:

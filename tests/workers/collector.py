@@ -5,7 +5,6 @@ from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
-from tests.workers.invariants import check_engine
 
 
 def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64) -> tuple[Engine, FakeRunner]:
@@ -49,7 +48,7 @@ class Collector:
             self.tokens.setdefault(key, []).extend(output.token_ids)
             if output.finish_reason:
                 self.ends[key] = output
-        check_engine(self.engine)
+        self.engine.check()
 
     def run(self) -> "Collector":
         """Step until the engine has no work."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.invariants import check_engine
 from tests.workers.served_group import Group, start_group
 
 
@@ -29,4 +28,4 @@ def group() -> Iterator[Group]:
     yield group
     group.loop.stop()
     group.service.stop()
-    check_engine(group.engine)
+    group.engine.check()

@@ -190,6 +190,15 @@ class Engine:
         """A `stored` event for every prefix block held, as of the events of all earlier steps."""
         return self._kv_cache.snapshot()
 
+    def check(self) -> None:
+        """Raises AssertionError unless every live sequence is queued once and all parts of the engine agree."""
+        in_scheduler = (*self.scheduler.waiting, *self.scheduler.running)
+        self.scheduler.check()
+        self._grammars.check(in_scheduler)
+        known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
+        queued = {id(sequence) for sequence in (*in_scheduler, *self._grammars.waiting_sequences())}
+        assert queued == known, "a sequence is lost or left behind"
+
     def _refuse_overdue(self, now: float) -> None:
         """Refuse the requests that have not started by their deadline. Routers abort the started ones."""
         if now < self._next_deadline:

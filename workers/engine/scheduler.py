@@ -155,6 +155,20 @@ class Scheduler:
             sequence.cached_host_tokens = min(sequence.cached_host_tokens, sequence.num_computed)
             self._requeue_sequence(sequence)
 
+    def check(self) -> None:
+        """Raises AssertionError unless each slot is free or has one sequence, whose scheduled tokens have blocks."""
+        slots = [sequence.slot for sequence in self.running]
+        assert sorted(slots + self._free_slots) == list(range(len(slots) + len(self._free_slots))), "slots lost"
+        for sequence in self.running:
+            room = len(sequence.block_table) * self.kv_cache.block_size
+            assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens, "progress out of order"
+            assert sequence.num_scheduled <= room, "tokens without a block"
+            assert not sequence.is_finished, "a finished sequence is running"
+        for sequence in self.waiting:
+            assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
+        held = self.kv_cache.check()
+        self.pool.check((*(sequence.block_table for sequence in self.running), *held))
+
     # Decodes and prefills of running sequences.
 
     def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:

@@ -5,7 +5,7 @@ A block is *used* (reference count above 0), *cached* (no reference, but its pre
 evicted prefix stays in its block until the block's next owner writes to it; until then the host tier can still copy it.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from coatcheck.workers.core.cache_reasons import Tier
@@ -110,6 +110,22 @@ class BlockPool:
         """A stored event for each prefix block, parents before children."""
         prefixes = (self._prefixes[block] for block in self._by_hash.values())
         return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.DEVICE) for prefix in prefixes if prefix]
+
+    def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
+        """Raises AssertionError unless every block is in one state and has a reference for each place in `tables`."""
+        holders = Counter(block for table in tables for block in table)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        cached = {block: prefix for block, prefix in enumerate(self._prefixes) if prefix and prefix in self.evictor}
+        self.evictor.check(cached.values())
+        for block, refs in enumerate(self._ref_counts):
+            prefix = self._prefixes[block]
+            assert refs == holders[block], f"block {block}: {refs} references, {holders[block]} holders"
+            assert (refs == 0) == (block in free or block in cached), f"block {block}: {refs} references, wrong list"
+            assert prefix is None or self._by_hash[prefix.block_hash] == block, f"block {block}: found under no hash"
+            assert not (block in free and prefix), f"block {block} is free and has a prefix"
+            assert not (prefix and block in self._evicted), f"block {block} holds two prefixes"
+        assert len(self._by_hash) == sum(prefix is not None for prefix in self._prefixes), "a hash has no block"
 
     def _allocate_block(self) -> int:
         if self._free:

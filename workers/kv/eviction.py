@@ -14,6 +14,7 @@ The protection keeps a tenant that floods the cache from evicting the prefixes o
 """
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Final, TypeVar
 
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, Tier
@@ -103,6 +104,20 @@ class Evictor:
         self.remove_block(prefix)
         prefix.eviction = EvictionMark(now, self._tier, reason)
         return prefix
+
+    def check(self, evictable: Iterable[Prefix]) -> None:
+        """Raises AssertionError unless the blocks here are `evictable`, and the candidates are their leaves."""
+        expected = {prefix.block_hash: prefix for prefix in evictable}
+        assert expected == {block_hash: block.prefix for block_hash, block in self._blocks.items()}, "other blocks"
+        children = Counter(prefix.parent_hash for prefix in expected.values() if prefix.parent_hash)
+        assert children == self._num_children, "children miscounted"
+        candidates = {block_hash for block_hash, block in self._blocks.items() if not block.is_cancelled}
+        assert candidates == expected.keys() - children.keys(), (
+            "a leaf is no candidate, or a block with children is one"
+        )
+        tenants = Counter(prefix.tenant for prefix in expected.values())
+        assert tenants == self._num_blocks_of, "tenants miscounted"
+        assert self._claims.keys() <= expected.keys(), "a retained block is not here"
 
     def _pop_candidate(self) -> tuple[Prefix, EvictionReason]:
         while (candidate := self._unwanted.pop()) is not None:

@@ -96,6 +96,20 @@ class HostPool:
         prefixes = (self._prefixes[slot] for slot in self._by_hash.values() if slot not in self._demoting)
         return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.HOST) for prefix in prefixes if prefix]
 
+    def check(self) -> None:
+        """Raises AssertionError unless every slot is in one state."""
+        free, evictable = set(self._free), set[int]()
+        assert len(free) == len(self._free), "a slot is free twice"
+        for slot, prefix in enumerate(self._prefixes):
+            is_copied = bool(self._pins[slot]) or slot in self._demoting
+            assert (slot in free) == (prefix is None and not is_copied), f"slot {slot} is free and in use, or lost"
+            if prefix is not None:
+                assert self._by_hash[prefix.block_hash] == slot, f"slot {slot}: found under no hash"
+                assert (prefix in self.evictor) == (not is_copied), f"slot {slot}: the evictor is wrong about it"
+                evictable |= set() if is_copied else {slot}
+        assert len(evictable) == len(self.evictor), "the evictor has blocks that are not here"
+        assert len(self._by_hash) == sum(prefix is not None for prefix in self._prefixes), "a hash has no slot"
+
     def _allocate_slot(self) -> int | None:
         if self._free:
             return self._free.pop()

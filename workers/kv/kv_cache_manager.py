@@ -229,6 +229,21 @@ class KVCacheManager:
         """A stored event for each prefix block in either tier."""
         return self.pool.snapshot() + self.host.snapshot()
 
+    def check(self) -> list[list[int]]:
+        """Raises AssertionError unless sequences and restores agree. Returns the blocks that restores hold."""
+        in_progress = [copy for copy in self._in_progress if isinstance(copy, Restore)]
+        num_restoring: Counter[Sequence] = Counter()
+        for restore in (*self._queued, *in_progress):
+            if restore.sequence is not None:
+                num_restoring[restore.sequence] += 1
+                assert restore.sequence.block_table[restore.index] == restore.block, "restored into another's block"
+        for sequence, count in num_restoring.items():
+            assert sequence.num_restoring == count, "a restore is lost or counted twice"
+        assert all(restore.sequence is not None for restore in self._queued), "a queued restore has no sequence"
+        assert self._corrupt_at.keys() <= num_restoring.keys(), "a sequence with a corrupt block restores nothing"
+        self.host.check()
+        return [[restore.block] for restore in in_progress]
+
     def _is_trial(self, direction: str) -> bool:
         self._num_rejected[direction] += 1
         return self._num_rejected[direction] % _TRIAL_EVERY == 0

@@ -6,7 +6,7 @@ All tiers share the record of a block. After the last tier has evicted the block
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -174,6 +174,15 @@ class PrefixRegistry:
     def idle_seconds(self, tenant: str) -> float:
         """Seconds since the tenant's last request."""
         return self.now - self._last_request_at.get(tenant, -math.inf)
+
+    def check(self) -> None:
+        """Raises AssertionError unless ghosts are bounded and cohorts have the size that their blocks say."""
+        assert len(self._recent) <= self.max_ghosts, "too many ghosts"
+        assert all(self._records[name] is record for name, record in self._recent.items()), "two records"
+        sizes = Counter(id(record.cohort) for record in self._records.values() if record.cohort is not None)
+        for record in self._records.values():
+            cohort = record.cohort
+            assert cohort is None or cohort.size == sizes[id(cohort)], "a cohort's size is not its number of blocks"
 
     def _get_or_create(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> Prefix:
         record = self._records.get(block_hash)

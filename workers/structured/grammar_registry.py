@@ -10,7 +10,7 @@ used ones are kept.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from coatcheck.proto.grammar import Grammar
@@ -145,6 +145,19 @@ class GrammarRegistry:
                 grammar_id = self._ids[grammar]
                 released += [(grammar_id, choices) for choices in self._waiting.pop(grammar) if choices]
         return released
+
+    def check(self, scheduled: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless every grammar of the `scheduled` sequences is ready or waited for."""
+        in_scheduler = {sequence.request.sampling.structured for sequence in scheduled} - {None}
+        assert in_scheduler <= self._ready.keys(), "a scheduled sequence has a grammar that is not ready"
+        assert len(set(self._ids.values())) == len(self._ids), "two grammars have one id"
+        compiling = {grammar for queue in self._compiling for grammar in queue}
+        assert self._ids.keys() == compiling | self._ready.keys(), "a grammar has no id"
+        assert not self._ready.keys() & self._waiting.keys(), "a sequence waits for a ready grammar"
+        assert self._failed <= self._ready.keys(), "a failed grammar was dropped already"
+        assert self._uses.keys() <= self._ready.keys() | self._waiting.keys(), "a grammar in use is lost"
+        for grammar, requests in self._waiting.items():
+            assert self._uses[grammar] == sum(map(len, requests)), "uses are miscounted"
 
     def _needs_compiling(self, grammar: Grammar) -> bool:
         return grammar in self._waiting and grammar not in self._ids

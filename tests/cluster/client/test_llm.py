@@ -16,7 +16,6 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.workers.core.group_config import GroupConfig
-from tests.workers.invariants import check_engine
 from tests.workers.rank_group import RankGroup
 
 DEMO = str(Path(__file__).parents[3] / "demo" / "model")
@@ -129,7 +128,7 @@ def test_an_interrupted_batch_leaves_the_engine_empty(llm: coatcheck.LLM, monkey
         llm.generate(PROMPTS, max_tokens=50)
     monkeypatch.undo()
     assert not engine.has_work
-    check_engine(engine)
+    engine.check()
     assert len(llm.generate(PROMPTS, max_tokens=2)) == len(PROMPTS)
 
 

@@ -16,7 +16,6 @@ from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupFailures
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from tests.router.fake_group import FakeGroup
-from tests.router.invariants import check_index
 from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
@@ -227,4 +226,4 @@ async def test_a_request_of_a_dropped_stream_takes_nothing_from_those_of_the_nex
     assert len(index.pending) == expected
     await new.aclose()
     assert len(index.pending) == 0
-    check_index(index)
+    index.check()

@@ -11,7 +11,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.stubs.worker_pb2 import Load, Registration
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_match import PrefixMatch
-from tests.router.invariants import check_load
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
 
@@ -33,7 +32,7 @@ def test_a_submission_counts_until_a_report_contains_it() -> None:
     load.report(Load(queued_prefill_tokens=137, status=GroupStatus(waiting=4), submissions=2), now=60.0)
     seen = load.candidate("a")
     assert (seen.queued_prefill_tokens, seen.queued_requests) == (137, 4)
-    check_load(load)
+    load.check()
 
 
 def test_room_is_what_was_registered_until_the_group_says_more() -> None:
@@ -104,7 +103,7 @@ def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None
     load.end_choices(whole)
     load.record_first_output(whole)
     assert load.candidate("a") == GroupLoad(Registration(max_num_seqs=4)).candidate("a")
-    check_load(load)
+    load.check()
 
 
 SEATS, READY = 2, 4
@@ -191,7 +190,7 @@ class OneStream(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        check_load(self.load)
+        self.load.check()
         assert len(self.waiting) + len(self.running) <= SEATS + READY, "the group has more than it has room for"
 
     def teardown(self) -> None:

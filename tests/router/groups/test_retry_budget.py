@@ -47,6 +47,7 @@ def test_a_bucket_neither_overflows_nor_owes_for_ever(does: list[str]) -> None:
             budget.spend_retry()
         elif what == "wait":
             clock.now += 0.1
+        budget.check()
         assert budget.left <= 20 + 2 * opened
     clock.now += 1000.0
     assert budget.left == 20 + 2 * opened
@@ -62,6 +63,7 @@ def test_who_gives_up_is_waited_for_no_more(streams: int, gone: int) -> None:
         budget.spend_retry()
     for _ in range(gone):
         budget.close_request()
+        budget.check()
     assert 0.0 < budget.spend_retry() <= 10.0
 
 

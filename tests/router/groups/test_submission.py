@@ -9,7 +9,6 @@ from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, G
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.submission import MAX_UNREAD
 from tests.router.groups.offline_connection import MODEL, OfflineConnection
-from tests.router.invariants import check_index, check_load
 
 
 async def test_a_choice_that_ends_twice_is_counted_once() -> None:
@@ -27,7 +26,7 @@ async def test_a_choice_that_ends_twice_is_counted_once() -> None:
     submission.close(finished=True)
     assert connection.load.candidate("g").streams == 0
     assert connection.aborts == [(1, 1), (1, None)]
-    check_load(connection.load)
+    connection.load.check()
 
 
 async def test_its_prompt_is_pending_until_the_group_has_computed_it() -> None:
@@ -56,8 +55,8 @@ async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() ->
     old.close(finished=True)
     assert (connection.load.candidate("g"), len(connection.index.pending)) == before
     assert connection.submissions.get(2) is new and not connection.aborts
-    check_load(connection.load)
-    check_index(connection.index)
+    connection.load.check()
+    connection.index.check()
 
 
 async def test_a_reader_that_falls_too_far_behind_is_cut_off() -> None:

@@ -16,7 +16,6 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.router.access.key_file import hash_key
 from tests.router.http_router import StartHttpRouter
-from tests.router.invariants import check_queue
 from tests.router.seated_group import SeatedGroup
 
 SEATS, READY = 8, 4
@@ -207,7 +206,7 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(
         assert Counter(status for status, _, _ in await answers()) == {429: REQUESTS - held}
         reports.cancel()
         assert len(line) == QUEUED and group.most_held == SEATS + READY
-        check_queue(line._queue)
+        line._queue.check()
         group.go()
         reports = asyncio.create_task(report([group], late=False))
         assert Counter(status for status, _, _ in await answers()) == {200: held}

@@ -16,7 +16,6 @@ from coatcheck.proto.stubs.worker_pb2 import (
 )
 from coatcheck.router.routing.block_locations import EventProblem
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
-from tests.router.invariants import check_index
 
 CHAIN = [bytes([block]) * 16 for block in range(6)]
 TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
@@ -142,7 +141,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        check_index(self.index)
+        self.index.check()
         expected = {}
         for group, held in self.held.items():
             counts = [0, 0, 0]
@@ -237,7 +236,7 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     index = following("a")
     event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[event]))
-    check_index(index)
+    index.check()
     assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.UNNAMED: 1}
 
 
@@ -261,7 +260,7 @@ def test_a_pending_prompt_ends_with_its_incarnation() -> None:
     assert index.matched_blocks(CHAIN) == {}
     index.add_pending("a", 2, CHAIN[:1])
     index.remove_pending("a", 1)
-    check_index(index)
+    index.check()
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 1)}
     index.add_pending("b", 3, CHAIN)
     assert len(index.pending) == 1
@@ -309,7 +308,7 @@ def test_a_hundred_groups_share_the_index() -> None:
         index.apply_events(name, KvEvents(epoch="1", sequence=0, events=[stored(0)]))
     index.remove_group("g50")
     index.add_group("h", "1")
-    check_index(index)
+    index.check()
     assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}
 
 
@@ -327,4 +326,4 @@ def test_removing_after_the_same_process_attached_again_changes_nothing() -> Non
     index.remove_pending("a", "new")
     index.remove_pending("a", "new")
     assert index.matched_blocks(CHAIN) == {}
-    check_index(index)
+    index.check()

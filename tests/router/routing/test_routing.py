@@ -10,7 +10,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents
 from coatcheck.router.routing.block_locations import EventProblem
 from tests.router.fake_group import FakeGroup
-from tests.router.invariants import check_index
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.routing.reported_prefix import PROMPT, blocks
 
@@ -68,7 +67,7 @@ async def _indexed(router: RouterUnderTest, entries: int) -> None:
     """Waits until the index holds that many; each look lets the links run."""
     while router.server.groups.index.entries != entries:
         await router.admin.Status(StatusRequest())
-    check_index(router.server.groups.index)
+    router.server.groups.index.check()
 
 
 async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: StartRouter) -> None:

@@ -19,7 +19,6 @@ from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
-from tests.router.invariants import check_queue
 
 CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
@@ -107,7 +106,7 @@ def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> Non
             else:
                 dispatcher.up = what
                 dispatcher.reclassify_waiting()
-            check_queue(dispatcher.queue._queue)
+            dispatcher.queue.check()
             went = {number for number, _ in dispatcher.sent}
             waits = [number for number in lengths if number not in went]
             assert len(waits) == len(dispatcher.queue)
@@ -153,7 +152,7 @@ async def test_a_request_that_cannot_be_sent_for_a_fault_fails_alone() -> None:
         await faulty
     await good
     assert dispatcher.sent == [(1, "small")] and not len(dispatcher.queue)
-    check_queue(dispatcher.queue._queue)
+    dispatcher.queue.check()
 
 
 async def test_of_many_that_wait_few_are_tried() -> None:
@@ -170,7 +169,7 @@ async def test_of_many_that_wait_few_are_tried() -> None:
     dispatcher.room["small"] = 2
     dispatcher.send_waiting()
     assert dispatcher.attempts == 3 + 2 + 3 and [name for _, name in dispatcher.sent] == ["small"] * 2
-    check_queue(dispatcher.queue._queue)
+    dispatcher.queue.check()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

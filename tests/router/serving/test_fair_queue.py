@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, TokenCharge
-from tests.router.invariants import check_queue
 
 HEAVY, LIGHT, OTHER = Tenant("heavy", weight=3), Tenant("light", weight=1), Tenant("other", weight=0.5)
 
@@ -65,7 +64,7 @@ def test_shares_follow_weights_under_a_flood(flood: int) -> None:
             receipt.settle_tokens(took)
             served[done.name] += took
         put(tenant)
-    check_queue(queue)
+    queue.check()
     assert served["heavy"] / sum(served.values()) == pytest.approx(0.75, rel=0.1)
 
 
@@ -144,7 +143,7 @@ def test_blocked_classes_are_passed_over_and_keep_their_place() -> None:
     blocked = {"large"}
     assert [queue.take(blocked) for _ in range(40)] == [f"short {number}" for number in range(40)]
     assert queue.peek({"large", "any"}) is None
-    check_queue(queue)
+    queue.check()
     taken = [queue.take() for _ in range(7)]
     assert [name for name in taken if name.startswith("urgent")] == ["urgent 0", "urgent 1", "urgent 2"]
     assert [name for name in taken if name.startswith("long")] == ["long 2", "long 1", "long 0"]
@@ -171,7 +170,7 @@ def test_classes_may_change_while_requests_wait() -> None:
     for number in range(6):
         queue.put(number, LIGHT, due=float(number), scheduling_class="any")
     queue.reclassify(lambda entry: "even" if entry.due % 2 == 0 else "odd")
-    check_queue(queue)
+    queue.check()
     assert (
         queue.waiting_in_class("any"),
         queue.waiting_in_class("even"),
@@ -264,7 +263,7 @@ class AnyCalls(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         """It holds what it was given."""
-        check_queue(self.queue)
+        self.queue.check()
         assert len(self.queue) == len(self.waiting)
 
 

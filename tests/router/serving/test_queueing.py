@@ -20,7 +20,6 @@ from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.serving.admission_queue import due_at
 from coatcheck.router.serving.generate_service import CallOptions
 from tests.router.fake_group import FakeGroup
-from tests.router.invariants import check_queue
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 FULL = 1000
@@ -45,7 +44,7 @@ async def waiting(router: RouterUnderTest, count: int) -> None:
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while len(router.server.dispatcher.queue) != count:
             await router.admin.Status(StatusRequest())
-    check_queue(router.server.dispatcher.queue._queue)
+    router.server.dispatcher.queue.check()
 
 
 def full_group(name: str = "g0", **settings: object) -> FakeGroup:
@@ -83,7 +82,7 @@ async def test_tenants_share_a_full_cluster_by_weight(start_router: StartRouter)
     assert 10 <= first.count(200) <= 13  # 12 by weight
     urgent = [submit.priority == 0 for submit in group.submits if submit.prompt_token_ids[0] == 200]
     assert sum(urgent[:9]) >= 7  # one of eight goes whatever its priority
-    check_queue(router.server.dispatcher.queue._queue)
+    router.server.dispatcher.queue.check()
 
 
 async def test_a_group_is_not_given_more_than_it_can_begin(start_router: StartRouter) -> None:

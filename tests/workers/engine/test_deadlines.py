@@ -7,7 +7,6 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
-from tests.workers.invariants import check_engine
 
 
 class Clock:
@@ -30,7 +29,7 @@ def run(engine: Engine, steps: int = 1000) -> tuple[set[str], dict[str, Coatchec
     while engine.has_work and steps:
         steps -= 1
         output = engine.step()
-        check_engine(engine)
+        engine.check()
         finished |= {one.request_id for one in output.outputs if one.finish_reason}
         refused |= dict(output.refused)
     return finished, refused

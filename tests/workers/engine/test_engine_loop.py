@@ -10,7 +10,6 @@ from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep, answer
-from tests.workers.invariants import check_engine
 
 
 class DyingRunner(FakeRunner):
@@ -51,7 +50,7 @@ def test_requests_are_answered_refused_and_dropped_from_another_thread() -> None
     assert "empty" in refusals[0] and taken == ["a", "bad"]
     loop.submit_request(EngineRequest("long", (1,) * 50, SamplingParams(ignore_eos=True)), on_refused, lambda: None)
     loop.abort_request("long")
-    assert loop.call_between_steps(lambda e: (check_engine(e), e.stats().running)).result(10) == (None, 0)  # type: ignore[func-returns-value]
+    assert loop.call_between_steps(lambda e: (e.check(), e.stats().running)).result(10) == (None, 0)  # type: ignore[func-returns-value]
     loop.stop()
     assert not loop.is_alive
 

@@ -21,7 +21,6 @@ from coatcheck.workers.runner.block_copier import CpuBlockCopier
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
-from tests.workers.invariants import check_engine
 
 PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]
 Make = Callable[..., Engine]
@@ -94,7 +93,7 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[tuple[str, int], tuple
             tokens, logprobs = said.setdefault((output.request_id, output.choice), ([], []))
             tokens += output.token_ids
             logprobs += output.logprobs
-        check_engine(engine)
+        engine.check()
     return said
 
 
@@ -246,6 +245,6 @@ def test_a_preempted_prompt_is_scored_once(make: Make, checkpoint: Path) -> None
     while engine.has_work:
         for output in engine.step().outputs:
             scored += output.prompt_logprobs
-        check_engine(engine)
+        engine.check()
     assert engine.stats().preemptions > 0
     assert [score.token_id for score in scored] == PROMPT[1:]

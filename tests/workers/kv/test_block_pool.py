@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.workers.kv.block_pool import BlockPool
-from tests.workers.invariants import check_block_pool
 from tests.workers.kv.pool_visit import make_evictor
 
 
@@ -58,7 +57,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        check_block_pool(self.pool, self.tables)
+        self.pool.check(self.tables)
         for event in self.pool.drain_events():
             assert (event.block_hash in self.held) != event.stored
             self.held ^= {event.block_hash}
@@ -87,7 +86,7 @@ def test_check_sees_a_lost_block() -> None:
     pool = BlockPool(3, make_evictor("lru", 3))
     pool.allocate_blocks(1)
     with pytest.raises(AssertionError, match="1 references, 0 holders"):
-        check_block_pool(pool, [])
+        pool.check()
 
 
 def test_the_oldest_evicted_block_is_found_in_constant_time() -> None:

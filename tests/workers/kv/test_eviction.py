@@ -13,7 +13,6 @@ from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import PROTECTION_SECONDS
 from coatcheck.workers.kv.prefix_registry import Prefix
-from tests.workers.invariants import check_evictor, check_registry
 from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 
@@ -69,8 +68,8 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        check_evictor(self.evictor, self.evictable.values())
-        check_registry(self.evictor.registry)
+        self.evictor.check(self.evictable.values())
+        self.evictor.registry.check()
         now = self.evictor.registry.now
         for prefix in self.evictable.values():
             assert prefix.claims.in_force(now) == self.claim(prefix)
@@ -170,7 +169,7 @@ def test_ghosts_are_bounded() -> None:
     pool = BlockPool(8, make_evictor("cost", 8, ghosts=100))
     for number in range(200):
         serve(pool, chain_of(f"prompt {number} ", 4))
-        check_registry(pool.registry)
+        pool.registry.check()
     assert len(pool.registry) <= 108
     pool.registry.record_request(chain_of("prompt 180 ", 4))
     assert pool.registry.record_computed(b"prompt 180 0", b"").num_requests == 2

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
-from tests.workers.invariants import check_host_pool
 from tests.workers.kv.pool_visit import make_evictor
 
 
@@ -54,7 +53,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        check_host_pool(self.host_pool)
+        self.host_pool.check()
         for event in self.host_pool.drain_events():
             assert (event.block_hash in self.held) != event.stored, "stored twice or removed unheld"
             self.held ^= {event.block_hash}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from coatcheck.proto.retention import Retention
 from tests.workers.collector import Collector, request
 from tests.workers.fake_runner import answer
-from tests.workers.invariants import check_engine
 from tests.workers.kv.two_tier_engine import ask, make_engine
 
 
@@ -66,7 +65,7 @@ def test_any_mix_is_answered_exactly(
         event = data.draw(st.integers(0, 5))
         if event == 0:
             engine.abort_request(*data.draw(st.sampled_from(sorted(wanted))))
-            check_engine(engine)
+            engine.check()
         elif event == 1 and runner.host:
             runner.broken.add(data.draw(st.sampled_from(sorted(runner.host))))
     collector.run()

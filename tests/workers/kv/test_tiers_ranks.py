@@ -21,7 +21,6 @@ from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
-from tests.workers.invariants import check_engine
 from tests.workers.ranks import run_ranks
 
 BLOCKS, HOST_BLOCKS = 20, 60
@@ -76,7 +75,7 @@ def serve_prompts(communicator: Communicator, argument: tuple[Path, int | None, 
                 said[name] += output.token_ids
                 if output.cached_host_tokens >= 0:
                     said[f"{name} cached"] = (output.cached_device_tokens, output.cached_host_tokens)
-            check_engine(engine)
+            engine.check()
     group.stop_followers()
     stats = engine.stats()
     return {**said, "failures": stats.integrity_failures, "restores": stats.restores, "price": stats.restore_seconds}

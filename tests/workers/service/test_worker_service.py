@@ -19,7 +19,6 @@ from coatcheck.workers.core.step_output import SequenceOutput, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import answer
-from tests.workers.invariants import check_engine
 from tests.workers.served_group import BLOCK, Group, Router, choices_running, is_idle, start_group, until
 
 
@@ -176,7 +175,7 @@ async def test_a_group_refuses_more_than_max_open_requests() -> None:
     finally:
         group.loop.stop()
         group.service.stop()
-        check_engine(group.engine)
+        group.engine.check()
 
 
 async def test_an_id_in_use_is_refused(group: Group) -> None:

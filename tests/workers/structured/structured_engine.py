@@ -24,7 +24,6 @@ from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.invariants import check_engine
 
 EOS = 0
 PROMPT = tuple((i * 37 + 11) % 550 + 3 for i in range(30))
@@ -104,7 +103,7 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
         assert not output.refused
         for part in output.outputs:
             said.setdefault(f"{part.request_id}.{part.choice}", []).extend(part.token_ids)
-        check_engine(engine)
+        engine.check()
     return said
 
 

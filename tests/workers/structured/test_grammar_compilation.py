@@ -26,7 +26,6 @@ from coatcheck.workers.structured.grammar_registry import MAX_COMPILING
 from tests.hostile_grammars import AMBIGUOUS
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 from tests.workers.fake_runner import SPEC, FakeRunner
-from tests.workers.invariants import check_engine
 from tests.workers.structured.structured_engine import (
     EOS,
     JSON,
@@ -60,7 +59,7 @@ def refusals(engine: Engine) -> list[tuple[str, CoatcheckError]]:
     refused = []
     while engine.has_work:
         refused += engine.step().refused
-        check_engine(engine)
+        engine.check()
     return refused
 
 
@@ -113,7 +112,7 @@ def steps_until(engine: Engine, name: str) -> list[set[str]]:
     said: list[set[str]] = []
     while not said or name not in said[-1]:
         said.append({part.request_id for part in engine.step().outputs})
-        check_engine(engine)
+        engine.check()
     return said
 
 
@@ -130,7 +129,7 @@ def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -
     assert (engine.stats().running, engine.stats().waiting) == (1, 2)
     for _ in range(5):
         assert [part.request_id for part in engine.step().outputs] == ["free"]
-        check_engine(engine)
+        engine.check()
     engine.submit_request(EngineRequest("small", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=200)))
     assert all("free" in names and not names & {"one", "two"} for names in steps_until(engine, "small"))
     held.set()
@@ -186,7 +185,7 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
             engine.submit_request(others.pop())
         for part in engine.step().outputs:
             said.setdefault(part.request_id, []).extend(part.token_ids)
-        check_engine(engine)
+        engine.check()
     assert said["mine"] == alone["mine.0"] and len(said) == 8
     assert compiled.count(held.text) == 1
     forgotten = Grammar.of_choices(["5"])
@@ -201,7 +200,7 @@ def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
     engine.submit_request(EngineRequest("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
     ((name, refused),) = engine.step().refused
     assert name == "late" and isinstance(refused, DeadlineExceeded)
-    check_engine(engine)
+    engine.check()
     assert not engine.has_work
 
 
@@ -265,7 +264,7 @@ def test_what_takes_too_long_to_follow_ends_alone(make: Make) -> None:
     said, refused = Counter[str](), []
     while engine.has_work:
         output = engine.step()
-        check_engine(engine)
+        engine.check()
         refused += output.refused
         for part in output.outputs:
             said[part.request_id] += len(part.token_ids)

@@ -17,7 +17,6 @@ from coatcheck.workers.structured.grammar_registry import (
     GrammarRegistry,
     compile_queue_of,
 )
-from tests.workers.invariants import check_grammars
 
 KEPT = 3
 SMALL = [Grammar("regex", letter) for letter in "abcdefgh"]
@@ -104,7 +103,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        check_grammars(self.registry, (sequence for choices in self.begun for sequence in choices))
+        self.registry.check(sequence for choices in self.begun for sequence in choices)
         assert {id(s) for s in self.registry.waiting_sequences()} == {
             id(s) for choices in self.waiting for s in choices
         }
