@@ -8,7 +8,8 @@ BENCH_OUT ?= bench/out
 NATIVE := $(wildcard kernels/*.[ch] kernels/*/*.[ch])
 # Tests start hundreds of Python processes. Without cached bytecode each one would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests marked full repeat what others show for more cases; `make test-all` empties this and runs them too.
+# Tests marked full repeat what others show for more cases; `make test-all` empties this, runs them too, and gives
+# property tests more examples.
 SAMPLE := and not full
 # Triton 3.6's interpreter breaks on numpy 2.4.
 FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
@@ -26,7 +27,7 @@ test: programs
 	@$(BIN)/python -m tests.run
 
 test-all: programs
-	@$(BIN)/python -m tests.run SAMPLE=
+	@TEST_ALL=1 $(BIN)/python -m tests.run SAMPLE=
 
 # Tests that do not start Ray, two at a time.
 tests-together: programs

@@ -18,6 +18,7 @@ from coatcheck.bench.routing_simulation.simulated_router import SimulatedRouter
 from coatcheck.bench.routing_simulation.simulation import OURS, Cell, pooled_hits, run, simulate
 from coatcheck.bench.setup.public_traces import AZURE
 from coatcheck.cluster.benchmark.request_trace import TraceEntry
+from tests.examples import examples
 
 
 def sessions(count: int, turns: int, seed: int = 0) -> list[TraceEntry]:
@@ -98,7 +99,7 @@ def test_what_cannot_be_measured_is_refused(
     assert printed.err.startswith("error: ") and said in printed.err and printed.err.count("\n") == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(1, 600)), min_size=1, max_size=30),
     st.integers(0, 8),

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.kernels import huge_pages
+from tests.examples import examples
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=12))
 def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
     """Tensors of any sizes are aligned, read as zeros and keep the values that are written to them."""

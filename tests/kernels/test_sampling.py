@@ -17,6 +17,7 @@ from coatcheck.kernels.sampling.logprobs import logprobs, logprobs_reference
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sampling.sample import filter_reference, noise_bits_reference, sample, sample_reference
 from coatcheck.kernels.sampling.token_mask import apply_token_mask, apply_token_mask_reference
+from tests.examples import examples
 
 
 def knobs(rows: int, **given: Any) -> dict[str, Tensor]:
@@ -99,7 +100,7 @@ def test_a_draw_depends_on_its_key_and_nothing_else() -> None:
     assert crowd[1] == together[0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_draws_stay_inside_the_filters_and_equal_the_reference(data: st.DataObject) -> None:
     """For any logits (ties and -inf included) and filters, the native draw is the reference's and lies in its set."""

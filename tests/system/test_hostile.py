@@ -30,6 +30,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.config import MESSAGE_BYTES
 from tests.cluster.fortress import Fortress, fortress, vanish
 from tests.cluster.serving import until
+from tests.examples import examples
 from tests.router.openai.mutations import mutated
 
 pytestmark = [pytest.mark.full, pytest.mark.ray]
@@ -262,7 +263,7 @@ def over_schema(walls: Fortress) -> Counter[str]:
             if mode is GenerationMode.NEGATIVE and not posts:
                 continue
 
-            @settings(max_examples=240 if posts else 20, deadline=None, database=None,
+            @settings(max_examples=examples(240) if posts else 20, deadline=None, database=None,
                       suppress_health_check=list(HealthCheck))  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case[Any]) -> None:

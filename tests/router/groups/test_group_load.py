@@ -11,6 +11,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.stubs.worker_pb2 import Load, Registration
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_match import PrefixMatch
+from tests.examples import examples
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
 
@@ -205,4 +206,4 @@ class OneStream(RuleBasedStateMachine):
 
 
 TestOneStream = OneStream.TestCase
-TestOneStream.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestOneStream.settings = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.router.routing.pending_prefixes import PendingPrefixes
+from tests.examples import examples
 
 BITS = st.sampled_from([1, 2, 4])
 BLOCKS = [bytes([number]) * 16 for number in range(4)]
@@ -58,4 +59,4 @@ class PendingAgainstDict(RuleBasedStateMachine):
 
 
 TestPending = PendingAgainstDict.TestCase
-TestPending.settings = settings(max_examples=25, deadline=None)
+TestPending.settings = settings(max_examples=examples(25), deadline=None)

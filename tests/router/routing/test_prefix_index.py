@@ -16,6 +16,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
 )
 from coatcheck.router.routing.block_locations import EventProblem
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
+from tests.examples import examples
 
 CHAIN = [bytes([block]) * 16 for block in range(6)]
 TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
@@ -162,7 +163,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
 
 TestIndexAgainstSets = IndexAgainstSets.TestCase
-TestIndexAgainstSets.settings = settings(max_examples=30, deadline=None)
+TestIndexAgainstSets.settings = settings(max_examples=examples(30), deadline=None)
 
 
 def test_a_chain_matches_only_without_a_break() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
+from tests.examples import examples
 
 TOKENS = st.integers(0, 100_000)
 CANDIDATES = st.lists(
@@ -127,7 +128,7 @@ def test_gates_are_thresholds_and_costs_are_not() -> None:
         assert after.why.endswith("; cheaper, but without room or with too long a queue: holder")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(CANDIDATES, st.integers(1, 10_000))
 def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int) -> None:
     """The decision has one row of cost per candidate, none negative. No other group's total is lower, except groups
@@ -145,7 +146,7 @@ def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], pr
     assert decision.why.startswith(f"{decision.group}: ")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(CANDIDATES, st.integers(1, 10_000), st.data())
 def test_no_cost_jumps(candidates: list[Candidate], prompt: int, data: st.DataObject) -> None:
     """A thousandth more of anything moves no total by more than a hundredth and a little: there is no cliff."""
@@ -163,7 +164,7 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, data: st.DataOb
         assert abs(one.total_seconds - other.total_seconds) <= 0.01 * one.total_seconds + moved * behind + 1e-9
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 1000), st.floats(0, 1))
 def test_nobody_waits_longer_than_an_idle_group_computes(
     candidates: list[Candidate], prompt: int, queued_in_router: int, idle_busy: float

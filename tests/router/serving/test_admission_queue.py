@@ -19,6 +19,7 @@ from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
+from tests.examples import examples
 
 CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
@@ -78,7 +79,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(EVENTS, max_size=25))
 def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> None:
     """Whoever comes, whatever room there is and whichever groups serve: afterwards nobody waits for whom a group

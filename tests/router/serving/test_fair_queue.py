@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, TokenCharge
+from tests.examples import examples
 
 HEAVY, LIGHT, OTHER = Tenant("heavy", weight=3), Tenant("light", weight=1), Tenant("other", weight=0.5)
 
@@ -268,4 +269,4 @@ class AnyCalls(RuleBasedStateMachine):
 
 
 TestQueue = AnyCalls.TestCase
-TestQueue.settings = settings(max_examples=40, deadline=None)
+TestQueue.settings = settings(max_examples=examples(40), deadline=None)

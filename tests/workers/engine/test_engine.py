@@ -11,6 +11,7 @@ from coatcheck.proto.errors import InvalidRequest, NeverFits
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import FinishReason
+from tests.examples import examples
 from tests.workers.collector import Collector, make_engine, request
 from tests.workers.fake_runner import answer, next_token
 
@@ -29,7 +30,7 @@ def test_answers_are_the_models_own(depth: int) -> None:
     assert engine.stats().blocks_used == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), depth=st.integers(0, 1), num_blocks=st.integers(12, 40), budget=st.integers(8, 48))
 def test_any_mix_is_answered_exactly(data: st.DataObject, depth: int, num_blocks: int, budget: int) -> None:
     """Shared prefixes, forks, resumes, aborts and preemption in any order never change an answer nor lose a block."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.workers.kv.block_pool import BlockPool
+from tests.examples import examples
 from tests.workers.kv.pool_visit import make_evictor
 
 
@@ -65,7 +66,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestBlockPool.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:

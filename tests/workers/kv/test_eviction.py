@@ -13,6 +13,7 @@ from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import PROTECTION_SECONDS
 from coatcheck.workers.kv.prefix_registry import Prefix
+from tests.examples import examples
 from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 
@@ -107,11 +108,11 @@ class ClaimMachine(EvictionMachine):
 
 
 TestEvictionByWorth = EvictionMachine.TestCase
-TestEvictionByWorth.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestEvictionByWorth.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 TestEvictionByUse = LruMachine.TestCase
 TestEvictionByClaim = ClaimMachine.TestCase
-TestEvictionByClaim.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
-TestEvictionByUse.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestEvictionByClaim.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
+TestEvictionByUse.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
 
 
 def test_what_is_wanted_again_stays_through_a_scan() -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
+from tests.examples import examples
 from tests.workers.kv.pool_visit import make_evictor
 
 
@@ -62,7 +63,7 @@ class HostPoolMachine(RuleBasedStateMachine):
 
 
 TestHostPool = HostPoolMachine.TestCase
-TestHostPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHostPool.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 def test_a_block_is_held_only_when_its_copy_has_ended() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.proto.retention import Retention
+from tests.examples import examples
 from tests.workers.collector import Collector, request
 from tests.workers.fake_runner import answer
 from tests.workers.kv.two_tier_engine import ask, make_engine
@@ -30,7 +31,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(depth: int, delays: list[int
     assert runner.restored == 10
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     data=st.data(),
     depth=st.integers(0, 1),

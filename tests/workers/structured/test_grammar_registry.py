@@ -17,6 +17,7 @@ from coatcheck.workers.structured.grammar_registry import (
     GrammarRegistry,
     compile_queue_of,
 )
+from tests.examples import examples
 
 KEPT = 3
 SMALL = [Grammar("regex", letter) for letter in "abcdefgh"]
@@ -117,7 +118,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestGrammarRegistry = RegistryMachine.TestCase
-TestGrammarRegistry.settings = settings(max_examples=40, stateful_step_count=30)
+TestGrammarRegistry.settings = settings(max_examples=examples(40), stateful_step_count=30)
 
 
 def test_owners_take_turns() -> None:
