@@ -19,9 +19,10 @@ class Arch(NamedTuple):
     `wide_tiles`: matrix products read both operands from shared memory (sm_90 and later), which leaves registers for
     large tiles.
     `convert`: how kernels widen quantised bytes. 0: plain operations, 1: Triton's casts, 2: PTX, 3: PTX with e4m3
-    conversions (sm_89 and sm_90). For sm_100 Triton 3.7 fails to compile loops with PTX.
+    conversions (sm_89 and later).
     `processors`: streaming multiprocessors or compute units.
     `max_stages`: pipeline stages that the compiler supports.
+    `has_prefill_ptx`: prefill widens bytes by PTX too. For sm_100 Triton 3.7 fails to compile the prefill with PTX.
     """
 
     shared: int
@@ -29,11 +30,17 @@ class Arch(NamedTuple):
     convert: int
     processors: int
     max_stages: int = 5
+    has_prefill_ptx: bool = True
+
+    @property
+    def prefill_convert(self) -> int:
+        """`convert` for the prefill kernel."""
+        return self.convert if self.has_prefill_ptx else 1
 
 
 SM_80 = Arch(163 * 1024, False, 2, 108)
 SM_90 = Arch(227 * 1024, True, 3, 132)
-SM_100 = Arch(227 * 1024, True, 1, 148)
+SM_100 = Arch(227 * 1024, True, 3, 148, has_prefill_ptx=False)
 GFX942 = Arch(64 * 1024, False, 0, 304, max_stages=2)
 
 
@@ -56,5 +63,10 @@ def arch_of(device: torch.device) -> Arch:
     capability = torch.cuda.get_device_capability(device)
     # Triton refuses launches by the same limits.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    convert = 1 if capability >= (10, 0) else 3 if capability >= (8, 9) else 2
-    return Arch(limits["max_shared_mem"], capability >= (9, 0), convert, limits["multiprocessor_count"])
+    return Arch(
+        limits["max_shared_mem"],
+        wide_tiles=capability >= (9, 0),
+        convert=3 if capability >= (8, 9) else 2,
+        processors=limits["multiprocessor_count"],
+        has_prefill_ptx=capability < (10, 0),
+    )

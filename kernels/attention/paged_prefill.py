@@ -198,7 +198,7 @@ def launch_prefill(
         HEADS=heads, GROUP=group, PACK=pack, DIM=dim, SIZE=cache.block_size, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, SINGLE=batch_invariant,
+        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.prefill_convert, SINGLE=batch_invariant,
         # Always in float32. The branch keeps the compiler from loading more operands than there are registers.
         CAPPED=softcap > 0 or q.dtype == torch.float32,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
