@@ -11,6 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests marked full repeat what others show for more cases; `make test-all` empties this, runs them too, and gives
 # property tests more examples.
 SAMPLE := and not full
+ifeq ($(SAMPLE),)
+export TEST_ALL := 1
+endif
 # Triton 3.6's interpreter breaks on numpy 2.4.
 FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
 # What these bring in versions of their own, and so cannot take from constraints.txt.
@@ -27,7 +30,7 @@ test: programs
 	@$(BIN)/python -m tests.run
 
 test-all: programs
-	@TEST_ALL=1 $(BIN)/python -m tests.run SAMPLE=
+	@$(BIN)/python -m tests.run SAMPLE=
 
 # Tests that do not start Ray, two at a time.
 tests-together: programs
