@@ -32,9 +32,9 @@ test: programs
 test-all: programs
 	@$(BIN)/python -m tests.run SAMPLE=
 
-# Tests that do not start Ray, two at a time.
+# Tests that do not start Ray, three at a time, because many of them mostly wait.
 tests-together: programs
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
 
 # Tests that start Ray, one at a time: three at a time make a load of 35, at which Ray's own nodes fail to start. They
 # mostly wait for processes, so `make test` runs them beside the others.
@@ -61,7 +61,8 @@ types: .venv/installed
 	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 
 # torch goes first and alone, so that nothing else's range decides which build of it comes. Most of what comes is never
-# imported: what is gets compiled then.
+# imported, so pip compiles nothing. The last command compiles what ranks, routers and the supervisor import: otherwise
+# several processes that start at once would each compile all of that.
 # mypy does not follow an editable install's finder, so a link gives the root its import name.
 .venv/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
 	@echo "Installing into .venv, which takes a few minutes: 2.8 GB with PyTorch's CPU build, several GB more with CUDA's."
@@ -69,6 +70,7 @@ types: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt torch
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e '.[dev]'
 	mkdir -p .venv/import && ln -sfn ../.. .venv/import/coatcheck
+	$(BIN)/python -c 'import coatcheck.workers.rank, coatcheck.router.actor, coatcheck.cluster.supervision.supervisor'
 	touch $@
 
 # On x86 these releases of torch come with CUDA alone, several GB, and do not load without it.
