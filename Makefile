@@ -32,14 +32,14 @@ test: programs
 test-all: programs
 	@$(BIN)/python -m tests.run SAMPLE=
 
-# Tests that do not start Ray, three at a time, because many of them mostly wait.
+# Tests that do not start Ray, two at a time.
 tests-together: programs
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
 
-# Tests that start Ray, one at a time: three at a time make a load of 35, at which Ray's own nodes fail to start. They
-# mostly wait for processes, so `make test` runs them beside the others.
+# Tests that start Ray, two at a time beside the others, because they mostly wait for processes. Three at a time made a
+# load of 35, at which Ray's own nodes fail to start.
 tests-ray: programs
-	$(BIN)/pytest -m 'ray $(SAMPLE)'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'ray $(SAMPLE)'
 
 # A browser, Redis and helm for the tests. Tests whose program cannot be installed are skipped.
 programs: .venv/installed
