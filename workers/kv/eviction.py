@@ -13,6 +13,7 @@ order:
 The protection keeps a tenant that floods the cache from evicting the prefixes of all other tenants.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final, TypeVar
@@ -27,14 +28,18 @@ PROTECTED_SHARE: Final = 0.5
 PROTECTION_SECONDS: Final = 600.0
 # The share of a tier's blocks that requests can retain. Beyond it the lowest priorities become ordinary.
 RETAINED_SHARE: Final = 0.25
-# How often protections and retentions that have ended are looked for.
+# Protections and retentions that have ended are looked for this often, and when no ordinary block is left.
 _REFRESH_SECONDS: Final = 1.0
 
 T = TypeVar("T")
 
 
 class Evictor:
-    """The evictable blocks of a tier of `capacity` blocks. Operations take amortised O(log) of their number."""
+    """The evictable blocks of a tier of `capacity` blocks.
+
+    Operations take amortised O(log) of their number, apart from a scan of the protected and the retained blocks each
+    time that protections and retentions are looked through.
+    """
 
     def __init__(
         self, registry: PrefixRegistry, policy: EvictionPolicy, capacity: int, tier: Tier = Tier.DEVICE
@@ -52,6 +57,7 @@ class Evictor:
         self._protected: deque[EvictionCandidate] = deque()
         self._retained = CandidateHeap()
         self._claims: dict[bytes, tuple[int, float]] = {}  # (priority, until) of every retained block, leaf or not
+        self._next_expiry = math.inf  # no claim ends earlier
         self._refreshed_at = 0.0
 
     def __len__(self) -> int:
@@ -96,7 +102,7 @@ class Evictor:
         now = self.registry.now
         if now >= self._refreshed_at + _REFRESH_SECONDS:
             self._refreshed_at = now
-            self._requeue_protected()
+            self._end_protections()
             self._end_expired_retentions()
         self._limit_retained()
         prefix, reason = self._pop_candidate()
@@ -118,6 +124,7 @@ class Evictor:
         tenants = Counter(prefix.tenant for prefix in expected.values())
         assert tenants == self._num_blocks_of, "tenants miscounted"
         assert self._claims.keys() <= expected.keys(), "a retained block is not here"
+        assert all(self._next_expiry <= until for _, until in self._claims.values()), "a retention never ends"
 
     def _pop_candidate(self) -> tuple[Prefix, EvictionReason]:
         while (candidate := self._unwanted.pop()) is not None:
@@ -125,7 +132,9 @@ class Evictor:
                 return candidate.prefix, EvictionReason.UNWANTED
             self._queue_leaf(candidate)  # requested again since
         reason = EvictionReason.LOWEST_VALUE
-        while (candidate := self._ordinary.pop()) is not None:
+        while (candidate := self._ordinary.pop()) or self._end_expired_retentions() or self._end_protections():
+            if candidate is None:
+                continue  # blocks have become ordinary just now
             if not self._is_protected(candidate.prefix.tenant):
                 return candidate.prefix, reason
             reason = EvictionReason.OVER_FAIR_SHARE
@@ -155,12 +164,15 @@ class Evictor:
         max_blocks = PROTECTED_SHARE * len(self._blocks) / len(self._num_blocks_of)
         return self._num_blocks_of[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < PROTECTION_SECONDS
 
-    def _requeue_protected(self) -> None:
-        """Make protected candidates ordinary. The policy moves them back when it picks one that is still protected."""
-        for candidate in self._protected:
-            if not candidate.is_cancelled:
-                self._ordinary.push(candidate)
-        self._protected.clear()
+    def _end_protections(self) -> bool:
+        """If a candidate in `_protected` is not protected any more, make all of them ordinary: those that still are
+        come back when the policy picks them. Return whether there was one."""
+        self._protected = deque(candidate for candidate in self._protected if not candidate.is_cancelled)
+        if all(self._is_protected(candidate.prefix.tenant) for candidate in self._protected):
+            return False
+        while self._protected:
+            self._ordinary.push(self._protected.popleft())
+        return True
 
     def _set_claim(self, prefix: Prefix) -> None:
         """Record the retention claim in force, if there is one."""
@@ -168,14 +180,20 @@ class Evictor:
         self._claims.pop(prefix.block_hash, None)
         if claim[0]:
             self._claims[prefix.block_hash] = claim
+            self._next_expiry = min(self._next_expiry, claim[1])
 
-    def _end_expired_retentions(self) -> None:
+    def _end_expired_retentions(self) -> bool:
+        """Queue the blocks anew whose claim in force has expired. Return whether there were any."""
+        if self.registry.now < self._next_expiry:
+            return False
         expired = [block_hash for block_hash, (_, until) in self._claims.items() if until <= self.registry.now]
         for block_hash in expired:
             block = self._blocks[block_hash]
             self._set_claim(block.prefix)  # a lower claim may last longer
             if not block.is_cancelled:
                 self._queue_leaf(block)
+        self._next_expiry = min((until for _, until in self._claims.values()), default=math.inf)
+        return bool(expired)
 
     def _limit_retained(self) -> None:
         """End the retentions of lowest priority beyond the limit: of a leaf and its parents of no higher priority."""

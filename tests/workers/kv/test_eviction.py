@@ -148,6 +148,23 @@ def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
     assert serve(pool, quiet, "quiet") == 0
 
 
+@pytest.mark.parametrize("order", ["lru", "cost"])
+def test_protection_follows_a_tenants_share_at_once(order: str) -> None:
+    """When the blocks of a large tenant are used again, the tenant with the most blocks of the others is protected no
+    longer, at the same instant."""
+    pool = BlockPool(18, make_evictor(order, 18))
+    for tenant, count in (("least", 1), ("few", 3), ("many", 14)):
+        for number in range(count):
+            serve(pool, chain_of(f"{tenant} {number} ", 1), tenant)
+    serve(pool, chain_of("one more ", 1), "many")  # evicts a block of `many`, because the others are protected
+    used = (pool.get_cached_block(f"many {number} 0".encode()) for number in range(14))
+    pool.share_blocks([block for block in used if block is not None])
+    pool.share_blocks([block for block in (pool.get_cached_block(b"one more 0"),) if block is not None])
+    pool.allocate_blocks(1)
+    assert pool.get_cached_block(b"least 0 0") is not None
+    assert pool.evictor.num_evictions == {EvictionReason.OVER_FAIR_SHARE: 2}
+
+
 @pytest.mark.parametrize("priority", [None, 0, 50])
 def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
     """A prompt requested 600 times without an eviction takes no more memory than after 400 times."""

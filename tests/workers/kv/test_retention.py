@@ -42,6 +42,20 @@ def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
     assert pool.get_cached_block(kept[0]) is None
 
 
+def test_an_expired_retention_outlasts_no_other() -> None:
+    """A block whose retention of high priority has expired is evicted before a block that is still retained."""
+    pool = BlockPool(8, make_evictor("lru", 8))
+    serve(pool, chain_of("short", 1), retention=Retention(80, 10.0))
+    serve(pool, chain_of("long", 1), retention=Retention(40, 1000.0))
+    serve(pool, chain_of("other", 6))
+    pool.registry.advance_clock(9.5)
+    serve(pool, chain_of("new", 1))
+    pool.registry.advance_clock(10.1)
+    pool.allocate_blocks(7)  # the six blocks that were never retained, and one more
+    assert pool.get_cached_block(b"short0") is None and pool.get_cached_block(b"long0") is not None
+    assert EvictionReason.LAST_RESORT not in pool.evictor.num_evictions
+
+
 def test_nobody_undoes_what_another_has_asked_for() -> None:
     """A retained prompt stays though another request says that it is unwanted. When the higher claim expires, a lower
     claim that lasts longer counts."""
