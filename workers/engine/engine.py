@@ -33,7 +33,8 @@ from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, G
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A launched step. `sequences`: those that the plan schedules. `preemptions`: their `num_preemptions` then."""
+    """A launched step. `sequences`: those of `plan.scheduled`. `preemptions`: the `num_preemptions` of each when the
+    step was planned."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -244,7 +245,7 @@ class Engine:
         planned, sequence = step.plan.scheduled[index], step.sequences[index]
         sequence.num_pending -= int(planned.sample)
         sequence.started_at = sequence.started_at or step.started_at
-        if sequence.is_finished:  # since this step was planned
+        if sequence.is_finished:  # the sequence ended after this step was planned
             return None
         if index in result.failed:
             self._grammars.mark_failed(sequence)

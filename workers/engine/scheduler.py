@@ -26,8 +26,6 @@ from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, Ste
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 
 _SMALLEST_CHUNK: Final = 16  # tokens; a smaller chunk costs little more than the overhead of its step
-
-
 _BY_SORT_KEY: Final = attrgetter("sort_key")
 
 
@@ -85,6 +83,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._block_size = kv_cache.block_size
+        self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._attention_crossover = attention_crossover
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -96,7 +95,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_BY_SORT_KEY)
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
-        """The next step's plan, and the sequence of each of its `scheduled`."""
+        """The next step's plan, and the sequences of its `scheduled`, in the same order."""
         plan = StepPlan(self._num_steps)
         self._num_steps += 1
         plan.table_writes, self._unsent_writes = self._unsent_writes, []
@@ -158,9 +157,9 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError unless each slot is free or has one sequence, whose scheduled tokens have blocks."""
         slots = [sequence.slot for sequence in self.running]
-        assert sorted(slots + self._free_slots) == list(range(len(slots) + len(self._free_slots))), "slots lost"
+        assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "slots lost or doubled"
         for sequence in self.running:
-            room = len(sequence.block_table) * self.kv_cache.block_size
+            room = len(sequence.block_table) * self._block_size
             assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens, "progress out of order"
             assert sequence.num_scheduled <= room, "tokens without a block"
             assert not sequence.is_finished, "a finished sequence is running"
