@@ -4,7 +4,8 @@ The file holds the error that the rank raised, or the signal that Python's fault
 SIGFPE, SIGILL, SIGABRT). The file of a rank that was killed, or that only lost another rank, is empty. From these files
 a group's next incarnation tells whether a request may have crashed the last one.
 
-All records are in a folder that only this user can enter, because every user may write to Ray's folder above.
+All records are in a folder that only this user can enter, because the folder above is Ray's, where every user may
+write.
 """
 
 import faulthandler

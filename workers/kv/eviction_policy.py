@@ -35,8 +35,10 @@ class EvictionPolicy(Protocol):
 
 
 class CandidateHeap:
-    """Candidates by key, then by `order`: with one key for all, the policy LRU. Cancelled ones are swept when they may
-    be half of all. The keys of one heap are all numbers or all tuples."""
+    """Candidates ordered by key, then by `order`. If all have the same key, the heap is the policy LRU.
+
+    The keys of one heap are all numbers or all tuples. Cancelled candidates are removed when they may be half of all.
+    """
 
     def __init__(self) -> None:
         self._entries: list[tuple[float | tuple[int, float], EvictionCandidate]] = []

@@ -31,7 +31,7 @@ _TRIAL_EVERY: Final = 31
 
 
 @dataclass(slots=True, eq=False)
-class Restore:
+class _Restore:
     """A copy from a host slot to a device block. `sequence`: has the block at `index` of its block table; None once the
     sequence has given the block up."""
 
@@ -55,8 +55,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.copy_cost = CopyCost(block_size)
         self._pending: dict[bytes, Sequence] = {}  # by block hash
-        self._queued: deque[Restore] = deque()
-        self._in_progress: list[int | Restore] = []  # in the order of the ranks' reports; an int is a demotion's slot
+        self._queued: deque[_Restore] = deque()
+        self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; an int is a demotion's slot
         self._num_rejected: Counter[str] = Counter()  # copies that cost too much, by direction
         self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
@@ -147,7 +147,7 @@ class KVCacheManager:
     def queue_restore(self, sequence: Sequence, index: int) -> None:
         """Queue the copy of block `index` from the host pool to the sequence's device block."""
         slot = self.host.begin_restore(sequence.block_hashes[index])
-        self._queued.append(Restore(sequence, index, slot, sequence.block_table[index]))
+        self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
         sequence.num_restoring += 1
 
     def demote_evicted_prefix(self, block: int, plan: StepPlan) -> None:
@@ -187,7 +187,7 @@ class KVCacheManager:
         Return the sequences whose last restore has ended, each with the index of its first corrupt block, or None.
         """
         ended: list[tuple[Sequence, int | None]] = []
-        unfinished: list[int | Restore] = []
+        unfinished: list[int | _Restore] = []
         num_reported = len(report.statuses)
         for copy, status in zip(self._in_progress[:num_reported], report.statuses, strict=True):
             if status is CopyStatus.IN_PROGRESS:
@@ -208,7 +208,7 @@ class KVCacheManager:
                 self.host.end_restore(restore.slot, is_intact=None)
         self._queued = deque(restore for restore in self._queued if restore.sequence is not sequence)
         for copy in self._in_progress:
-            if isinstance(copy, Restore) and copy.sequence is sequence:
+            if isinstance(copy, _Restore) and copy.sequence is sequence:
                 copy.sequence = None
         self._corrupt_at.pop(sequence, None)
         sequence.num_restoring = 0
@@ -231,7 +231,7 @@ class KVCacheManager:
 
     def check(self) -> list[list[int]]:
         """Raises AssertionError unless sequences and restores agree. Returns the blocks that restores hold."""
-        in_progress = [copy for copy in self._in_progress if isinstance(copy, Restore)]
+        in_progress = [copy for copy in self._in_progress if isinstance(copy, _Restore)]
         num_restoring: Counter[Sequence] = Counter()
         for restore in (*self._queued, *in_progress):
             if restore.sequence is not None:
@@ -248,7 +248,7 @@ class KVCacheManager:
         self._num_rejected[direction] += 1
         return self._num_rejected[direction] % _TRIAL_EVERY == 0
 
-    def _end_restore(self, restore: Restore, *, is_intact: bool) -> Sequence | None:
+    def _end_restore(self, restore: _Restore, *, is_intact: bool) -> Sequence | None:
         """Return the restore's sequence if this was its last one."""
         self.host.end_restore(restore.slot, is_intact=is_intact)
         self.pool.release_blocks([restore.block])

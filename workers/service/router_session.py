@@ -115,7 +115,7 @@ class SessionTable:
         return messages
 
     def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
+        """Raises AssertionError unless every open request has an unfinished choice."""
         for request_id, request in list(self.requests.items()):
             assert request.choices, f"{request_id} is open without a choice"
 

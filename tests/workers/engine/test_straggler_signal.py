@@ -10,18 +10,18 @@ CROSSOVER = 4096
 
 def a_step(rng: random.Random, busy: bool) -> StepPlan:
     """A few short sequences, or if `busy` hundreds of long ones; with or without a prompt."""
-    rows = [
+    scheduled = [
         ScheduledSequence(slot, rng.randrange(30_000) if busy else rng.randrange(200), 1, True)
         for slot in range(rng.randint(100, 250) if busy else rng.randint(1, 4))
     ]
     if rng.random() < 0.3:
-        rows.append(ScheduledSequence(255, 0, rng.randint(32, 2048 if busy else 64), True))
-    return StepPlan(0, scheduled=rows)
+        scheduled.append(ScheduledSequence(255, 0, rng.randint(32, 2048 if busy else 64), True))
+    return StepPlan(0, scheduled=scheduled)
 
 
 def seconds_of(plan: StepPlan) -> float:
     """The duration of a step on a healthy machine: an overhead, and each token with its attention."""
-    return 0.005 + sum(2e-5 * row.num_tokens * (1 + row.start / CROSSOVER) for row in plan.scheduled)
+    return 0.005 + sum(2e-5 * one.num_tokens * (1 + one.start / CROSSOVER) for one in plan.scheduled)
 
 
 class Machine:

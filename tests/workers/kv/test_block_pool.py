@@ -83,7 +83,7 @@ def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:
 
 
 def test_check_sees_a_lost_block() -> None:
-    """check_block_pool reports a block that has a reference and no holder."""
+    """`check` reports a block that has a reference and no holder."""
     pool = BlockPool(3, make_evictor("lru", 3))
     pool.allocate_blocks(1)
     with pytest.raises(AssertionError, match="1 references, 0 holders"):
