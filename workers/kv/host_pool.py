@@ -4,7 +4,7 @@ Slots have the same numbers on every rank. A slot is
 
     free
     demoting    a block is being copied into the slot. Restores may be queued: copies of one slot run in order
-    held        every rank has its part of the block, so routers are told
+    held        every rank has its part of the block, and routers get a stored event
     corrupt     the checksum did not match; the slot becomes free when the last restore that reads it has ended
 
 A slot that a restore reads is *pinned* and cannot be evicted.

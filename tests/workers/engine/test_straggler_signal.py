@@ -34,29 +34,29 @@ class Machine:
 
     def work(self, seconds: float, *, times: float = 1.0, busy: bool = False) -> list[float]:
         """Run steps for `seconds`, each `times` as long as on a healthy machine. Return the slowness after each."""
-        told, until = [], self.now + seconds
+        found, until = [], self.now + seconds
         while self.now < until:
             plan = a_step(self._rng, busy)
             took = times * seconds_of(plan) * self._rng.uniform(0.8, 1.25)
             self.now += took
             self.signal.record_step(plan, took, self.now)
-            told.append(self.signal.slowness)
-        return told
+            found.append(self.signal.slowness)
+        return found
 
 
 def test_more_work_is_not_slow() -> None:
     """The slowness stays near 1 when load changes between a few short sequences and hundreds of long ones."""
     machine = Machine()
-    told = [*machine.work(30), *machine.work(60, busy=True), *machine.work(30), *machine.work(60, busy=True)]
-    assert min(told) > 0.5 and max(told) < 2
+    found = [*machine.work(30), *machine.work(60, busy=True), *machine.work(30), *machine.work(60, busy=True)]
+    assert min(found) > 0.5 and max(found) < 2
 
 
 def test_a_slowdown_shows_within_seconds() -> None:
     """A machine that becomes ten times slower has slowness 5 within fifteen seconds of steps, and 10 in the end."""
     machine = Machine()
     machine.work(60)
-    told = machine.work(30, times=10)
-    assert machine.work(1)[0] > 5 and 7 < max(told) < 13
+    found = machine.work(30, times=10)
+    assert machine.work(1)[0] > 5 and 7 < max(found) < 13
     machine = Machine()
     machine.work(60)
     assert machine.work(15, times=10)[-1] > 5
@@ -78,8 +78,8 @@ def test_a_lasting_slowdown_becomes_usual() -> None:
     """A machine that stays slower has slowness 1 again after some minutes of steps."""
     machine = Machine()
     machine.work(60)
-    told = machine.work(1200, times=8)
-    assert max(told) > 5 and told[-1] < 2
+    found = machine.work(1200, times=8)
+    assert max(found) > 5 and found[-1] < 2
 
 
 def test_steps_before_a_pause_do_not_count() -> None:

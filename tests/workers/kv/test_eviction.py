@@ -107,12 +107,12 @@ class ClaimMachine(EvictionMachine):
         assert self.claim(gone) == min(claims)  # where nobody claims one, that is the least
 
 
-TestEvictionByWorth = EvictionMachine.TestCase
-TestEvictionByWorth.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
-TestEvictionByUse = LruMachine.TestCase
-TestEvictionByClaim = ClaimMachine.TestCase
-TestEvictionByClaim.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
-TestEvictionByUse.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
+TestCostEviction = EvictionMachine.TestCase
+TestCostEviction.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
+TestLruEviction = LruMachine.TestCase
+TestRetentionEviction = ClaimMachine.TestCase
+TestRetentionEviction.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
+TestLruEviction.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
 
 
 def test_what_is_wanted_again_stays_through_a_scan() -> None:

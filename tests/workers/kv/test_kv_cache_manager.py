@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coatcheck.proto.retention import Retention
 from tests.examples import examples
 from tests.workers.collector import Collector, request
-from tests.workers.fake_runner import answer
+from tests.workers.fake_runner import answer, next_token
 from tests.workers.kv.two_tier_engine import ask, make_engine
 
 
@@ -170,12 +170,12 @@ def test_preemption_takes_whose_loss_is_cheapest() -> None:
 def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
     """If copying a block takes longer than computing it, preemption demotes only a trial block now and then."""
     engine, runner = make_engine(12, 64)
-    prices = engine.scheduler.kv_cache.copy_cost
+    costs = engine.scheduler.kv_cache.copy_cost
     for i in range(4):
         engine.submit_request(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
     collector = Collector(engine)
     while engine.has_work:
-        engine.scheduler.kv_cache.copy_cost = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
+        engine.scheduler.kv_cache.copy_cost = dataclasses.replace(costs, demote=1.0, restore=1.0, prefill=1e-3)
         collector.step()
     evictions = sum(engine.stats().device_evictions.values())
     assert engine.stats().preemptions > 0 and runner.demoted <= evictions / 30
@@ -183,7 +183,7 @@ def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
         assert collector.tokens[f"r{i}", 0] == answer_on([i + 1] * 9, 30)
 
 
-def test_a_price_of_a_bad_moment_is_measured_again() -> None:
+def test_demotions_that_were_slow_once_are_tried_again() -> None:
     """Copies that were slow once are tried now and then, so that the tier is used again when they are fast."""
     engine, runner = make_engine()
     prompt = list(range(1, 42))
@@ -220,8 +220,6 @@ def test_restores_that_were_slow_once_are_tried_again() -> None:
 
 def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
     """The fake model's answer without an end token."""
-    from tests.workers.fake_runner import next_token
-
     said: list[int] = []
     while len(said) < max_tokens:
         said.append(next_token(prompt + said, 0, 7))
@@ -232,7 +230,7 @@ def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
 def test_a_retention_counts_while_its_request_waits(host_blocks: int) -> None:
     """The retention of a waiting request counts already while others run."""
     engine, runner = make_engine(24, host_blocks)
-    runner.seconds["restore"] = 10.0  # dear: what the host has is of no use
+    runner.seconds["restore"] = 10.0  # so slow that nothing is restored
     wanted = list(range(1, 21))
     ask(engine, "older", [*wanted, 22], 1)
     ask(engine, "newer", list(range(101, 122)), 1)

@@ -5,7 +5,7 @@ from typing import Any
 from coatcheck.workers.kv.reuse_table import ReuseTable
 
 
-def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> None:
+def simulate_requests(table: ReuseTable, kind: int, seconds: int, again: float | None) -> None:
     """One block a second for `seconds`; each is requested again after `again` seconds, or never."""
     start = table.now
     begun: list[Any] = []
@@ -19,19 +19,19 @@ def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> Non
         table.add_block(begun[-1])
 
 
-def test_kinds_that_come_back_are_worth_more() -> None:
+def test_kinds_that_are_requested_again_have_a_higher_rate() -> None:
     """A kind that always comes back within seconds has a higher rate at every early age than one that never does."""
     table = ReuseTable(2)
-    live(table, 0, 500, None)
-    live(table, 1, 500, 3.0)
+    simulate_requests(table, 0, 500, None)
+    simulate_requests(table, 1, 500, 3.0)
     table.advance_clock(table.now + 1)
     assert all(table.reuse_rate(1, band) > 10 * table.reuse_rate(0, band) for band in range(3))
 
 
-def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
+def test_the_rate_rises_towards_the_time_of_reuse_and_falls_after_it() -> None:
     """If all blocks come back after a minute, the rate is highest just before that, and low afterwards."""
     table = ReuseTable(1)
-    live(table, 0, 2000, 60.0)
+    simulate_requests(table, 0, 2000, 60.0)
     table.advance_clock(table.now + 1)
     rates = [table.reuse_rate(0, band) for band in range(9)]
     due = table.band_of(60.0)
@@ -40,7 +40,7 @@ def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
     assert rates[due + 1] < rates[due] / 10
 
 
-def test_an_old_life_is_counted_in_every_band_it_has_come_to() -> None:
+def test_a_cohort_is_counted_in_every_band_that_its_age_has_passed() -> None:
     """A jump of the clock over several bands counts a cohort in each of them."""
     table = ReuseTable(1)
     cohort = table.create_cohort(0)

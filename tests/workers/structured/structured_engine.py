@@ -44,15 +44,15 @@ Make = Callable[..., Engine]
 
 @dataclass(frozen=True)
 class OffTheWire:
-    """A runner that encodes and decodes each plan, as for other ranks. `told`: the encoded plans."""
+    """A runner that encodes and decodes each plan, as for other ranks. `sent`: the encoded plans."""
 
     runner: ModelRunner
-    told: list[bytes]
+    sent: list[bytes]
 
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Launch the decoded plan."""
         ints = plan.encode()
-        self.told.append(ints.tobytes())
+        self.sent.append(ints.tobytes())
         return self.runner.launch(StepPlan.decode(ints))
 
 
@@ -79,14 +79,14 @@ def engines_of(model: Model) -> Make:
         depth: int = 0,
         kind: type[GrammarBackend] = GrammarBackend,
         grammars_kept: int = MAX_CACHED_GRAMMARS,
-        told: list[bytes] | None = None,
+        sent: list[bytes] | None = None,
     ) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
         grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
         return Engine(
-            model.spec, OffTheWire(runner, [] if told is None else told), num_blocks=num_blocks, block_size=8,
+            model.spec, OffTheWire(runner, [] if sent is None else sent), num_blocks=num_blocks, block_size=8,
             pipeline_depth=depth, max_num_seqs=16, grammars=grammars, grammars_kept=grammars_kept,
         )  # fmt: skip
 

@@ -63,25 +63,25 @@ def refusals(engine: Engine) -> list[tuple[str, CoatcheckError]]:
     return refused
 
 
-def test_a_grammar_is_told_once(make: Make) -> None:
-    """Its text is in one plan, however many requests and choices have it and however often they begin again; where it
-    was forgotten it is told anew, and each group has its own number for it."""
-    mine, told = EngineRequest("mine", PROMPT, params(JSON, n=3)), list[bytes]()
+def test_a_grammar_is_sent_once(make: Make) -> None:
+    """The text of a grammar is in one plan, however many requests and choices use the grammar and however often they
+    are preempted. After ranks have dropped the grammar, the text is sent again."""
+    mine, sent = EngineRequest("mine", PROMPT, params(JSON, n=3)), list[bytes]()
 
-    def times_told() -> int:
-        return sum(plan.count(JSON.text.encode()) for plan in told)
+    def times_sent() -> int:
+        return sum(plan.count(JSON.text.encode()) for plan in sent)
 
-    engine = make(num_blocks=20, grammars_kept=2, told=told)
+    engine = make(num_blocks=20, grammars_kept=2, sent=sent)
     first = EngineRequest("first", PROMPT[5:], params(OTHER))
     said = run(engine, first, mine, EngineRequest("more", PROMPT[::-1], params(JSON)))
-    assert engine.stats().preemptions > 0 and times_told() == 1
+    assert engine.stats().preemptions > 0 and times_sent() == 1
     alone = run(make(), mine)
     assert {key: said[key] for key in said if key.startswith("mine")} == alone
     run(
         engine,
         *(EngineRequest(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(3)),
     )
-    assert run(engine, mine) == alone and times_told() == 2
+    assert run(engine, mine) == alone and times_sent() == 2
     delivered = {choice: tuple(alone[f"mine.{choice}"][:9]) for choice in range(3)}
     rest = run(engine, EngineRequest("mine", PROMPT, mine.sampling, delivered))
     assert {key: alone[key][:9] + rest[key] for key in alone} == alone
