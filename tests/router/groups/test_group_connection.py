@@ -1,4 +1,4 @@
-"""One link: whom it takes for its group, and how it ends."""
+"""GroupConnection: which registrations are accepted, what ejects a group, and how a connection closes."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,10 +24,10 @@ from tests.router.stream import Stream, ask, undisturbed
     ("stranger", "tiny", "is group 'stranger', not 'g0'"),
     ("g0", "other", "the group serves model 'other', not 'tiny'"),
 ])  # fmt: skip
-async def test_a_group_that_is_another_does_not_serve(
+async def test_another_group_at_the_address_does_not_serve(
     start_router: StartRouter, name: str, model: str, reason: str
 ) -> None:
-    """A registration under another name, or of another model, is not taken, and the status says why."""
+    """A registration with another group's name or another model is refused, and the status has the reason."""
     group = FakeGroup(name)
     group.model.name = model
     router = await start_router()
@@ -35,13 +35,13 @@ async def test_a_group_that_is_another_does_not_serve(
     await router.server.set_groups([replace(await group.start(), name="g0")])
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[0]).state == "starting":
-            pass  # it is still being asked
+            pass  # it has not registered yet
     assert status.state == "lost" and reason in status.reason
     assert not router.server.groups.serving()
 
 
 async def test_a_group_without_a_block_size_does_not_serve(start_router: StartRouter) -> None:
-    """Nothing that it holds could be named."""
+    """Block hashes depend on the block size."""
     group = FakeGroup()
     group.model.block_size = 0
     router = await start_router()
@@ -49,12 +49,12 @@ async def test_a_group_without_a_block_size_does_not_serve(start_router: StartRo
     await router.server.set_groups([await group.start()])
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[0]).state == "starting":
-            pass  # it is still being asked
+            pass  # it has not registered yet
     assert status.state == "lost" and status.reason == "the group registered without a block size"
 
 
-async def test_a_group_that_holds_more_than_it_has_is_ejected(start_router: StartRouter) -> None:
-    """More blocks than it registered with cannot be, and must not fill this router's memory."""
+async def test_a_group_that_reports_more_blocks_than_it_registered_is_ejected(start_router: StartRouter) -> None:
+    """Such reports are impossible, and would fill the router's memory."""
     group = FakeGroup(num_blocks=64)
     router = await start_router(group)
     events = [KvEvent(stored=True, block_hash=bytes([n]) * 16, tier=TIER_DEVICE) for n in range(65)]
@@ -65,7 +65,8 @@ async def test_a_group_that_holds_more_than_it_has_is_ejected(start_router: Star
 
 
 async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(start_router: StartRouter) -> None:
-    """Groups behind one router name blocks alike: the second is refused with both sizes, and the first goes on."""
+    """Block hashes of all groups must agree: the second group is refused with both sizes in the reason, and the first
+    one serves."""
     first, second = FakeGroup("g0"), FakeGroup("g1")
     second.model.block_size = 8
     router = await start_router(first)
@@ -73,15 +74,16 @@ async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(s
     await router.server.set_groups([router.server.groups.find_connection("g0").endpoint, await second.start()])  # type: ignore[union-attr]
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
-            pass  # it is still being asked
+            pass  # it has not registered yet
     assert status.state == "lost" and "blocks hold 8 tokens, those of the groups beside it 4" in status.reason
-    assert [link.name for link in router.server.groups.serving()] == ["g0"]
+    assert [connection.name for connection in router.server.groups.serving()] == ["g0"]
 
 
-async def test_a_group_that_is_back_is_known_for_what_it_did(
+async def test_an_ejected_group_that_serves_again_keeps_the_reason(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ejected and attached again, it serves; its status keeps the reason, and the page its count."""
+    """A group that was ejected and has attached again serves. Its status has the last reason, and /metrics counts the
+    ejection."""
     monkeypatch.setattr(group_connection, "_LONGEST_BACKOFF", 0.05)
     group = FakeGroup(hold_after=1)
     router = await start_router(group, attached=True)
@@ -101,13 +103,13 @@ async def test_a_group_that_is_back_is_known_for_what_it_did(
     await stream.finish()
 
 
-def link_to(
+def connection_to(
     address: GroupEndpoint,
     changed: asyncio.Event,
-    judge: Callable[[GroupConnection], None] = lambda link: None,
+    judge: Callable[[GroupConnection], None] = lambda connection: None,
     **settings: float,
 ) -> GroupConnection:
-    """One by itself."""
+    """A GroupConnection without a router. `judge`: its `detect_outlier`."""
     config = RouterConfig("tiny", **settings)  # type: ignore[arg-type]  # by name
     return GroupConnection(
         address,
@@ -121,41 +123,42 @@ def link_to(
 
 
 async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """What fails for a defect of ours would fail again: the link pauses as for any group that sends what cannot be."""
+    """An exception of the router itself would be raised again at once: the connection pauses as for a group that sends
+    impossible messages."""
 
-    def fail(link: GroupConnection) -> None:
+    def fail(connection: GroupConnection) -> None:
         raise ZeroDivisionError("a defect")
 
     group, changed = FakeGroup(), asyncio.Event()
-    link = link_to(await group.start(), changed, fail)
+    connection = connection_to(await group.start(), changed, fail)
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while not link.ejections:
+        while not connection.ejections:
             await changed.wait()
             changed.clear()
     await asyncio.sleep(0)
-    assert not link.is_attached and link.detached_because == "its stream could not be read: a defect"
+    assert not connection.is_attached and connection.detached_because == "its stream could not be read: a defect"
     assert "group g0 is ejected: its stream could not be read: a defect" in caplog.text
-    await link.close("taken away")
+    await connection.close("taken away")
     await group.kill()
 
 
-async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
-    """Closing wins over silence found at the same moment: the link does not attach again."""
+async def test_a_connection_that_is_closed_when_it_finds_silence_ends() -> None:
+    """`close` wins over silence that is found at the same moment: the connection does not attach again."""
     group = FakeGroup()
     address = await group.start()
     registered = asyncio.Event()
-    link = link_to(address, registered, silence_seconds=1.0)
+    connection = connection_to(address, registered, silence_seconds=1.0)
     await registered.wait()
     (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch over g0"]
     await asyncio.wait([watch])
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        await link.close("taken away")
-    assert not link.is_attached and link.detached_because == "taken away"
+        await connection.close("taken away")
+    assert not connection.is_attached and connection.detached_because == "taken away"
     await group.kill()
 
 
 async def test_outputs_of_another_attempt_are_dropped(start_router: StartRouter) -> None:
-    """What a group says about an attempt that was given up, or about nobody's request, changes nothing."""
+    """Outputs of another attempt or of an unknown submission change nothing."""
     group = FakeGroup(hold_after=2)
     router = await start_router(group)
     stream = Stream(router, ask(max_tokens=4))
@@ -170,7 +173,7 @@ async def test_outputs_of_another_attempt_are_dropped(start_router: StartRouter)
 
 
 async def test_a_refusal_of_another_attempt_changes_nothing(start_router: StartRouter) -> None:
-    """What a group refuses of an attempt that was given up does not end the one that runs."""
+    """A refusal of another attempt does not end the running one."""
     group = FakeGroup(hold_after=2)
     router = await start_router(group)
     stream = Stream(router, ask(max_tokens=4))
@@ -182,8 +185,9 @@ async def test_a_refusal_of_another_attempt_changes_nothing(start_router: StartR
     assert len(stream.ids[0]) == 4
 
 
-async def test_a_group_that_sends_garbage_is_ejected(start_router: StartRouter) -> None:
-    """A choice that does not exist ends the group's link, with the reason, and its streams go on elsewhere."""
+async def test_a_group_that_sends_an_impossible_choice_is_ejected(start_router: StartRouter) -> None:
+    """An output of a choice that does not exist ejects the group, with the reason in its status, and its streams
+    continue on another group."""
     _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
     router = await start_router(*groups.values())
@@ -202,9 +206,10 @@ async def test_a_group_that_sends_garbage_is_ejected(start_router: StartRouter) 
     assert stream.ids == ids
 
 
-async def test_a_request_of_a_dropped_stream_takes_nothing_from_those_of_the_next(start_router: StartRouter) -> None:
-    """The stream to a group drops and attaches again to the same process, while clients have not read what became of
-    their requests: when they leave at last, nothing fails, and what is expected of the new stream's requests stays."""
+async def test_closing_submissions_of_a_broken_stream_keeps_those_of_the_next(start_router: StartRouter) -> None:
+    """The stream to a group breaks and attaches again to the same process before the clients read that their
+    submissions have failed. When these clients disconnect, nothing fails, and the pending blocks of the new stream's
+    submissions stay."""
     group = FakeGroup(hold_after=0)
     message = GenerateRequest(token_ids=TokenIds(ids=range(2, 15)), sampling=SamplingParams(max_tokens=2, seed=1))
     router = await start_router(group)

@@ -36,8 +36,8 @@ def test_a_submission_counts_until_a_report_contains_it() -> None:
     load.check()
 
 
-def test_room_is_what_was_registered_until_the_group_says_more() -> None:
-    """Free and cold room come in tokens, and so do the prompt's blocks."""
+def test_free_blocks_are_those_registered_until_the_first_report() -> None:
+    """Free and evictable blocks are counted in tokens, and so are the prompt's blocks."""
     load = GroupLoad(REGISTRATION)
     assert load.candidate("a").free_tokens == 1600
     load.report(
@@ -54,8 +54,8 @@ def test_room_is_what_was_registered_until_the_group_says_more() -> None:
     assert (seen.device_tokens, seen.host_tokens, seen.expected_tokens) == (48, 32, 16)
 
 
-def test_the_busy_share_follows_what_the_group_counts() -> None:
-    """A group that spends its time on prompts is soon seen as busy, and as idle again when it does not."""
+def test_the_busy_share_follows_the_reported_prefill_seconds() -> None:
+    """The busy share rises while a group computes prompts, and falls when it stops."""
     load = GroupLoad(REGISTRATION)
     load.report(Load(prefill_seconds=1000.0), now=0.0)
     assert load.candidate("a").busy_share == 0.0  # what was before is not known to be lately
@@ -67,8 +67,9 @@ def test_the_busy_share_follows_what_the_group_counts() -> None:
     assert load.candidate("a").busy_share < 0.01
 
 
-def test_room_follows_what_begins_and_ends_between_reports() -> None:
-    """A seat that comes free is known at once, one that is taken too; a refusal closes the group until its report."""
+def test_room_follows_slots_taken_and_freed_between_reports() -> None:
+    """A slot that is taken or becomes free between reports counts at once. A refusal makes the group full until its
+    next report."""
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
     load.report(Load(status=GroupStatus(running=4)), now=0.0)
     sent = [load.add_submission(1) for _ in range(4)]
@@ -89,7 +90,7 @@ def test_room_follows_what_begins_and_ends_between_reports() -> None:
 
 
 def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None:
-    """A group counts choices, and so does its router: in the queue, running, and when one ends before the others."""
+    """Each choice counts, in the queue and running, until it ends."""
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
     request = load.add_submission(10, choices=3)
     assert load.candidate("a").queued_requests == 3
@@ -107,7 +108,7 @@ def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None
     load.check()
 
 
-SEATS, READY = 2, 4
+SLOTS, MAX_WAITING = 2, 4
 
 
 class OneStream(RuleBasedStateMachine):
@@ -115,7 +116,7 @@ class OneStream(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load = GroupLoad(Registration(max_num_seqs=SEATS))
+        self.load = GroupLoad(Registration(max_num_seqs=SLOTS))
         self.sent: dict[int, int] = {}  # id -> number in the load
         self.last_id = 0
         self.down: deque[tuple[str, int]] = deque()
@@ -153,7 +154,7 @@ class OneStream(RuleBasedStateMachine):
                 self.waiting = [other for other in self.waiting if other != id]
                 self.running = [other for other in self.running if other != id]
 
-    @precondition(lambda self: self.waiting and len(self.running) < SEATS)
+    @precondition(lambda self: self.waiting and len(self.running) < SLOTS)
     @rule()
     def group_begins(self) -> None:
         id = self.waiting.pop(0)
@@ -192,10 +193,10 @@ class OneStream(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.load.check()
-        assert len(self.waiting) + len(self.running) <= SEATS + READY, "the group has more than it has room for"
+        assert len(self.waiting) + len(self.running) <= SLOTS + MAX_WAITING, "the group has more than it has room for"
 
     def teardown(self) -> None:
-        """Once everything has arrived the router knows what the group knows."""
+        """Once all messages have arrived the estimate equals the group's load."""
         self.group_takes(len(self.down))
         self.group_reports()
         while self.up:

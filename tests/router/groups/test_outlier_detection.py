@@ -1,4 +1,4 @@
-"""Which groups are put out since they are slow, for how long, and what they are let in again by."""
+"""OutlierDetection: which groups are ejected because they are slow, for how long, and when they attach again."""
 
 import asyncio
 
@@ -21,15 +21,15 @@ from tests.router.stream import Stream, ask, undisturbed
     [
         (5.0, [1.0], True),
         (4.9, [1.0], False),
-        (50.0, [], False),  # nobody else could do its work
-        (10.0, [9.0], False),  # whatever slows all of them is not its own
-        (10.0, [1.0, 9.0], True),  # one of them is not slow
-        (10.0, [9.0, 9.0, 1.0], False),  # most are
-        (5.0, [0.0, 0.1], True),  # faster than usual is as usual
+        (50.0, [], False),  # there is no other group
+        (10.0, [9.0], False),  # the same cause slows all groups
+        (10.0, [1.0, 9.0], True),  # one peer is not slow
+        (10.0, [9.0, 9.0, 1.0], False),  # most peers are slow
+        (5.0, [0.0, 0.1], True),  # factors below 1 count as 1
     ],
 )
 def test_slow_is_far_beyond_its_own_past_and_its_peers(slowness: float, peers: list[float], slow: bool) -> None:
-    """Five times as long as before, and five times as much so as the lower median of the others."""
+    """A group is slow at five times its usual step time and five times the lower median of its peers' factors."""
     ejected = OutlierDetection().detect("g", slowness, peers, 0.0)
     assert (ejected is not None) == slow
     if ejected is not None:
@@ -37,36 +37,37 @@ def test_slow_is_far_beyond_its_own_past_and_its_peers(slowness: float, peers: l
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=12))
-def test_the_last_ones_stay(slowness: list[float]) -> None:
-    """However slow they are, and in whatever order they are judged, one that is not slow beside the others is left."""
-    laggards = OutlierDetection()
+def test_the_fastest_group_stays(slowness: list[float]) -> None:
+    """For any factors and any order of checks, the fastest group is not ejected."""
+    detection = OutlierDetection()
     left = dict(enumerate(slowness))
     for name, value in list(left.items()) * 3:
         peers = [other for key, other in left.items() if key != name]
-        if name in left and laggards.detect(str(name), value, peers, 0.0) is not None:
+        if name in left and detection.detect(str(name), value, peers, 0.0) is not None:
             del left[name]
     assert min(slowness) in left.values()
 
 
-def test_pauses_grow_and_are_forgiven() -> None:
-    """Each pause is twice the last one, up to eight minutes; an hour without one begins anew."""
-    laggards, now, pauses = OutlierDetection(), 0.0, []
+def test_pauses_double_and_are_forgotten() -> None:
+    """Each pause is twice the last one, up to eight minutes. An hour after the end of a pause, the next one is 30 s
+    again."""
+    detection, now, pauses = OutlierDetection(), 0.0, []
     for _ in range(6):
-        ejected = laggards.detect("g", 9.0, [1.0], now)
+        ejected = detection.detect("g", 9.0, [1.0], now)
         assert ejected is not None
         pauses.append(ejected.pause)
         now += ejected.pause + 20
     assert pauses == [30, 60, 120, 240, 480, 480]
-    first = laggards.detect("g", 9.0, [1.0], now + 3600)
-    other = laggards.detect("other", 9.0, [1.0], now)
+    first = detection.detect("g", 9.0, [1.0], now + 3600)
+    other = detection.detect("other", 9.0, [1.0], now)
     assert first is not None and other is not None and first.pause == other.pause == 30
 
 
-async def test_a_slow_group_is_put_out_until_it_is_needed(
+async def test_a_slow_group_is_ejected_until_it_is_needed(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream moves without a gap, `status` has its reason, new work goes to the other; when that one is lost it is
-    let in at once and serves, though its pause is not over, and slow alone it stays."""
+    """Its stream moves without a gap, its status has the reason, and new requests go to the other group. When the other
+    group is lost, the slow one attaches before its pause ends; alone it is not ejected again."""
     monkeypatch.setattr(group_connection, "_LONGEST_BACKOFF", 0.05)
     _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
@@ -88,7 +89,7 @@ async def test_a_slow_group_is_put_out_until_it_is_needed(
     slow.go()
     await other.kill()
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while [link.name for link in router.server.groups.serving()] != [slow.name]:
+        while [connection.name for connection in router.server.groups.serving()] != [slow.name]:
             await router.server.groups.next_change.wait()
     slow.send(FromGroup(load=slow.load))
     assert (await router.generation.Generate(ask())).final.group == slow.name

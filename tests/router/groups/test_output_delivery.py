@@ -1,4 +1,5 @@
-"""Who is woken when: at once while rounds are short, together with later steps while they are not."""
+"""OutputDelivery: readers are woken at once while rounds are short; steps that arrive during a long round are delivered
+together."""
 
 import asyncio
 
@@ -11,18 +12,18 @@ from tests.router.groups.offline_connection import OfflineConnection
 
 
 def submitted(*ids: int) -> tuple[OutputDelivery, list[Submission]]:
-    """Requests on a stream without a group."""
+    """An OutputDelivery without a stream, and open submissions with these ids."""
     connection = OfflineConnection()
     return connection.submissions, [connection.open(id) for id in ids]
 
 
 def step(token: int, *ids: int, attempt: int = 0) -> list[SequenceOutput]:
-    """One token for each."""
+    """One step's outputs: one token for each submission."""
     return [SequenceOutput(id=id, attempt=attempt, token_ids=[token]) for id in ids]
 
 
 async def test_a_waiting_reader_is_woken_at_once() -> None:
-    """With time to spare, an output is taken in the same turn of the event loop."""
+    """With time to spare, an output is delivered in the same turn of the event loop."""
     delivery, (submission,) = submitted(1)
     reader = asyncio.ensure_future(anext(submission))
     await asyncio.sleep(0)
@@ -31,8 +32,8 @@ async def test_a_waiting_reader_is_woken_at_once() -> None:
     assert reader.done() and [list(output.token_ids) for output in reader.result()] == [[5]]
 
 
-async def test_steps_that_come_during_a_round_are_taken_together() -> None:
-    """While a reader is still away with the last step, the next ones wait and come as one."""
+async def test_steps_that_arrive_during_a_round_are_delivered_together() -> None:
+    """While a reader writes the last step's output, further steps wait and are delivered as one."""
     delivery, (slow, quick) = submitted(1, 2)
     readers = [asyncio.ensure_future(anext(submission)) for submission in (slow, quick)]
     await asyncio.sleep(0)
@@ -48,8 +49,8 @@ async def test_steps_that_come_during_a_round_are_taken_together() -> None:
     assert [list(output.token_ids) for output in await anext(slow)] == [[6], [7]]
 
 
-async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
-    """A client that does not read costs the others one short wait, not their stream."""
+async def test_a_reader_that_never_returns_delays_others_only_briefly() -> None:
+    """A client that does not read delays the other streams by one short wait."""
     delivery, (stuck, reading) = submitted(1, 2)
     first = [asyncio.ensure_future(anext(submission)) for submission in (stuck, reading)]
     await asyncio.sleep(0)
@@ -64,8 +65,9 @@ async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
     assert len(await anext(stuck)) == 49
 
 
-async def test_what_nobody_awaits_is_dropped() -> None:
-    """Outputs of closed submissions, strangers and given-up attempts change nothing; idle means that none is open."""
+async def test_outputs_without_an_open_submission_are_dropped() -> None:
+    """Outputs of closed submissions, unknown ids and other attempts change nothing. The delivery is idle when no
+    submission is open."""
     delivery, (submission,) = submitted(1)
     delivery.deliver([*step(5, 2), *step(6, 1, attempt=1)])
     delivery.deliver(step(7, 1))
@@ -76,8 +78,8 @@ async def test_what_nobody_awaits_is_dropped() -> None:
     await delivery.wait_until_idle()
 
 
-async def test_a_loss_comes_after_what_was_delivered() -> None:
-    """A reader still gets what had come before the stream broke, and then the loss."""
+async def test_a_loss_is_raised_after_the_delivered_outputs() -> None:
+    """A reader gets the outputs that came before the stream broke, then GroupLost."""
     delivery, (submission,) = submitted(1)
     delivery.deliver(step(5, 1))
     delivery.fail_all(GroupFailure("gone", FailureCause.UNKNOWN))

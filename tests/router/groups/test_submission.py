@@ -30,12 +30,12 @@ async def test_a_choice_that_ends_twice_is_counted_once() -> None:
 
 
 async def test_its_prompt_is_pending_until_the_group_has_computed_it() -> None:
-    """The prompt's whole blocks match as expected until the first output, or until nobody reads."""
+    """The prompt's whole blocks match as expected until the first output, or until the submission is closed."""
     connection = OfflineConnection()
     first, second = connection.open(1), connection.open(2)
     assert len(connection.index.pending) == 3
     first.record_cached(Cached(device_tokens=4))
-    assert len(connection.index.pending) == 3, "the second one is on its way"
+    assert len(connection.index.pending) == 3, "the second prompt is still pending"
     second.close(finished=False)
     assert len(connection.index.pending) == 0
     assert connection.index.hit_prediction.audits["g"].prompts == 1
@@ -60,7 +60,8 @@ async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() ->
 
 
 async def test_a_reader_that_falls_too_far_behind_is_cut_off() -> None:
-    """Past the bound nothing more is kept and the group is told once; what was kept is still there to be read."""
+    """Past the limit no more outputs are kept, and the group is told once to abort. The kept outputs can still be
+    read."""
     connection = OfflineConnection()
     submission = connection.open(7, choices=2)
     for position in range(2 * MAX_UNREAD + 5):
@@ -74,7 +75,7 @@ async def test_a_reader_that_falls_too_far_behind_is_cut_off() -> None:
 
 
 async def test_a_group_that_keeps_diverging_is_asked_for_a_snapshot() -> None:
-    """Sixteen prompts of which the group finds far more than was predicted: its blocks are asked for once."""
+    """Sixteen prompts of which the group finds far more cached tokens than predicted: one snapshot is requested."""
     connection = OfflineConnection()
     for id in range(1, 17):
         connection.open(id).record_cached(Cached(device_tokens=8))

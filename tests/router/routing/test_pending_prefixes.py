@@ -51,6 +51,7 @@ class PendingAgainstDict(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        self.pending.check()
         blocks = Counter((bit, block) for (bit, _), count in self.open.items() for block in BLOCKS[:count])
         where: dict[bytes, int] = {}
         for bit, block in blocks:

@@ -1,4 +1,4 @@
-"""The prefix index: exact by construction, checked against a model that is too simple to be wrong."""
+"""PrefixIndex: compared with a model of plain sets, and its answers to wrong events."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,22 +24,22 @@ NAMES = st.sampled_from(["a", "b", "c"])
 
 
 def stored(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
-    """The group now holds it there."""
+    """An event: the group has stored the block."""
     return KvEvent(stored=True, block_hash=CHAIN[block], tier=tier)
 
 
 def removed(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
-    """And now no longer."""
+    """An event: the group has removed the block."""
     return KvEvent(stored=False, block_hash=CHAIN[block], tier=tier)
 
 
 def snapshot(*events: KvEvent, epoch: str = "1", sequence: int = 0) -> SnapshotChunk:
-    """A whole one."""
+    """A snapshot in one chunk."""
     return SnapshotChunk(epoch=epoch, sequence=sequence, events=events, first=True, last=True)
 
 
 def following(*groups: str) -> PrefixIndex:
-    """An index that has these groups' empty snapshots."""
+    """An index with empty snapshots of these groups."""
     index = PrefixIndex()
     for group in groups:
         index.add_group(group, "1")
@@ -69,7 +69,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
     @rule(group=NAMES)
     def attach_again(self, group: str) -> None:
-        """The stream to the same process is a new one: the epoch stays, all that was on its way is lost."""
+        """A new stream to the same process: the epoch stays, and pending prompts are lost."""
         if group in self.epochs:
             self.held[group] = None
             self.index.add_group(group, str(self.epochs[group]))
@@ -182,7 +182,7 @@ def test_leaving_the_device_does_not_erase_the_host() -> None:
 
 
 def test_an_older_epoch_changes_nothing() -> None:
-    """What an earlier incarnation still had to say is counted and ignored."""
+    """Events of an earlier incarnation are counted and ignored."""
     index = following("a")
     index.add_group("a", "2")
     index.apply_snapshot("a", snapshot(stored(0), epoch="2"))
@@ -201,7 +201,7 @@ def test_an_unknown_group_changes_nothing() -> None:
 
 
 def test_events_that_were_seen_are_not_applied_twice() -> None:
-    """A repeated message is ignored, and of one that overlaps only the new part counts."""
+    """A repeated message is ignored; of an overlapping one only the new events are applied."""
     index = following("a")
     both = [stored(0), removed(0), stored(1)]
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
@@ -211,8 +211,8 @@ def test_events_that_were_seen_are_not_applied_twice() -> None:
     assert index.problems == {EventProblem.REPEATED: 1}
 
 
-def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
-    """Events behind missing ones empty the group's part; those that follow are counted and left out."""
+def test_after_a_gap_no_block_matches_until_a_snapshot() -> None:
+    """A gap in the events removes the group's blocks. Later events are counted and ignored until a snapshot."""
     index = following("a")
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
     assert index.apply_events("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is EventOutcome.SNAPSHOT_NEEDED
@@ -223,8 +223,8 @@ def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
 
-def test_a_snapshot_without_its_beginning_is_asked_for_again() -> None:
-    """Half a snapshot is none: nothing is known until a whole one has come."""
+def test_a_snapshot_without_its_first_chunk_is_requested_again() -> None:
+    """An incomplete snapshot adds no block; one without its first chunk is requested again."""
     index = following("a")
     chunk = SnapshotChunk(epoch="1", sequence=5, events=[stored(0)], last=True)
     assert index.apply_snapshot("a", chunk) is EventOutcome.SNAPSHOT_NEEDED
@@ -233,16 +233,16 @@ def test_a_snapshot_without_its_beginning_is_asked_for_again() -> None:
 
 @given(st.sampled_from([TIER_UNSPECIFIED, 7]), st.booleans())
 def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> None:
-    """A tier that this contract does not have holds nothing."""
+    """An event with an unknown tier changes nothing."""
     index = following("a")
     event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[event]))
     index.check()
-    assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.UNNAMED: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.MALFORMED: 1}
 
 
-def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pending() -> None:
-    """A prompt on its way counts as expected; events turn its blocks into held ones; what never came is forgotten."""
+def test_a_sent_prompt_is_expected_while_it_is_pending() -> None:
+    """Blocks of a sent prompt match as expected until events report them, or until the prompt is removed."""
     index = following("a")
     index.add_pending("a", 1, CHAIN[:3])
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 3)}
@@ -254,7 +254,8 @@ def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pendin
 
 
 def test_a_pending_prompt_ends_with_its_incarnation() -> None:
-    """What was sent to a group that has restarted is not expected of the new one, and removing it then is harmless."""
+    """A prompt that was sent to an earlier incarnation is not expected of the next one, and removing it then changes
+    nothing."""
     index = following("a")
     index.add_pending("a", 1, CHAIN)
     index.add_group("a", "2")
@@ -267,8 +268,8 @@ def test_a_pending_prompt_ends_with_its_incarnation() -> None:
     assert len(index.pending) == 1
 
 
-def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> None:
-    """A parent never seen gives no false prefix: the child matches once the parent is there too."""
+def test_a_block_without_its_parent_is_counted_and_matches_nothing() -> None:
+    """A block without its parent matches nothing, and matches once the parent is stored."""
     index = following("a")
     orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
@@ -278,18 +279,18 @@ def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> 
 
 
 @pytest.mark.parametrize("name", [b"", b"short", bytes(17)])
-def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None:
-    """A hash is 16 bytes; anything else names no block."""
+def test_a_block_hash_of_another_length_is_counted_and_ignored(name: bytes) -> None:
+    """A block hash has 16 bytes."""
     index = following("a")
     index.apply_events(
         "a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)])
     )
-    assert index.problems == {EventProblem.UNNAMED: 1} and index.entries == 0
+    assert index.problems == {EventProblem.MALFORMED: 1} and index.entries == 0
 
 
 @pytest.mark.parametrize("by", ["events", "snapshot"])
-def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
-    """What a group may make this router remember is bounded by the blocks it registered with."""
+def test_a_group_that_reports_more_blocks_than_it_registered_is_dropped(by: str) -> None:
+    """The blocks that a group has registered bound the memory that its events take."""
     index = PrefixIndex()
     index.add_group("a", "1", capacity=2)
     index.apply_snapshot("a", snapshot(stored(0), stored(1)))
@@ -302,7 +303,7 @@ def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
 
 
 def test_a_hundred_groups_share_the_index() -> None:
-    """There is no group too many, and the place of one that left is taken again."""
+    """The number of groups is not limited, and the bit of a removed group is used again."""
     names = [f"g{place}" for place in range(100)]
     index = following(*names)
     for name in names:
@@ -314,8 +315,8 @@ def test_a_hundred_groups_share_the_index() -> None:
 
 
 def test_removing_after_the_same_process_attached_again_changes_nothing() -> None:
-    """A stream that drops and attaches again keeps the group's epoch: a prompt that was on its way before is removed
-    without effect, and one that is on its way now stays expected."""
+    """A stream that breaks and attaches again keeps the group's epoch: removing a prompt of the old stream changes
+    nothing, and a prompt of the new one stays expected."""
     index = following("a")
     index.add_pending("a", "old", CHAIN[:3])
     index.remove_group("a")

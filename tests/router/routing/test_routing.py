@@ -1,4 +1,4 @@
-"""Routing end to end: events in, placement out, and an index that heals itself."""
+"""Routing end to end: from KV events to the chosen group, and the recovery of the index from gaps and losses."""
 
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     GenerateRequest,
@@ -15,7 +15,7 @@ from tests.router.routing.reported_prefix import PROMPT, blocks
 
 
 async def ask(router: RouterUnderTest, salt: str = "") -> str:
-    """Where the prompt goes."""
+    """The group that the prompt is sent to."""
     request = GenerateRequest(
         token_ids=TokenIds(ids=PROMPT), sampling=SamplingParams(max_tokens=1, seed=1), cache_salt=salt
     )
@@ -24,7 +24,7 @@ async def ask(router: RouterUnderTest, salt: str = "") -> str:
 
 
 async def test_a_prompt_goes_where_its_prefix_is(start_router: StartRouter) -> None:
-    """What a group's snapshot or events say it holds draws the prompt there, every time, and only for its tenant."""
+    """Blocks of a group's snapshot or events attract the prompt, every time, and only with the same cache salt."""
     holder = FakeGroup("holder")
     holder.blocks = blocks()
     late = FakeGroup("late")
@@ -39,7 +39,7 @@ async def test_a_prompt_goes_where_its_prefix_is(start_router: StartRouter) -> N
 
 
 async def test_a_gap_is_healed_by_a_snapshot(start_router: StartRouter) -> None:
-    """Lost events make the router ask, and until the answer has come it promises nothing."""
+    """After a gap in the events the router requests a snapshot; until it comes, no block of the group matches."""
     group = FakeGroup()
     router = await start_router(group)
     group.send_events(*blocks(), sequence=7)
@@ -50,7 +50,7 @@ async def test_a_gap_is_healed_by_a_snapshot(start_router: StartRouter) -> None:
 
 
 async def test_a_lost_group_leaves_nothing_behind(start_router: StartRouter) -> None:
-    """The moment a group is gone so are its blocks; a new incarnation starts from its own snapshot."""
+    """The blocks of a lost group are dropped at once; its next incarnation begins with its own snapshot."""
     group = FakeGroup()
     group.blocks = blocks()
     router = await start_router(group)
@@ -64,15 +64,15 @@ async def test_a_lost_group_leaves_nothing_behind(start_router: StartRouter) -> 
 
 
 async def _indexed(router: RouterUnderTest, entries: int) -> None:
-    """Waits until the index holds that many; each look lets the links run."""
+    """Waits until the index has `entries` entries. Each status call lets the connections run."""
     while router.server.groups.index.entries != entries:
         await router.admin.Status(StatusRequest())
     router.server.groups.index.check()
 
 
 async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: StartRouter) -> None:
-    """Of an older epoch, below a parent never seen, without a tier, repeated, with a gap before it, from a stranger:
-    /metrics counts each by its kind, and none of them makes a prefix."""
+    """Events of an older epoch, without their parent, malformed, repeated, after a gap, or of an unknown group:
+    /metrics counts each kind, and none of them makes a prefix."""
     group = FakeGroup()
     router = await start_router(group)
     first, second = blocks()[:2]
@@ -86,5 +86,5 @@ async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: Sta
     index.apply_events("a stranger", KvEvents(epoch="e", sequence=0, events=[first]))
     assert index.matched_blocks([first.block_hash, second.block_hash]) == {}
     page = router.server.metrics.render().decode()
-    for kind in ("other_epoch", "no_parent", "unnamed", "repeated", "gap", "unknown_group"):
+    for kind in ("other_epoch", "no_parent", "malformed", "repeated", "gap", "unknown_group"):
         assert f'coatcheck_index_troubles_total{{kind="{kind}"}} 1.0' in page, kind

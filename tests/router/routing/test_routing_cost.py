@@ -1,4 +1,5 @@
-"""choose(): two gates exclude groups, of the others the least cost wins; costs are continuous, gates are thresholds."""
+"""choose(): two gates exclude groups, and of the others the cheapest wins; costs are continuous, gates are
+thresholds."""
 
 import random
 from collections import Counter
@@ -38,7 +39,7 @@ DICE = random.Random(0)
 
 
 def a_group(name: str, **known: float) -> Candidate:
-    """One that computes a thousand tokens a second and has room, unless it is said otherwise."""
+    """A group that computes 1,000 tokens a second and has room, unless `known` says otherwise."""
     return Candidate(name, **{"prefill_tokens_per_second": 1000.0, "free_tokens": 100_000, **known})  # type: ignore[arg-type]
 
 
@@ -166,11 +167,11 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, data: st.DataOb
 
 @settings(max_examples=examples(50))
 @given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 1000), st.floats(0, 1))
-def test_nobody_waits_longer_than_an_idle_group_computes(
+def test_no_request_waits_longer_than_an_idle_group_computes(
     candidates: list[Candidate], prompt: int, queued_in_router: int, idle_busy: float
 ) -> None:
     """A group whose queue alone is longer than computing the whole prompt on an idle group is never chosen, however
-    much of the prompt it holds, however many wait, and however busy the idle group was before."""
+    much of the prompt it holds, however many requests wait, and however busy the idle group was before."""
     idle = Candidate(
         "idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy_share=idle_busy, free_tokens=prompt
     )
@@ -206,14 +207,15 @@ def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() ->
 
 
 def test_ties_are_broken_at_random() -> None:
-    """Equal groups get equal shares, not all the first one."""
+    """Equal groups are chosen equally often."""
     rng = random.Random(1)
     counts = Counter(choose([Candidate(name) for name in "abcd"], 100, rng).group for _ in range(4000))
     assert set(counts) == set("abcd") and all(900 < count < 1100 for count in counts.values())
 
 
 def test_a_session_breaks_ties_and_nothing_else() -> None:
-    """Among equals a session goes to one group, sessions to all; a cheaper group wins over it."""
+    """Of equal groups, one session always uses the same, and many sessions use all. A cheaper group wins over the
+    session's."""
     equal = [a_group(name) for name in "abcd"]
     homes = {f"s{n}": {choose(equal, 100, DICE, session=f"s{n}").group for _ in range(5)} for n in range(40)}
     assert all(len(groups) == 1 for groups in homes.values())
@@ -224,21 +226,21 @@ def test_a_session_breaks_ties_and_nothing_else() -> None:
 
 
 def test_a_cached_prefix_wins_until_the_queue_outweighs_it() -> None:
-    """With nobody waiting, locality is worth exactly the prefill that it saves."""
+    """While no request waits, a cached prefix is worth exactly the prefill that it saves."""
     holder, idle = a_group("holder", device_tokens=800), a_group("idle")
     assert choose([holder, idle], 1000, DICE).group == "holder"
     assert choose([holder._replace(queued_prefill_tokens=799), idle], 1000, DICE).group == "holder"
     assert choose([holder._replace(queued_prefill_tokens=801), idle], 1000, DICE).group == "idle"
 
 
-def test_what_is_on_its_way_counts_as_cached() -> None:
-    """A prefix that the group will have computed by then saves as much as one that it holds."""
+def test_expected_tokens_count_as_cached() -> None:
+    """A prefix that the group computes for an earlier prompt saves as much as a cached one."""
     coming = a_group("coming", expected_tokens=800)
     assert choose([a_group("idle"), coming], 1000, DICE).group == "coming"
 
 
 def test_work_costs_more_when_others_wait() -> None:
-    """Each second that a choice adds is waited for by those behind it: long queues make hits worth more."""
+    """Work delays the requests behind it too, so cached tokens are worth more with long queues."""
     holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000, queued_requests=2)
     other = a_group("other", queued_prefill_tokens=1000, queued_requests=2)
     assert choose([holder, other], 1000, DICE).group == "holder"
@@ -282,9 +284,9 @@ def test_decodes_weigh_too() -> None:
     assert choose([full, empty], 10, DICE).group == "empty"
 
 
-def test_prompts_are_drawn_to_where_few_are_answered() -> None:
-    """Of two groups alike but for the streams that would stand still, the one with fewer is cheaper, the more so the
-    busier both are, and a little where both are idle."""
+def test_a_group_with_fewer_streams_is_cheaper() -> None:
+    """Of two groups that differ only in running streams, the one with fewer is cheaper: more so the busier both are,
+    and a little if both are idle."""
     many, few = a_group("many", streams=40), a_group("few", streams=10)
 
     def gap(busy: float) -> float:
@@ -299,9 +301,9 @@ def test_prompts_are_drawn_to_where_few_are_answered() -> None:
     )  # what is cached makes nobody wait
 
 
-def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
-    """While some group has room, one without is taken if it holds more of the prompt, and is cheaper; when none has
-    room the cheapest is."""
+def test_a_full_group_is_chosen_only_for_what_it_holds() -> None:
+    """While some group has room, a group without room is chosen only if it holds more of the prompt and is cheaper. If
+    no group has room, the cheapest is chosen."""
     room = a_group("room", queued_prefill_tokens=100)
     full = a_group("full", has_room=False)
     decision = choose([room, full], 1000, DICE)
@@ -313,17 +315,17 @@ def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
     assert choose([room._replace(has_room=False), full], 1000, DICE).group == "full"
 
 
-def test_who_waits_in_line_waits_behind_as_well() -> None:
-    """The longer the router's own line, the more a cached prefix is worth."""
+def test_requests_queued_in_the_router_wait_behind_too() -> None:
+    """The longer the router's own queue, the more a cached prefix is worth."""
     holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
     other = a_group("other", queued_prefill_tokens=1000)
     assert choose([holder, other], 1000, DICE).group == "other"
     assert choose([holder, other], 1000, DICE, queued_in_router=4).group == "holder"
 
 
-def test_an_idle_group_is_not_known_by_what_it_once_measured() -> None:
-    """A slow measurement counts the less the less a group computes: one that did it at its start gets the requests
-    that would measure it anew, and one that is slow at work is passed over."""
+def test_an_old_measurement_of_an_idle_group_counts_little() -> None:
+    """The less a group computes, the less its measured rate counts: an idle group that measured slow once gets requests
+    again, a group that is slow while busy does not."""
     fast = a_group("fast", streams=1, busy_share=0.5)
     once = a_group("slow", prefill_tokens_per_second=700.0)
     assert choose([fast, once], 64, DICE).group == "slow"

@@ -1,5 +1,4 @@
-"""What the dispatcher sends of the admission queue: all that groups have room for, with few tries, and each fault fails
-one request alone."""
+"""AdmissionQueue and Dispatcher: requests fill all room with few tries, and an error fails one request alone."""
 
 import asyncio
 from typing import Any, cast
@@ -25,14 +24,14 @@ CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
 
 class NoConnections:
-    """In place of a GroupRegistry: groups are there, and nobody is connected to them."""
+    """A GroupRegistry that serves and has no connections."""
 
     def serving(self) -> list[str]:
         return ["one"]
 
 
-class LedgerDispatcher(Dispatcher):
-    """Groups with room for a number of requests, and the group that each request was sent to."""
+class RecordingDispatcher(Dispatcher):
+    """A Dispatcher whose groups have room for a number of requests, and which records the group of each request."""
 
     def __init__(self, most: int) -> None:
         super().__init__(cast(GroupRegistry, NoConnections()), AdmissionQueue(most))
@@ -42,11 +41,11 @@ class LedgerDispatcher(Dispatcher):
         self.attempts = 0
 
     def eligible(self, length: int) -> EligibleGroups:
-        """Those that can hold so many tokens."""
+        """The groups that can hold `length` tokens."""
         return EligibleGroups(frozenset(name for name in self.up if CAPACITY[name] >= length))
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
-        """To the smallest group that has room and can hold it."""
+        """Sends to the smallest group that has room and can hold the request."""
         self.attempts += 1
         for name in sorted(self._eligible_groups(attempt).names, key=CAPACITY.__getitem__):
             if self.room[name]:
@@ -66,7 +65,7 @@ LIFECYCLE = RequestLifecycle(RequestMetrics(CollectorRegistry()))
 
 
 def attempt_of(number: int, length: int, tenant: str = "a") -> Attempt:
-    """Of a request that comes to `length` tokens."""
+    """Attempt of a request of `length` tokens, prompt and answer together."""
     params = SamplingParams(max_tokens=1, seed=1)
     return Attempt(Request(str(number), [1] * (length - 1), params, tenant=Tenant(tenant)), LIFECYCLE)
 
@@ -82,12 +81,12 @@ EVENTS = st.one_of(
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(EVENTS, max_size=25))
 def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> None:
-    """Whoever comes, whatever room there is and whichever groups serve: afterwards nobody waits for whom a group
-    has room; of each tenant those that can go to the same groups go in order of age; and no more is tried than those
-    that are sent and one for each different set of groups."""
+    """For any arrivals, room and serving groups: no request waits for which a group has room; requests of one tenant
+    that can go to the same groups are sent in order of age; and at most one try fails for each set of eligible
+    groups."""
 
     async def run() -> None:
-        dispatcher, lengths, tenants = LedgerDispatcher(1000), dict[int, int](), dict[int, str]()
+        dispatcher, lengths, tenants = RecordingDispatcher(1000), dict[int, int](), dict[int, str]()
         tasks: list[asyncio.Task[object]] = []
         for kind, what in events:
             before, dispatcher.attempts = len(dispatcher.sent), 0
@@ -113,7 +112,7 @@ def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> Non
             assert len(waits) == len(dispatcher.queue)
             assert not any(dispatcher.room[name] for n in waits for name in dispatcher.eligible(lengths[n]).names)
             classes = {dispatcher.eligible(length) for length in lengths.values()}
-            # Whoever comes may be tried by itself, and again with the first of each other class.
+            # A new request may be tried alone, and again with the first of each other class.
             assert dispatcher.attempts <= len(dispatcher.sent) - before + (came + 1) * (len(classes) + 1)
             for place, (number, _) in enumerate(dispatcher.sent[before:], before):
                 rivals = {*waits, *(other for other, _ in dispatcher.sent[place + 1 :])}
@@ -130,8 +129,8 @@ def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> Non
     asyncio.run(run())
 
 
-class FaultyDispatcher(LedgerDispatcher):
-    """Meets a fault when it sends request 0."""
+class FaultyDispatcher(RecordingDispatcher):
+    """Raises an error when it sends request 0."""
 
     is_faulty = False
 
@@ -141,8 +140,8 @@ class FaultyDispatcher(LedgerDispatcher):
         return super()._send_if_room(attempt)
 
 
-async def test_a_request_that_cannot_be_sent_for_a_fault_fails_alone() -> None:
-    """An unexpected error in sending one request is that request's; the next one is sent."""
+async def test_an_error_in_sending_fails_one_request() -> None:
+    """An unexpected error in sending a request fails this request; the next one is sent."""
     dispatcher = FaultyDispatcher(10)
     faulty, good = (asyncio.create_task(dispatcher.admit(attempt_of(n, 2))) for n in (0, 1))
     await asyncio.sleep(0)  # both come
@@ -156,10 +155,9 @@ async def test_a_request_that_cannot_be_sent_for_a_fault_fails_alone() -> None:
     dispatcher.queue.check()
 
 
-async def test_of_many_that_wait_few_are_tried() -> None:
-    """A thousand requests of many lengths that no group has room for cost three tries, one for each set of groups that
-    could hold them, and not a thousand."""
-    dispatcher = LedgerDispatcher(2000)
+async def test_few_of_many_waiting_requests_are_tried() -> None:
+    """A thousand waiting requests of many lengths cost three tries, one for each set of groups that can hold them."""
+    dispatcher = RecordingDispatcher(2000)
     attempts = [attempt_of(number, 2 + number % 249) for number in range(1000)]
     tasks = [asyncio.create_task(dispatcher.admit(attempt)) for attempt in attempts]
     await asyncio.sleep(0)

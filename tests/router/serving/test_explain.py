@@ -1,4 +1,5 @@
-"""Explain and audit, end to end: a decision's terms for who asks, and a group that is not what its events say."""
+"""Explain and the audit end to end: the terms of a decision for callers that ask, and a group that differs from its
+events."""
 
 import grpc
 import pytest
@@ -13,12 +14,12 @@ ASKED = (("coatcheck-explain", "1"),)
 
 
 def ask() -> GenerateRequest:
-    """The prompt whose blocks `blocks()` are."""
+    """A request for the prompt whose blocks are `blocks()`."""
     return GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=SamplingParams(max_tokens=2, seed=1))
 
 
 async def two_groups(start_router: StartRouter) -> tuple[RouterUnderTest, FakeGroup]:
-    """One that holds most of the prompt, and one that holds nothing."""
+    """A router with a group that holds most of the prompt, and one that holds nothing."""
     holder = FakeGroup("holder")
     holder.blocks = blocks()[:8]
     router = await start_router(holder, FakeGroup("other"))
@@ -28,7 +29,7 @@ async def two_groups(start_router: StartRouter) -> tuple[RouterUnderTest, FakeGr
 
 
 async def test_a_dry_run_tells_every_group_s_cost_and_sends_nothing(start_router: StartRouter) -> None:
-    """Cheapest first, with the tokens that each holds; no group hears of it and nothing is expected of any."""
+    """The cheapest group comes first, with its cached tokens; nothing is sent, and nothing is expected."""
     router, holder = await two_groups(start_router)
     told: Explanation = await router.admin.Explain(ask())
     assert told.group == "holder" and told.prompt_tokens == 40 and told.why.startswith("holder: ")
@@ -41,7 +42,7 @@ async def test_a_dry_run_tells_every_group_s_cost_and_sends_nothing(start_router
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_a_call_that_asks_gets_its_terms_when_it_ends(start_router: StartRouter, method: str) -> None:
-    """In trailing metadata, under a name that ends in -bin; a call that does not ask gets none."""
+    """The terms are in trailing metadata, under a key that ends in -bin; a call that does not ask gets none."""
     router, _ = await two_groups(start_router)
     for metadata in (ASKED, ()):
         call = getattr(router.generation, method)(ask(), metadata=metadata)
@@ -57,7 +58,7 @@ async def test_a_call_that_asks_gets_its_terms_when_it_ends(start_router: StartR
 
 
 async def test_a_dry_run_is_refused_as_the_request_would_be(start_router: StartRouter) -> None:
-    """What is wrong with a request is wrong with its dry run, and with no group there is nothing to explain."""
+    """A dry run is refused for the same errors as the request, and while no group serves."""
     router, _ = await two_groups(start_router)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.admin.Explain(GenerateRequest(token_ids=TokenIds(ids=[1] * 1000)))
@@ -70,8 +71,8 @@ async def test_a_dry_run_is_refused_as_the_request_would_be(start_router: StartR
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_what_was_sent_draws_the_next_of_its_kind_at_once(start_router: StartRouter) -> None:
-    """While a prompt waits in a group's queue its prefix counts as expected there, and no longer when it has ended."""
+async def test_a_sent_prompt_attracts_others_with_its_prefix_at_once(start_router: StartRouter) -> None:
+    """While a prompt waits in a group's queue its prefix counts as expected there; after its end no longer."""
     group = FakeGroup("busy", hold_after=0)
     router = await start_router(group, FakeGroup("idle", hold_after=0))
     first = router.generation.GenerateStream(ask())
@@ -84,8 +85,9 @@ async def test_what_was_sent_draws_the_next_of_its_kind_at_once(start_router: St
         await router.admin.Status(StatusRequest())
 
 
-async def test_the_audit_is_exported_and_a_group_that_diverges_is_snapshotted_anew(start_router: StartRouter) -> None:
-    """A group that finds far less than its events promise is asked for its blocks again, and the status counts it."""
+async def test_the_audit_is_exported_and_a_divergent_group_is_asked_for_a_snapshot(start_router: StartRouter) -> None:
+    """A group that finds far fewer cached tokens than its events predict is asked for a snapshot, and the status counts
+    the divergence."""
     group = FakeGroup(finds=4)  # one block
     group.blocks = blocks()
     router = await start_router(group)
@@ -100,8 +102,8 @@ async def test_the_audit_is_exported_and_a_group_that_diverges_is_snapshotted_an
     assert status.audit.error_tokens == 16 * 32
 
 
-async def test_a_group_s_load_weighs_as_it_reports(start_router: StartRouter) -> None:
-    """A queue that the group reports is in every later cost."""
+async def test_a_reported_queue_is_part_of_the_cost(start_router: StartRouter) -> None:
+    """A queue that the group reports is part of every later cost."""
     router, holder = await two_groups(start_router)
     load = Load()
     load.CopyFrom(holder.load)

@@ -79,7 +79,7 @@ async def test_a_request_waits_for_the_group_to_come_back(start_router: StartRou
 
 
 async def test_a_stream_that_lost_its_router_waits_for_a_group(start_router: StartRouter) -> None:
-    """A resume was accepted once: where a new request is refused, it waits for a group to come back."""
+    """A resumed request was accepted before: while a new request is refused, the resumed one waits for a group."""
     _, ids = await undisturbed(start_router, ask())
     group = FakeGroup()
     router = await start_router(group)
@@ -111,7 +111,7 @@ async def test_waiting_has_an_end(start_router: StartRouter) -> None:
 
 
 async def test_a_stream_of_any_age_waits_for_a_full_group(start_router: StartRouter) -> None:
-    """One that has run for longer than it would wait, and finds the next group full, waits all the same."""
+    """A stream that has run for longer than `move_wait_seconds`, and finds the next group full, still waits."""
     _, ids = await undisturbed(start_router, ask())
     first, second = FakeGroup("a", hold_after=3), FakeGroup("b", refuse=(8, "full"))
     router = await start_router(first, move_wait_seconds=0.0)
@@ -133,7 +133,7 @@ async def test_a_stream_of_any_age_waits_for_a_full_group(start_router: StartRou
 
 
 async def test_two_groups_killed_at_once_cost_no_request(start_router: StartRouter) -> None:
-    """Requests that lose two groups before they are answered at all go on when one comes back."""
+    """Requests that lose two groups before their first token continue when one group is back."""
     groups = [FakeGroup(name, hold_after=0) for name in ("a", "b")]
     router = await start_router(*groups)
     _, ids = await undisturbed(start_router, ask())
@@ -152,8 +152,8 @@ async def test_two_groups_killed_at_once_cost_no_request(start_router: StartRout
         assert stream.ids == ids
 
 
-async def test_bad_luck_is_not_poison(start_router: StartRouter) -> None:
-    """A stream that comes further on each group may lose any number of them: only losses in a row count."""
+async def test_losses_with_tokens_in_between_are_not_poison(start_router: StartRouter) -> None:
+    """A stream that gets tokens from each group may lose any number of groups: only losses in a row count."""
     _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=3) for name in "abcdef"}
     router = await start_router(*groups.values())
@@ -174,15 +174,15 @@ async def test_bad_luck_is_not_poison(start_router: StartRouter) -> None:
     assert stream.ids == ids
 
 
-async def test_groups_that_are_taken_away_are_no_sign_of_poison(start_router: StartRouter) -> None:
-    """A request that has not been answered at all outlives any number of groups that were drained and then ended."""
+async def test_drained_groups_are_no_sign_of_poison(start_router: StartRouter) -> None:
+    """A request without output survives any number of groups that are drained and then removed."""
     _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=0) for name in "abcde"}
     router = await start_router(*groups.values())
     stream = Stream(router, ask())
     name = (await stream.read()).started.group
     while len(groups) > 1:
-        there = {link.name: link.endpoint for link in router.server.groups.connections}
+        there = {connection.name: connection.endpoint for connection in router.server.groups.connections}
         await router.server.set_groups(
             [replace(there[name], state="draining"), *(there[g] for g in groups if g != name)]
         )
@@ -195,7 +195,7 @@ async def test_groups_that_are_taken_away_are_no_sign_of_poison(start_router: St
 
 
 async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
-    """The groups that have the request by now."""
+    """The groups that have received the request; waits for the first."""
     tasks = [asyncio.ensure_future(group.until(partial(_has_submits, group))) for group in groups.values()]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -225,7 +225,7 @@ async def test_streams_move_only_among_equals(start_router: StartRouter) -> None
 
 
 async def test_a_group_that_is_too_small_is_not_moved_to(start_router: StartRouter) -> None:
-    """A stream in its middle is not refused for its size: it waits for a group that holds it."""
+    """A running stream is not refused for its size: it waits for a group that can hold it."""
     large, small = FakeGroup("a", hold_after=3), FakeGroup("b", num_blocks=2)
     _, ids = await undisturbed(start_router, ask())
     router = await start_router(large, small)
@@ -241,7 +241,7 @@ async def test_a_group_that_is_too_small_is_not_moved_to(start_router: StartRout
 
 
 async def test_a_silent_group_is_lost(start_router: StartRouter) -> None:
-    """A group that keeps its connection and says nothing is treated as dead, and its streams move."""
+    """A group that keeps its connection and sends nothing counts as lost, and its streams move."""
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
     router = await start_router(*groups.values(), silence_seconds=1.5)
     stream = Stream(router, ask())
@@ -264,15 +264,15 @@ async def _beat(group: FakeGroup) -> None:
         await asyncio.sleep(0.2)
 
 
-async def test_a_group_taken_away_fails_over_at_once(start_router: StartRouter) -> None:
-    """The supervisor's word is enough: its streams move before the connection breaks, and come back under a new one."""
+async def test_streams_of_a_group_reported_lost_move_at_once(start_router: StartRouter) -> None:
+    """When the supervisor reports a group as lost, its streams move before the connection breaks."""
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
     router = await start_router(*groups.values())
     stream = Stream(router, ask())
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     second.go()
-    addresses = [link.endpoint for link in router.server.groups.connections]
+    addresses = [connection.endpoint for connection in router.server.groups.connections]
     lost = [replace(a, state="lost", reason="rank 1 died") if a.name == first.name else a for a in addresses]
     await router.server.set_groups(lost)
     final = await stream.finish()

@@ -1,4 +1,4 @@
-"""The queue is fair by weight, keeps priorities, starves nobody, and is bounded."""
+"""FairQueue: shares follow weights, priorities are kept, no request starves, and the size is bounded."""
 
 import math
 import random
@@ -42,8 +42,8 @@ class Queue(FairQueue[Waiting]):
 
 @pytest.mark.parametrize("flood", [1, 10])
 def test_shares_follow_weights_under_a_flood(flood: int) -> None:
-    """While both always wait, tokens served divide by weight, however many of one wait and however long each is, also
-    when the guess of what a request takes is wrong."""
+    """While both tenants wait, served tokens are divided by weight, for any number and length of requests, also if the
+    estimates are wrong."""
     rng = random.Random(flood)
     queue = Queue(10_000)
     served = {"heavy": 0, "light": 0}
@@ -69,8 +69,8 @@ def test_shares_follow_weights_under_a_flood(flood: int) -> None:
     assert served["heavy"] / sum(served.values()) == pytest.approx(0.75, rel=0.1)
 
 
-def test_a_pause_saves_nothing_up() -> None:
-    """A tenant that was away while another was served does not then have everything until it has caught up."""
+def test_a_tenant_saves_up_no_credit_in_a_pause() -> None:
+    """A tenant that returns from a pause gets its share, and not everything until it has caught up."""
     queue = Queue(1000)
     even = Tenant("even")
     for _ in range(100):
@@ -83,8 +83,9 @@ def test_a_pause_saves_nothing_up() -> None:
     assert 15 <= taken.count("even") <= 25
 
 
-def test_the_urgent_go_first_and_the_others_still_go() -> None:
-    """Lower priorities go first; of a few one is the oldest, so that a flood of urgent ones starves nobody."""
+def test_urgent_requests_go_first_and_no_priority_starves() -> None:
+    """Lower priority values go first. One of eight requests is taken whatever its priority, so that a flood of urgent
+    ones starves none."""
     queue = Queue(1000)
     queue.put(9, LIGHT, priority=9)
     for priority in (2, 1, 0, 2, 1, 0):
@@ -98,8 +99,8 @@ def test_the_urgent_go_first_and_the_others_still_go() -> None:
 
 
 def test_the_first_due_of_a_tenant_is_next() -> None:
-    """Among one tenant's of one priority whoever is due first goes first, and of those due together the oldest; others'
-    shares stay what they are."""
+    """Among one tenant's requests of one priority the one that is due first is next; equal due times go in order of
+    age."""
     queue = Queue(1000)
     for name, due in (("long", 30.0), ("short", 5.0), ("short too", 5.0), ("late", 40.0)):
         queue.put(name, LIGHT, due=due)
@@ -111,14 +112,14 @@ def test_the_first_due_of_a_tenant_is_next() -> None:
     assert queue.remove(queue.put("dropped", LIGHT, due=1.0))
     following, oldest = queue.peek(), queue.oldest()
     assert following is not None and following.name == "short"
-    assert oldest is not None and oldest.name == "long", "who waits longest is not who is next"
+    assert oldest is not None and oldest.name == "long", "the oldest request is not the next one"
     assert [queue.take() for _ in range(4)] == ["short", "short too", "long", "late"]
     assert queue.oldest() is None
 
 
-def test_who_fills_the_queue_gives_way() -> None:
-    """A full queue takes in a tenant that has little in it, at the cost of whoever has most for its weight; it takes
-    no more of the latter, but for what is more urgent."""
+def test_a_full_queue_displaces_the_tenant_with_the_most_requests() -> None:
+    """A full queue accepts a request of a tenant with few requests in place of one of the tenant with the most per
+    weight. That tenant itself gets in only with a more urgent request."""
     queue = Queue(4)
     a, b, c, d = (queue.put(name, LIGHT) for name in "abcd")
     assert not queue.has_room(LIGHT, 0)
@@ -131,9 +132,9 @@ def test_who_fills_the_queue_gives_way() -> None:
     assert len(queue) == 3
 
 
-def test_blocked_classes_are_passed_over_and_keep_their_place() -> None:
-    """While no group has room for one tenant's the other's are taken; then those that waited are first, and were not
-    charged meanwhile. Their own order, and their priorities, stay."""
+def test_blocked_classes_are_skipped_and_keep_their_place() -> None:
+    """While one tenant's class is blocked the other tenant's requests are taken. Then the skipped ones are first, were
+    not charged, and keep their order and priorities."""
     queue = Queue(1000)
     even = Tenant("even")
     for number in range(3):
@@ -151,8 +152,8 @@ def test_blocked_classes_are_passed_over_and_keep_their_place() -> None:
 
 
 def test_a_returning_tenant_does_not_start_at_a_blocked_tenants_virtual_time() -> None:
-    """While one tenant's are blocked its virtual time stands still: a third tenant that comes begins beside the one
-    that was served meanwhile, and does not have everything until it has caught up."""
+    """A tenant's virtual time stands still while its requests are blocked. A third tenant that comes then starts at the
+    virtual time of the tenant that is served, and gets only its share."""
     queue = Queue(1000)
     queue.put("long", HEAVY, scheduling_class="large")
     for _ in range(200):
@@ -206,7 +207,7 @@ class AnyCalls(RuleBasedStateMachine):
         bounded=st.booleans(),
     )
     def put(self, tenant: Tenant, priority: int, tokens: int, due: float, scheduling_class: str, bounded: bool) -> None:
-        """Whoever is taken in waits, whoever is displaced does not."""
+        """An accepted request waits, a displaced one does not."""
         self.made += 1
         entry = Waiting(
             name=self.made,
@@ -228,8 +229,8 @@ class AnyCalls(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(took=st.integers(0, 200), blocked=st.sets(CLASSES))
     def take(self, took: int, blocked: set[str]) -> None:
-        """Who is next of those that are not blocked is who is taken, once, and nobody of them of the same tenant and
-        priority was due before. All are blocked, or somebody is next."""
+        """`pop` takes the request that `peek` returns, of a class that is not blocked; no other of its tenant and
+        priority is due before."""
         rivals = [entry for entry in self.waiting if entry.scheduling_class not in blocked]
         expected = self.queue.peek(blocked)
         assert (expected is None) == (not rivals)
@@ -248,14 +249,14 @@ class AnyCalls(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """Whoever leaves is gone."""
+        """A removed request no longer waits."""
         entry = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
         assert self.queue.remove(entry)
         assert not self.queue.remove(entry)
 
     @rule(scheduling_class=st.lists(CLASSES, min_size=1))
     def reclassify(self, scheduling_class: list[str]) -> None:
-        """Classes change, places do not."""
+        """The classes change, the order does not."""
 
         before = self.queue.peek()
         self.queue.reclassify(lambda entry: scheduling_class[entry.id % len(scheduling_class)])
@@ -263,7 +264,7 @@ class AnyCalls(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        """It holds what it was given."""
+        """The queue contains the waiting requests."""
         self.queue.check()
         assert len(self.queue) == len(self.waiting)
 

@@ -76,7 +76,7 @@ async def test_a_missing_seed_is_drawn_and_sent(start_router: StartRouter) -> No
 
 
 async def test_a_retention_reaches_the_group(start_router: StartRouter) -> None:
-    """A retention goes to the group with its time filled in, and none where none was asked for."""
+    """A retention is sent to the group with its time filled in; a request without one has none."""
     group = FakeGroup()
     router = await start_router(group)
     await router.generation.Generate(GenerateRequest(text="a fox", retention=Retention(priority=7)))
@@ -191,7 +191,7 @@ async def test_a_resume_that_holds_the_stop_string_is_over(start_router: StartRo
 
 
 async def test_cancel_reaches_the_group(start_router: StartRouter) -> None:
-    """A client that cancels frees what the group holds."""
+    """When a client cancels, the group is told to abort."""
     group = FakeGroup(hold_after=3)
     router = await start_router(group)
     call = router.generation.GenerateStream(ask())
@@ -217,7 +217,7 @@ async def test_a_deadline_reaches_the_group(start_router: StartRouter) -> None:
 
 
 async def test_a_disconnect_reaches_the_group(start_router: StartRouter) -> None:
-    """A client whose connection goes away frees what the group holds."""
+    """When a client's connection breaks, the group is told to abort."""
     group = FakeGroup(hold_after=3)
     router = await start_router(group)
     call = router.generation.GenerateStream(ask())
@@ -228,7 +228,7 @@ async def test_a_disconnect_reaches_the_group(start_router: StartRouter) -> None
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_deltas(start_router: StartRouter) -> None:
-    """Tokens that wait for a reader come together."""
+    """Tokens that wait for a reader are delivered together."""
     group = FakeGroup(hold_after=1)
     router = await start_router(group)
     events = router.server.generation.generate_stream(ask(max_tokens=100))
@@ -237,9 +237,9 @@ async def test_a_slow_reader_gets_fewer_and_larger_deltas(start_router: StartRou
     group.go()
     await group.until(lambda: group.sent == 100)  # the reader is away until all have come
     group.report(waiting=1)
-    (link,) = router.server.groups.connections
+    (connection,) = router.server.groups.connections
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while link.load.last.status.waiting != 1:  # which came behind them
+        while connection.load.last.status.waiting != 1:  # which came behind them
             await router.admin.Status(StatusRequest())
     sizes = [len(event.delta.token_ids) async for event in events if event.HasField("delta")]
     assert sum(sizes) == 99 and len(sizes) < 20

@@ -1,4 +1,4 @@
-"""A request that ends groups: two that end by themselves are enough, and who was beside it is answered all the same."""
+"""Poison requests end to end: two crashes in a row refuse a request, and the requests beside it are answered."""
 
 import asyncio
 import logging
@@ -27,27 +27,25 @@ LIFECYCLE = RequestLifecycle(RequestMetrics(CollectorRegistry()))
 CRASH = "rank 0: RuntimeError: an illegal memory access"
 
 
-def poisonous() -> GenerateRequest:
+def poison_request() -> GenerateRequest:
     return GenerateRequest(token_ids=TokenIds(ids=[POISON]), sampling=ask().sampling)
 
 
 async def refusal(asking: "asyncio.Future[GenerateResponse]") -> str:
-    """Why it is refused as poison."""
+    """The details of the ABORTED status."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await asking
     assert refused.value.code() is grpc.StatusCode.ABORTED
     return refused.value.details() or ""
 
 
-async def test_two_groups_that_end_by_themselves_are_enough(
-    start_router: StartRouter, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A request that ends two groups in a row, as their last words say, is refused; no third one sees it. It has moved
-    once, says the log."""
+async def test_two_crashes_refuse_a_request(start_router: StartRouter, caplog: pytest.LogCaptureFixture) -> None:
+    """A request that crashes two groups in a row, as their failure notices say, is refused, and no third group gets it.
+    The log counts one move."""
     caplog.set_level(logging.INFO)
     groups = [FakeGroup(name, poison=POISON, failure_notice=CRASH) for name in ("a", "b", "c")]
     router = await start_router(*groups)
-    said = await refusal(asyncio.ensure_future(router.generation.Generate(poisonous())))
+    said = await refusal(asyncio.ensure_future(router.generation.Generate(poison_request())))
     assert "2 groups in a row ended by themselves" in said and CRASH in said
     assert sorted(len(group.submits) for group in groups) == [0, 1, 1]
     (ended,) = [record for record in caplog.records if record.message == "request ended"]
@@ -55,20 +53,20 @@ async def test_two_groups_that_end_by_themselves_are_enough(
 
 
 @pytest.mark.parametrize(("crash", "sent"), [("rank 0: Segmentation fault", 2), ("", 3)], ids=["crash", "killed"])
-async def test_what_the_supervisor_learns_a_moment_later_counts(
+async def test_a_cause_that_the_supervisor_reports_later_counts(
     start_router: StartRouter, crash: str, sent: int
 ) -> None:
-    """Groups that end without a word, as in a segmentation fault: the request waits for what the next incarnations
-    find, and is refused then; where those were ended from outside it takes a third."""
+    """Groups end without a failure notice, as in a segmentation fault: the request waits for the causes that the
+    supervisor reports, and is refused if both crashed. If they were killed, a third loss is needed."""
     groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
     router = await start_router(*groups, cause_wait_seconds=60.0)
-    addresses = {link.name: link.endpoint for link in router.server.groups.connections}
+    addresses = {connection.name: connection.endpoint for connection in router.server.groups.connections}
     asking = asyncio.ensure_future(router.generation.Generate(ask()))
     lost: list[FakeGroup] = []
     while len(lost) < sent:
         lost.append(await next_to_receive([group for group in groups if group not in lost]))
         if len(lost) > 1:
-            assert not asking.done(), "it waits to learn how they ended"
+            assert not asking.done(), "the request waits for the causes of the losses"
             for group in lost:
                 ended = replace(addresses[group.name], state="lost", incarnation=1, previous_crash=crash)
                 addresses[group.name] = ended
@@ -79,7 +77,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(
 
 
 async def next_to_receive(groups: list[FakeGroup]) -> FakeGroup:
-    """Of groups that have received nothing, the first that does."""
+    """Waits for the first of `groups` that receives a request, and returns it."""
     waits = [asyncio.ensure_future(group.until(partial(_has_submits, group))) for group in groups]
     done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in pending:
@@ -88,29 +86,29 @@ async def next_to_receive(groups: list[FakeGroup]) -> FakeGroup:
 
 
 @pytest.mark.parametrize("failure_notice", [CRASH, ""], ids=["known", "unknown"])
-async def test_who_was_beside_a_poisonous_request_is_answered(start_router: StartRouter, failure_notice: str) -> None:
-    """Of the requests on the lost groups only the one that ended them is refused: the second group is enough where
-    each says that it ends by itself, else it takes a third, on which it runs apart."""
+async def test_requests_beside_a_poison_request_are_answered(start_router: StartRouter, failure_notice: str) -> None:
+    """Of the requests on the lost groups only the poison one is refused: at the second loss if the groups send failure
+    notices, else at a third, on a group where it runs alone."""
     groups = [FakeGroup(name, hold_after=0, poison=POISON, failure_notice=failure_notice) for name in ("a", "b")]
     router = await start_router(*groups)
     _, ids = await undisturbed(start_router, ask())
-    innocent = [Stream(router, ask()) for _ in range(12)]  # some on either
-    for stream in innocent:
+    others = [Stream(router, ask()) for _ in range(12)]  # on both groups
+    for stream in others:
         await stream.read()
-    asking = asyncio.ensure_future(router.generation.Generate(poisonous()))
+    asking = asyncio.ensure_future(router.generation.Generate(poison_request()))
     for group in groups:
         group.go()
     assert ("by themselves" in await refusal(asking)) == bool(failure_notice)
-    for stream in innocent:
+    for stream in others:
         await stream.finish()
         assert stream.ids == ids
     tries = sum(list(submit.prompt_token_ids) == [POISON] for group in groups for submit in group.submits)
     assert tries == (2 if failure_notice else 3)
 
 
-async def test_streams_that_had_come_far_go_first(start_router: StartRouter) -> None:
-    """After a crash its suspects run one after the other: those that had been answered before the one that had not, so
-    that they are answered again before it ends the next group."""
+async def test_streams_with_tokens_continue_before_a_suspect_without(start_router: StartRouter) -> None:
+    """After a crash, streams that had tokens continue before the request that had none, so that they get tokens again
+    before it crashes the next group."""
     group = FakeGroup(hold_after=3, failure_notice=CRASH, poison=POISON)
     _, ids = await undisturbed(start_router, ask())
     router = await start_router(group)
@@ -118,8 +116,8 @@ async def test_streams_that_had_come_far_go_first(start_router: StartRouter) -> 
     for stream in streams:
         while len(stream.ids[0]) < 3:
             await stream.read()
-    asking = asyncio.ensure_future(router.generation.Generate(poisonous()))
-    await group.until(lambda: len(group.submits) == 7)  # of those that were six one is back, and stands still
+    asking = asyncio.ensure_future(router.generation.Generate(poison_request()))
+    await group.until(lambda: len(group.submits) == 7)  # one of the six is on the group again, and holds
     group.go()
     assert "2 groups in a row" in await refusal(asking)
     again = [list(submit.prompt_token_ids) == [POISON] for submit in group.submits[6:12]]
@@ -129,8 +127,9 @@ async def test_streams_that_had_come_far_go_first(start_router: StartRouter) -> 
         assert stream.ids == ids
 
 
-async def test_a_suspect_that_comes_back_into_the_line_is_one_still(start_router: StartRouter) -> None:
-    """A full group refuses what another one's end has made suspect: sent from the line, it is as suspect as before."""
+async def test_a_suspect_that_is_queued_stays_a_suspect(start_router: StartRouter) -> None:
+    """A full group refuses a request that the crash of another group has made a suspect. Sent from the queue, the
+    request is as suspect as before."""
     group, full = FakeGroup("a", hold_after=0), FakeGroup("b", refuse=(8, "full"))
     router = await start_router(group, full)
     _, ids = await undisturbed(start_router, ask())
@@ -139,25 +138,26 @@ async def test_a_suspect_that_comes_back_into_the_line_is_one_still(start_router
     group.crash(CRASH)
     await group.until(lambda: len(group.submits) == 2)
     assert full.submits
-    link = router.server.groups.find_connection("a")
-    assert link is not None and link.submissions.suspicion == 2
+    connection = router.server.groups.find_connection("a")
+    assert connection is not None and connection.submissions.suspicion == 2
     group.go()
     await stream.finish()
     assert stream.ids == ids
 
 
-async def test_who_leaves_as_its_turn_comes_holds_nobody_up(start_router: StartRouter) -> None:
-    """Of suspects that wait for a group the first is cancelled just as there is a place: the next one gets it."""
+async def test_a_cancelled_suspect_delays_no_other(start_router: StartRouter) -> None:
+    """Two suspects wait for a group. The first is cancelled at the moment when the group is free: the second gets the
+    group."""
     group = FakeGroup(hold_after=0)
     dispatcher = (await start_router(group)).server.dispatcher
 
-    def place(delivered: int) -> "asyncio.Task[Submission]":
+    def place() -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        attempt = Attempt(request, LIFECYCLE, 1, {0: [9] * delivered}, suspicion=2)
+        attempt = Attempt(request, LIFECYCLE, 1, suspicion=2)
         return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
-    there = await place(0)
-    waits, first = place(1), place(2)
+    there = await place()
+    first, waits = place(), place()
     await group.until(lambda: len(group.submits) == 1)  # by then both wait
     assert not waits.done() and not first.done()
     there.close(finished=False)
@@ -167,9 +167,9 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(start_router: StartR
     assert first.cancelled()
 
 
-async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(start_router: StartRouter) -> None:
-    """Groups that differ in their KV elements alone have turns of their own: who waits for one of them leaves the other
-    to those that had begun there."""
+async def test_suspects_of_different_kinds_of_groups_do_not_delay_each_other(start_router: StartRouter) -> None:
+    """Suspects wait separately for groups that differ only in their KV dtype: a suspect that waits for one kind does
+    not delay a suspect of the other."""
     one = FakeGroup("a", hold_after=0)
     model = GetModelResponse()
     model.CopyFrom(one.model)
@@ -191,8 +191,8 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(sta
     assert (await waits).group == "a"
 
 
-async def test_a_suspect_that_fits_no_group_holds_nobody_up(start_router: StartRouter) -> None:
-    """A suspect that is too large for every group that serves waits for one; a smaller one goes on meanwhile."""
+async def test_a_suspect_that_fits_no_group_delays_no_other(start_router: StartRouter) -> None:
+    """A suspect that no serving group can hold waits; a smaller suspect runs meanwhile."""
     small = FakeGroup("a", hold_after=0, num_blocks=8)
     dispatcher = (await start_router(small)).server.dispatcher
 
@@ -205,12 +205,12 @@ async def test_a_suspect_that_fits_no_group_holds_nobody_up(start_router: StartR
     large, next_one = place(100, 0.05), place(20, 10.0)
     there.close(finished=False)
     assert (await next_one).group == "a"
-    with pytest.raises(Unavailable, match="none that could go on with it is serving"):
+    with pytest.raises(Unavailable, match="no group that could continue it is serving"):
         await large
 
 
-async def test_who_had_not_begun_has_no_part_in_it(start_router: StartRouter) -> None:
-    """A group that ends names the requests that only waited there: those are no suspects, and run together at once."""
+async def test_unstarted_requests_are_no_suspects(start_router: StartRouter) -> None:
+    """A failure notice names the requests that had not started: they are no suspects, and run together at once."""
     group = FakeGroup(hold_after=0)
     router = await start_router(group)
     streams = [Stream(router, ask()) for _ in range(6)]

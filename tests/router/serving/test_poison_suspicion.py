@@ -1,4 +1,4 @@
-"""What lost groups say of a request, as pure decisions."""
+"""PoisonSuspicion: which losses make a request a suspect, and which refuse it."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ def loss(cause: FailureCause) -> GroupFailure:
 
 
 def suspected(*causes: FailureCause, was_only_suspect: bool = True) -> PoisonSuspicion:
-    """After such losses in a row."""
+    """The suspicion after losses with these causes in a row."""
     made = PoisonSuspicion()
     for cause in causes:
         made.record_loss(GroupLost(loss(cause), was_only_suspect=was_only_suspect))
@@ -37,16 +37,17 @@ def suspected(*causes: FailureCause, was_only_suspect: bool = True) -> PoisonSus
     ],
     ids=str,
 )
-def test_two_crashes_are_evidence_and_three_losses_are(
+def test_two_crashes_or_three_losses_refuse_a_request(
     causes: tuple[FailureCause, ...], level: int, refused: bool
 ) -> None:
-    """Two groups that end by themselves, or three lost in any way, refuse a request; what was wanted is no sign."""
+    """Two crashes in a row, or three losses of any cause, refuse a request; planned losses do not count."""
     suspicion = suspected(*causes)
     assert (suspicion.level, bool(suspicion.refusal)) == (level, refused)
 
 
-def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
-    """What was twice beside another suspect goes on, by itself; the next loss, alone, is held against it."""
+def test_a_loss_beside_another_suspect_refuses_no_request() -> None:
+    """A request that has lost groups beside another suspect is not refused, but runs alone. The next loss, alone,
+    refuses it."""
     suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, was_only_suspect=False)
     assert not suspicion.refusal and suspicion.level == 2
     suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
@@ -54,7 +55,7 @@ def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
 
 
 def test_a_cause_that_becomes_known_later_counts() -> None:
-    """Two losses of unknown cause are none too many until it is known that both groups ended by themselves."""
+    """Two losses of unknown cause do not refuse a request until both are known to be crashes."""
     failures = GroupFailures()
     suspicion = PoisonSuspicion()
     for name in ("a", "b"):
@@ -70,12 +71,13 @@ def test_a_cause_that_becomes_known_later_counts() -> None:
     assert suspicion.refusal == (  # type: ignore[comparison-overlap]
         "2 groups in a row ended by themselves while they ran this request (rank 0: Segmentation fault)"
     )
-    failures.record_cause("b", 3, "")  # said again, or by a supervisor that knows less
+    failures.record_cause("b", 3, "")  # reported twice
     assert failures.counts == {FailureCause.UNKNOWN: 2} and failures.explained == {FailureCause.CRASH: 2}
 
 
-def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
-    """How a group ends is no sign against what had lost it before while it lived on: that may stay unknown."""
+def test_the_end_of_an_incarnation_explains_only_its_last_loss() -> None:
+    """How an incarnation ends explains only its last loss. The cause of an earlier loss, after which it has attached
+    again, may stay unknown."""
     failures = GroupFailures()
     suspicion = suspected(FailureCause.CRASH)
     suspicion.record_loss(
@@ -87,15 +89,15 @@ def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
 
 
 def test_progress_clears_a_request() -> None:
-    """After a word of an answer two crashes are not in a row; after many none is remembered. A request that gets a
-    little further on each group it ends is refused at the third."""
+    """After one token of an answer two crashes are not in a row; after 64 tokens no loss counts. A request that gets a
+    few tokens from each group that it crashes is refused at the third."""
     suspicion = suspected(FailureCause.CRASH)
     suspicion.record_answer(1)
     assert suspicion.level == 0 and suspicion
     suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert not suspicion.refusal
     suspicion.record_answer(1)
-    assert suspicion.level == 2, "it runs apart until it has come far"
+    assert suspicion.level == 2, "it runs alone until it has 64 tokens"
     suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert suspicion.refusal
     suspicion.record_answer(100)
@@ -103,8 +105,8 @@ def test_progress_clears_a_request() -> None:
 
 
 def test_what_becomes_known_after_an_answer_counts() -> None:
-    """A request that gets a little further on each group which it faults is refused at the third, though how the first
-    two had ended became known only when it was being answered again; had they been killed, it would go on."""
+    """A request that gets a few tokens from each group that it crashes is refused at the third, also if the causes of
+    the first two became known only after the tokens. If the groups were killed, it continues."""
     for crash in ("rank 0: Segmentation fault", ""):
         failures, suspicion = GroupFailures(), PoisonSuspicion()
         for name in ("a", "b"):
@@ -113,7 +115,7 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
                     failures.record_loss(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), was_only_suspect=True
                 )
             )
-            assert not suspicion.undecided, "it goes on whatever the cause was"
+            assert not suspicion.undecided, "one loss refuses no request, whatever its cause"
             suspicion.record_answer(5)
             failures.record_cause(name, 0, crash)
         assert suspicion.level == (2 if crash else 0)
@@ -125,9 +127,9 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
         assert not suspicion.undecided
 
 
-def test_only_what_decides_is_waited_for() -> None:
-    """Of two losses in a row nothing is to be learned once one is known to have been killed, nor of those that were
-    shared with another suspect; what was answered far is not held against a request, whatever becomes known."""
+def test_only_causes_that_decide_are_waited_for() -> None:
+    """No cause decides if the last loss was shared with another suspect, or if one of two losses in a row is known to
+    be a kill. Losses before 64 tokens of an answer decide nothing."""
     failures, suspicion = GroupFailures(), PoisonSuspicion()
     first, second = (failures.record_loss(name, 0, "lost", FailureCause.UNKNOWN) for name in ("a", "b"))
     suspicion.record_loss(GroupLost(first, was_only_suspect=True))
@@ -144,9 +146,9 @@ def test_only_what_decides_is_waited_for() -> None:
     assert not suspicion.undecided and not suspicion.refusal
 
 
-def test_streams_that_were_being_answered_need_not_run_apart() -> None:
-    """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
-    having got anything there does from then on, and is refused if it was the only suspect there."""
+def test_streams_with_tokens_may_share_a_group() -> None:
+    """After a crash only a request without tokens runs alone. A stream that loses the next group before it got a token
+    there runs alone from then on, and is refused if it was the only suspect."""
     suspicion = PoisonSuspicion()
     suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True), answered=True)
     assert suspicion.level == 1 and not suspicion.refusal
@@ -156,14 +158,14 @@ def test_streams_that_were_being_answered_need_not_run_apart() -> None:
     assert suspicion.level == 2 and not suspicion.refusal
     other.record_answer(3)
     other.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=False), answered=True)
-    assert other.level == 1 and not other.refusal, "it was answered in between: it ended neither"
+    assert other.level == 1 and not other.refusal, "it got tokens in between"
     suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
     assert suspicion.refusal
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.sampled_from("ab"), st.booleans()), max_size=30))
-def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) -> None:
-    """Whoever comes and goes: beside a request that is very suspect there is no other suspect."""
+def test_a_suspect_of_level_2_runs_alone(requests: list[tuple[int, str, bool]]) -> None:
+    """For any arrivals and ends, a request of level 2 shares a group with no other suspect."""
     groups: dict[str, list[int]] = {"a": [], "b": []}
     for level, preferred, leaves in requests:
         free = groups_for_suspect(level, [(name, max(there, default=0)) for name, there in groups.items()])
@@ -174,7 +176,7 @@ def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) 
             groups[preferred].clear()
 
 
-def test_few_are_together_on_two_lost_groups() -> None:
-    """One that is a little suspect runs alone where it can, else beside others that are as little so."""
+def test_suspects_of_level_1_share_a_group_only_if_none_is_free() -> None:
+    """A request of level 1 gets a group without suspects if there is one, else one with suspects of level 1."""
     assert groups_for_suspect(1, [("a", 1), ("b", 0), ("c", 2)]) == ["b"]
     assert groups_for_suspect(1, [("a", 1), ("c", 2)]) == ["a"] and groups_for_suspect(2, [("a", 1), ("c", 2)]) == []

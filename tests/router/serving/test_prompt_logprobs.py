@@ -1,4 +1,4 @@
-"""A prompt's log-probabilities: parts in order, each once, whoever computes them."""
+"""Prompt log-probabilities: parts in order, each delivered once, from any number of groups."""
 
 import asyncio
 from functools import partial
@@ -33,7 +33,7 @@ async def test_a_prompts_logprobs_come_as_they_are_computed(start_router: StartR
 
 
 async def test_parts_of_a_prompts_logprobs_are_not_repeated(start_router: StartRouter) -> None:
-    """A group that dies while it computes the prompt: the next one's parts go on behind what was passed on."""
+    """A group dies while it computes the prompt: the parts of the next group continue after the delivered ones."""
     groups = {name: FakeGroup(name, chunk=3, score_at_most=6) for name in ("a", "b")}
     router = await start_router(*groups.values())
     sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
@@ -53,8 +53,9 @@ async def test_parts_of_a_prompts_logprobs_are_not_repeated(start_router: StartR
     ]  # fmt: skip
 
 
-async def test_repeated_parts_are_no_delivery(start_router: StartRouter) -> None:
-    """A request that ends groups at the same place of its prompt is poisonous, whatever they sent before that."""
+async def test_repeated_parts_do_not_count_as_an_answer(start_router: StartRouter) -> None:
+    """A request that loses groups at the same place of its prompt is refused as poison: parts that the client has are
+    no answer."""
     groups = {name: FakeGroup(name, chunk=3, score_at_most=6) for name in ("a", "b")}
     router = await start_router(*groups.values())
     sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
@@ -64,7 +65,7 @@ async def test_repeated_parts_are_no_delivery(start_router: StartRouter) -> None
     await stream.read()
     await stream.read()
     await first.kill()
-    for times in (1, 2):  # the second time it is there alone
+    for times in (1, 2):  # the second time it is the only suspect
         await second.until(partial(_has_submitted, second, times))
         second.hang_up()
     async with asyncio.timeout(MAX_WAIT_SECONDS):

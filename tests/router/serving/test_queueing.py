@@ -1,5 +1,5 @@
-"""The admission queue end to end: requests are sent in fair order, once there is room, and never after their client has
-gone."""
+"""The admission queue end to end: requests are sent in fair order once there is room, and never after their client has
+disconnected."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ FULL = 1000
 
 
 def ask(first: int, priority: int = 0) -> GenerateRequest:
-    """A request that is known by its first token."""
+    """A request that the group identifies by its first token, `first`."""
     return GenerateRequest(
         token_ids=TokenIds(ids=[first, 5, 6]), sampling=SamplingParams(max_tokens=2, seed=1), priority=priority
     )
@@ -35,7 +35,7 @@ def ask(first: int, priority: int = 0) -> GenerateRequest:
 def send(
     router: RouterUnderTest, message: GenerateRequest, tenant: Tenant = ANONYMOUS
 ) -> "asyncio.Task[GenerateResponse]":
-    """On its way."""
+    """Starts a request."""
     return asyncio.create_task(router.server.generation.generate(message, CallOptions(tenant=tenant)))
 
 
@@ -48,25 +48,25 @@ async def waiting(router: RouterUnderTest, count: int) -> None:
 
 
 def full_group(name: str = "g0", **settings: object) -> FakeGroup:
-    """One whose own queue is long."""
+    """A group that reports a long queue."""
     group = FakeGroup(name, **settings)  # type: ignore[arg-type]  # by name
     group.load.status.waiting = FULL
     return group
 
 
 async def open_full(start_router: StartRouter, group: FakeGroup, **settings: object) -> RouterUnderTest:
-    """A router that has heard that its group is full."""
+    """A router that knows that its group is full."""
     router = await start_router(group, **settings)
-    link = router.server.groups.find_connection(group.name)
+    connection = router.server.groups.find_connection(group.name)
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while link is None or link.load.has_room:
+        while connection is None or connection.load.has_room:
             await router.admin.Status(StatusRequest())
     return router
 
 
 async def test_tenants_share_a_full_cluster_by_weight(start_router: StartRouter) -> None:
-    """While the groups are full nothing is sent; then a flood of one tenant's gets its share and no more, and the
-    urgent of a tenant go first."""
+    """While the groups are full nothing is sent. Then a flood of one tenant gets only its share, and a tenant's urgent
+    requests go first."""
     group = full_group()
     router = await open_full(start_router, group)
     flood, heavy = Tenant("flood", weight=1), Tenant("heavy", weight=3)
@@ -85,20 +85,20 @@ async def test_tenants_share_a_full_cluster_by_weight(start_router: StartRouter)
     router.server.dispatcher.queue.check()
 
 
-async def test_a_group_is_not_given_more_than_it_can_begin(start_router: StartRouter) -> None:
-    """Without a word from the group the router counts what it has sent, and keeps the rest until something ends."""
+async def test_a_group_gets_no_more_than_it_can_start(start_router: StartRouter) -> None:
+    """Without reports the router counts what it has sent, and keeps the other requests until some have ended."""
     group = FakeGroup(max_num_seqs=4, hold_after=0)
     router = await start_router(group)
     asked = [send(router, ask(100)) for _ in range(20)]
-    await waiting(router, 12)  # four run, four are ready there
+    await waiting(router, 12)  # four run and four wait there
     await group.until(lambda: len(group.submits) == 8)
     group.go()
     await asyncio.gather(*asked)
     assert len(group.submits) == 20
 
 
-async def test_how_long_the_line_is_now_is_told(start_router: StartRouter) -> None:
-    """While somebody waits the status and the metrics say for how long; soon after the queue is empty, zero."""
+async def test_status_and_metrics_have_the_current_queue_time(start_router: StartRouter) -> None:
+    """While a request waits, status and metrics have its waiting time; soon after the queue is empty it is zero."""
     group = full_group()
     router = await open_full(start_router, group)
     assert (await router.admin.Status(StatusRequest())).queue_seconds == 0
@@ -112,13 +112,13 @@ async def test_how_long_the_line_is_now_is_told(start_router: StartRouter) -> No
     assert float(line.split()[1]) > second
     group.report(waiting=0)
     await asked
-    line_now = router.server.dispatcher.queue
-    assert line_now.queue_seconds(asyncio.get_running_loop().time() + 2.0) == 0
+    queue = router.server.dispatcher.queue
+    assert queue.queue_seconds(asyncio.get_running_loop().time() + 2.0) == 0
 
 
 async def test_short_prompts_do_not_wait_for_long_ones(start_router: StartRouter) -> None:
-    """Of one tenant's queued requests, one that came a little later with much less to compute goes first; one that came
-    long after does not: a long prompt is not overtaken for ever."""
+    """Of one tenant's queued requests, a much shorter one that came a little later goes first. One that came long after
+    does not, so no long prompt is overtaken for ever."""
     group = full_group(max_num_seqs=4)
     group.load.status.prefill_tokens_per_second = 1000.0
     router = await open_full(start_router, group)
@@ -129,15 +129,17 @@ async def test_short_prompts_do_not_wait_for_long_ones(start_router: StartRouter
     came = asyncio.get_running_loop().time()
     asked.append(send(router, ask(7)))
     await waiting(router, 2)
-    assert router.server.dispatcher.queue.queue_seconds(came + 60.0) > 60.0, "of the long one, though it is not next"
+    assert router.server.dispatcher.queue.queue_seconds(came + 60.0) > 60.0, (
+        "the time of the long prompt, though it is not next"
+    )
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [7, 100]
     assert due_at(now, 0.2) < due_at(now + 4.1, 0.0)
 
 
-async def test_a_full_line_refuses_at_once(start_router: StartRouter) -> None:
-    """Past the bound a client hears RESOURCE_EXHAUSTED and when to come again; queued requests are served."""
+async def test_a_full_queue_refuses_at_once(start_router: StartRouter) -> None:
+    """Past the limit a client gets RESOURCE_EXHAUSTED and a retry delay; queued requests are served."""
     group = full_group()
     router = await open_full(start_router, group, max_queued=2)
     asked = [send(router, ask(100)) for _ in range(2)]
@@ -155,8 +157,8 @@ async def test_a_full_line_refuses_at_once(start_router: StartRouter) -> None:
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [100, 102]
 
 
-async def test_a_deadline_or_a_cancel_in_line_ends_it_there(start_router: StartRouter) -> None:
-    """What nobody waits for any more is never sent to a group."""
+async def test_a_queued_request_ends_at_its_deadline_or_cancel(start_router: StartRouter) -> None:
+    """A request that its client has given up is never sent to a group."""
     group = full_group()
     router = await open_full(start_router, group)
     late = asyncio.ensure_future(router.generation.Generate(ask(1), timeout=0.2))
@@ -176,8 +178,8 @@ async def test_a_deadline_or_a_cancel_in_line_ends_it_there(start_router: StartR
     assert router.server.traffic.active == 0
 
 
-async def test_those_in_line_outlive_a_group(start_router: StartRouter) -> None:
-    """A group that is killed takes no queued request with it: the next group that comes serves them."""
+async def test_queued_requests_survive_the_loss_of_a_group(start_router: StartRouter) -> None:
+    """A group that is killed takes no queued request with it: the next group serves them."""
     group = full_group()
     router = await open_full(start_router, group)
     asked = [send(router, ask(100)) for _ in range(5)]
@@ -191,8 +193,9 @@ async def test_those_in_line_outlive_a_group(start_router: StartRouter) -> None:
     assert [len(answer.choices[0].token_ids) for answer in answers] == [2] * 5
 
 
-async def test_what_a_full_group_refuses_waits_with_the_router(start_router: StartRouter) -> None:
-    """A group that says RESOURCE_EXHAUSTED is given nothing until its next report, and its client does not notice."""
+async def test_a_request_that_a_full_group_refuses_is_queued(start_router: StartRouter) -> None:
+    """A group that refuses with RESOURCE_EXHAUSTED gets nothing until its next report, and the client does not
+    notice."""
     group = FakeGroup(refuse=(8, "full"))
     router = await start_router(group)
     asked = [send(router, ask(100)) for _ in range(3)]
@@ -205,8 +208,8 @@ async def test_what_a_full_group_refuses_waits_with_the_router(start_router: Sta
     assert len(router.server.dispatcher.queue) == 0
 
 
-async def test_a_limited_tenant_is_told_when_to_come(start_router: StartRouter) -> None:
-    """A tenant past its requests a minute is refused before anything is done for it; others are not."""
+async def test_a_tenant_over_its_rate_limit_gets_a_retry_delay(start_router: StartRouter) -> None:
+    """A tenant over its requests per minute is refused before any work is done; others are not."""
     router = await start_router(FakeGroup())
     limited = Tenant("limited", requests_per_minute=2)
     for _ in range(2):
@@ -218,15 +221,15 @@ async def test_a_limited_tenant_is_told_when_to_come(start_router: StartRouter) 
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_router: StartRouter) -> None:
-    """Where even a first token would come too late the client hears so, and no group hears of it; with time enough the
-    group is told how much there is."""
+    """If even the first token would come too late, the request is refused and not sent. Otherwise the group gets the
+    time that is left."""
     group = FakeGroup()
     group.load.queued_prefill_tokens = 20_480  # ten steps of a second, and yet room for more
     group.load.status.step_seconds, group.load.status.prefill_tokens_per_second = 1.0, 1e6
     router = await start_router(group)
-    link = router.server.groups.find_connection("g0")
+    connection = router.server.groups.find_connection("g0")
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while link is None or not link.load.last.status.step_seconds:
+        while connection is None or not connection.load.last.status.step_seconds:
             await router.admin.Status(StatusRequest())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(ask(1), timeout=6)
@@ -239,29 +242,30 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_router: St
     assert 5000 < timed.seconds_left < 6020 and not patient.HasField("seconds_left")
 
 
-async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(start_router: StartRouter) -> None:
-    """Judged by how fast the queue moves, by the requests that are certainly ahead, and once it has moved a while."""
+async def test_a_request_that_cannot_be_next_in_time_is_refused(start_router: StartRouter) -> None:
+    """The estimate is the number of requests that are certainly ahead, times the mean time between grants. There is
+    none before eight grants."""
     group = full_group(max_num_seqs=4, hold_after=0)
     router = await open_full(start_router, group)
-    line, now = router.server.dispatcher.queue, asyncio.get_running_loop().time
+    queue, now = router.server.dispatcher.queue, asyncio.get_running_loop().time
     anywhere = EligibleGroups.of(router.server.groups.serving())
     asked = [send(router, ask(100)) for _ in range(12)]
     await waiting(router, 12)
-    line.require_room(ANONYMOUS, 0, now() + 80, now() + 80, anywhere)  # it has not moved yet
+    queue.require_room(ANONYMOUS, 0, now() + 80, now() + 80, anywhere)  # no grants yet
     group.report(waiting=0)
-    await waiting(router, 4)  # eight are with the group
-    later = now() + 80  # ten seconds for each that has gone
+    await waiting(router, 4)  # eight were sent
+    later = now() + 80  # ten seconds for each grant
     with pytest.raises(DeadlineExceeded, match="4 requests wait before it, which takes about 4[0-9].* s"):
-        line.require_room(ANONYMOUS, 0, later, later + 15, anywhere)
-    line.require_room(ANONYMOUS, 0, later, later + 30, anywhere)
-    line.require_room(ANONYMOUS, 0, later, None, anywhere)
-    line.require_room(ANONYMOUS, -1, later, later + 1, anywhere)  # more urgent than all that wait
-    line.require_room(Tenant("other"), 0, later, later + 1, anywhere)
+        queue.require_room(ANONYMOUS, 0, later, later + 15, anywhere)
+    queue.require_room(ANONYMOUS, 0, later, later + 30, anywhere)
+    queue.require_room(ANONYMOUS, 0, later, None, anywhere)
+    queue.require_room(ANONYMOUS, -1, later, later + 1, anywhere)  # more urgent than all that wait
+    queue.require_room(Tenant("other"), 0, later, later + 1, anywhere)
     group.go()
     await asyncio.gather(*asked)
 
 
-async def test_who_is_late_in_line_is_not_sent(start_router: StartRouter) -> None:
+async def test_a_queued_request_past_its_deadline_is_not_sent(start_router: StartRouter) -> None:
     """A request whose deadline passed while it waited is refused when there is room; another request gets the room."""
     group = full_group()
     router = await open_full(start_router, group)
@@ -278,16 +282,16 @@ async def test_who_is_late_in_line_is_not_sent(start_router: StartRouter) -> Non
 
 
 def ask_long(first: int, tokens: int = 100) -> GenerateRequest:
-    """One that a group of 32 tokens cannot hold."""
+    """A request that a group of 32 tokens cannot hold."""
     return GenerateRequest(token_ids=TokenIds(ids=[first] * tokens), sampling=SamplingParams(max_tokens=2, seed=1))
 
 
-async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_router: StartRouter) -> None:
-    """While the only group that could hold a long prompt is full, short ones of its own tenant and of others go to
-    another group at once. The long one keeps its place: it is the first to be sent once its group has room."""
+async def test_a_prompt_without_room_delays_no_other(start_router: StartRouter) -> None:
+    """While the only group that can hold a long prompt is full, short prompts of any tenant go to another group at
+    once. The long one keeps its place: it is sent first once its group has room."""
     small, large = FakeGroup("small", num_blocks=8), full_group("large")
     for group in (small, large):
-        group.load.status.prefill_tokens_per_second = 1e9  # so that nobody is due much later for its length
+        group.load.status.prefill_tokens_per_second = 1e9  # so that a long prompt is not due much later
     router = await open_full(start_router, large)
     router.groups.append(small)
     await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
@@ -300,9 +304,9 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
         await send(router, ask(8), one)
     assert [submit.prompt_token_ids[0] for submit in small.submits] == [7, 8] and not long.done()
     small.report(waiting=FULL)
-    link = router.server.groups.find_connection("small")
+    connection = router.server.groups.find_connection("small")
     async with asyncio.timeout(10):
-        while link is None or link.load.has_room:
+        while connection is None or connection.load.has_room:
             await router.admin.Status(StatusRequest())
     asked = [send(router, ask(number), one) for number in (9, 10)]
     await waiting(router, 3)
@@ -313,10 +317,10 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
 
 
 async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(start_router: StartRouter) -> None:
-    """A short and a long prompt wait for the only group there is: when a small one joins, the short one goes there,
-    though the long one came first and must go on waiting."""
+    """A short and a long prompt wait for the only group. When a small group joins, the short one goes there, though the
+    long one came first."""
     large, small = full_group("large"), FakeGroup("small", num_blocks=8)
-    large.load.status.prefill_tokens_per_second = 1e9  # so that the long one is not due much later for its length
+    large.load.status.prefill_tokens_per_second = 1e9  # so that the long prompt is not due much later
     router = await open_full(start_router, large)
     long = send(router, ask_long(100))
     await waiting(router, 1)
@@ -331,20 +335,20 @@ async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(start_rout
     await long
 
 
-async def test_a_deadline_is_not_judged_by_those_that_wait_for_other_groups(start_router: StartRouter) -> None:
-    """Long prompts that wait for the only group that can hold them are not ahead of a short one in any case."""
+async def test_requests_for_other_groups_are_not_ahead(start_router: StartRouter) -> None:
+    """Long prompts that wait for the only group that can hold them do not count as ahead of a short one."""
     small, large = FakeGroup("small", num_blocks=8), full_group("large", max_num_seqs=4, hold_after=0)
     router = await open_full(start_router, large)
     asked = [send(router, ask_long(100)) for _ in range(20)]
     await waiting(router, 20)
     large.report(waiting=0)
-    await waiting(router, 12)  # it has moved
-    line, now = router.server.dispatcher.queue, asyncio.get_running_loop().time() + 100
+    await waiting(router, 12)  # eight grants
+    queue, now = router.server.dispatcher.queue, asyncio.get_running_loop().time() + 100
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
-        line.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
+        queue.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     router.groups.append(small)
     await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
-    line.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
+    queue.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     large.go()
     await asyncio.gather(*asked)

@@ -26,7 +26,7 @@ _MODEL = pb.GetModelResponse(
 
 @asynccontextmanager
 async def plain_socket(address: str) -> AsyncIterator[socket.socket]:
-    """One that takes a few kilobytes and then no more."""
+    """A socket that receives a few kilobytes and then no more."""
     host, _, port = address.rpartition(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -36,15 +36,16 @@ async def plain_socket(address: str) -> AsyncIterator[socket.socket]:
 
 
 async def is_given_up(router: RouterUnderTest, group: FakeGroup) -> None:
-    """The group is told to free its blocks, and the router holds nothing any more."""
+    """Waits until the group is told to abort, and the router has no open request."""
     await group.until(lambda: bool(group.aborts))
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         await router.server.traffic.wait_until_idle()
-    assert all(not len(link.submissions) for link in router.server.groups.connections)
+    assert all(not len(connection.submissions) for connection in router.server.groups.connections)
 
 
 async def test_sse(start_router: StartRouter) -> None:
-    """The connection ends once nothing has been taken for so long, and with it the stream; others go on."""
+    """The connection ends after `slow_reader_seconds` without a read, and the stream with it; other requests are
+    served."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     router = await start_router(group, http_port=0, slow_reader_seconds=1.0)
     body = json.dumps(
@@ -63,7 +64,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _field(name: str, value: str) -> bytes:
-    """Of a header, as HPACK has it in its plainest form."""
+    """A header field in HPACK's plainest form."""
     return b"".join([b"\0", bytes([len(name)]), name.encode(), bytes([len(value)]), value.encode()])
 
 
@@ -87,9 +88,9 @@ def _request() -> pb.GenerateRequest:
     return pb.GenerateRequest(text="the lazy dog", sampling=sampling)
 
 
-@pytest.mark.full  # the same limit as of a gRPC reader that comes back
+@pytest.mark.full  # the next test reaches the same limit
 async def test_grpc_over_a_socket_that_is_not_read(start_router: StartRouter) -> None:
-    """What HTTP/2 lets a server send without being asked for more is all that it gets."""
+    """The client gets no more than the initial window of HTTP/2's flow control; then the stream ends."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     router = await start_router(group, slow_reader_seconds=1.0)
     async with plain_socket(f"127.0.0.1:{router.port}") as client:
@@ -99,8 +100,8 @@ async def test_grpc_over_a_socket_that_is_not_read(start_router: StartRouter) ->
     await router.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
 
 
-async def test_grpc_reader_that_comes_back_is_told(start_router: StartRouter) -> None:
-    """One that reads again gets what had been sent, and then a status that says why there is no more."""
+async def test_grpc_reader_that_reads_again_gets_the_reason(start_router: StartRouter) -> None:
+    """A client that reads again gets the data that was sent, and then a status with the reason."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     router = await start_router(group, slow_reader_seconds=1.0)
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
@@ -116,7 +117,7 @@ async def test_grpc_reader_that_comes_back_is_told(start_router: StartRouter) ->
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, float("inf"), float("nan")])
-def test_patience_has_a_bound(seconds: float) -> None:
-    """A wait that ends at once, or never, is refused."""
+def test_slow_reader_seconds_is_bounded(seconds: float) -> None:
+    """A limit that is too short or infinite is refused."""
     with pytest.raises(InvalidConfig, match="slow_reader_seconds"):
         RouterConfig(model="tiny", slow_reader_seconds=seconds)
