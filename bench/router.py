@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
+from coatcheck.bench.router_cases.group_and_client import byte_tokenizer, run_client, run_group
 from coatcheck.bench.setup.results_file import write_results
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
 from coatcheck.proto.block_hash import block_key, hash_chain

@@ -315,5 +315,9 @@ def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterato
         for way, outputs in ways.items():
             unlike = sum(outputs[key] != cold[key] for key in cold)
             yield Measurement(
-                "deterministic", f"requests {way} unlike themselves alone", error=unlike, target="0", met=unlike == 0
+                "deterministic",
+                f"requests whose output differs {way} from alone",
+                error=unlike,
+                target="0",
+                met=unlike == 0,
             )

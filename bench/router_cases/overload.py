@@ -1,6 +1,6 @@
 """Latency of refusals and answers when clients send twice the requests that a group can serve.
 
-Three processes: a scripted group (a real Worker service in which a request holds one of SEATS slots for a fixed time),
+Three processes: a scripted group (a real Worker service in which a request holds one of SLOTS slots for a fixed time),
 this one with the router, and clients that send at a fixed rate, without waiting for answers.
 
     python bench/router_cases/overload.py [--seconds 20] [--times 2] [--queued 64]
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import typer
 
-from coatcheck.bench.router_cases.front_door import byte_tokenizer
+from coatcheck.bench.router_cases.group_and_client import byte_tokenizer
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
@@ -41,8 +41,8 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 
-SEATS, SERVICE_SECONDS = 16, 0.2
-CAPACITY = SEATS / SERVICE_SECONDS
+SLOTS, SERVICE_SECONDS = 16, 0.2
+CAPACITY = SLOTS / SERVICE_SECONDS
 PROMPT = "a coat check keeps what you hang there " * 40  # 1,560 tokens of the byte tokenizer
 
 
@@ -51,7 +51,7 @@ def _run_group(pipe: Connection) -> None:
         async def Attach(self, requests: object, context: "grpc.aio.ServicerContext[ToGroup, FromGroup]") -> None:
             await context.read()
             model = GetModelResponse(name="m", max_model_len=1 << 20, vocab_size=256, block_size=16)
-            registration = Registration(group="g", epoch="1", model=model, num_blocks=99999, max_num_seqs=SEATS)
+            registration = Registration(group="g", epoch="1", model=model, num_blocks=99999, max_num_seqs=SLOTS)
             await context.write(FromGroup(registration=registration))
             await context.write(FromGroup(snapshot=SnapshotChunk(epoch="1", first=True, last=True)))
             writing = asyncio.Lock()  # one write at a time
@@ -70,7 +70,7 @@ def _run_group(pipe: Connection) -> None:
                 begin()
 
             def begin() -> None:
-                while waiting and len(running) < SEATS:
+                while waiting and len(running) < SLOTS:
                     task = asyncio.create_task(answer(waiting.popleft()))
                     running.add(task)
                     task.add_done_callback(ended)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
+from coatcheck.bench.router_cases.group_and_client import byte_tokenizer, run_client, run_group
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from prometheus_client import CollectorRegistry
 
-from coatcheck.bench.router_cases.front_door import run_group
+from coatcheck.bench.router_cases.group_and_client import run_group
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint

@@ -38,9 +38,7 @@ class SimulatedGroup:
         # The run of equal steps in progress.
         self._began = 0.0
         self._run_steps = 0
-        self._run_prefills: list[
-            tuple[SimulatedRequest, int]
-        ] = []  # the requests in prefill, and prompt tokens of each
+        self._run_prefills: list[tuple[SimulatedRequest, int]] = []  # requests in prefill, and prompt tokens of each
         self._step_seconds = 0.0
         self._changed_at = 0.0
         self._reported = self._observe(0.0)

@@ -77,10 +77,10 @@ class RayNode:
         while "Ray runtime started" not in self._log.read_text():
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a Ray node does not start: {self.said()}")
+                raise TimeoutError(f"a Ray node does not start: {self.log_tail()}")
             time.sleep(0.05)
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """The last lines that `ray start` has printed."""
         return self._log.read_text()[-2000:]
 
@@ -88,8 +88,8 @@ class RayNode:
         """Restart the node if `ray start` gave up on a busy machine. Raise RuntimeError if it ended otherwise."""
         if self.runs():
             return
-        if not any(text in self.said() for text in _GAVE_UP):
-            raise RuntimeError(f"a Ray node ended with {self._process.returncode}: {self.said()}")
+        if not any(text in self.log_tail() for text in _GAVE_UP):
+            raise RuntimeError(f"a Ray node ended with {self._process.returncode}: {self.log_tail()}")
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind
         self._process = self._start()

@@ -46,6 +46,6 @@ class OutlierDetection:
         self._pauses[group] = (pause, now)
         return GroupEjected(
             f"its steps take {slowness:.1f} times as long as they used to, those of the groups beside it "
-            f"{peer_slowness:.1f} times; it is let in again after {pause:g} s, or when no other serves",
+            f"{peer_slowness:.1f} times; it may attach again after {pause:g} s, or when no other group serves",
             pause=pause,
         )

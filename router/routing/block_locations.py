@@ -1,7 +1,7 @@
 """BlockLocations: the set of groups that hold each block, by tier, and the blocks of each group.
 
 The sets of groups serve to match a chain of blocks; the blocks of a group serve to remove the group. A group is a bit,
-as in the prefix index. The prefix index checks epochs and the order of events before.
+as in PrefixIndex, which checks epochs and the order of events before it calls `apply_events`.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class EventProblem(Enum):
     BEFORE_SNAPSHOT = "before_snapshot"  # events count only after the first snapshot
     REPEATED = "repeated"
     GAP = "gap"  # events are missing; a snapshot is requested
-    UNNAMED = "unnamed"  # the tier is unknown, or the block hash has the wrong length
+    MALFORMED = "malformed"  # the tier is unknown, or the block hash has the wrong length
     NO_PARENT = "no_parent"  # the group does not hold the parent: the block matches once the parent is stored
     IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered; it is ejected
 
@@ -57,7 +57,7 @@ class BlockLocations:
         for event in events:
             block, tier = event.block_hash, event.tier
             if tier not in _TIERS or len(block) != HASH_BYTES:
-                problems[EventProblem.UNNAMED] += 1
+                problems[EventProblem.MALFORMED] += 1
                 continue
             place = tier - 1
             where, tiers = self.where[place], held.get(block, 0)

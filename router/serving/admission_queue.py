@@ -29,7 +29,7 @@ from coatcheck.router.groups.submission import Submission
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, TokenCharge
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 
-# A request may be overtaken by those that arrive within this multiple of its own prompt's seconds.
+# A request may be overtaken by requests that arrive within _PATIENCE times the seconds that its own prompt takes.
 _PATIENCE: Final = 20.0
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 # A request is refused if, to meet its deadline, the queue would have to move more than _MAX_SPEEDUP times as fast as it

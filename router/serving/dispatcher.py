@@ -32,7 +32,7 @@ from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Gr
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
-_NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is serving; try again shortly"
+_NO_COMPATIBLE = "its worker group is lost, and no group that could continue it is serving; try again shortly"
 
 
 class Dispatcher:

@@ -226,7 +226,7 @@ class FairQueue(Generic[Entry]):
 
     def _share(self, tenant: Tenant) -> "_Share[Entry]":
         share = self._shares.setdefault(tenant.name, _Share())
-        share.weight = tenant.weight  # the keys file may have changed
+        share.weight = tenant.weight  # the key file may have changed
         return share
 
     def _charge(self, share: "_Share[Entry]", tokens: float) -> TokenCharge:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, TypeVar
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 
 _MAY_SHARE, _ALONE = 1, 2  # see PoisonSuspicion.level; 0 is no suspect
-_CLEARING_TOKENS: Final = 64  # after so many tokens from the next group, earlier losses no longer count
+_CLEARING_TOKENS: Final = 64  # tokens from the next group after which earlier losses no longer count
 _MAX_LOSSES: Final = 3
 
 _T = TypeVar("_T")
@@ -40,7 +40,7 @@ class PoisonSuspicion:
 
     def __init__(self) -> None:
         self._losses: list[_Loss] = []
-        self._row: list[_Loss] = []  # those since the last answer
+        self._row: list[_Loss] = []  # losses since the last answer
         self._tokens = 0  # answered since the last loss
 
     def __bool__(self) -> bool:

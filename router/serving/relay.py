@@ -25,7 +25,7 @@ from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
 
-# Max log-probabilities that become events, and chunks of a stream, in one turn of the event loop: they take 30 ms.
+# Max log-probabilities in one turn of the event loop: to make events of them and to send these takes 30 ms.
 MAX_LOGPROBS_PER_TURN: Constant = 4096
 
 
