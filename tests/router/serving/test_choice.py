@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coatcheck.router.text.stop_strings import StopStrings
+from coatcheck.router.serving.choice import StopStrings
 
 LETTERS = st.text("ab🙂", max_size=12)
 STOPS = st.lists(st.text("ab🙂", min_size=1, max_size=4), min_size=1, max_size=3)
