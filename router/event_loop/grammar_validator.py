@@ -87,15 +87,14 @@ class GrammarValidator:
             error, seconds = await self._process.run_unlimited(compile_grammar, grammar)
         except InvalidRequest:  # the grammar has ended the process
             return f"{TAKES_LONG} too long or too much memory, or is nested too deep"
-        await asyncio.sleep(_PAUSE_FACTOR * min(seconds, _MAX_SECONDS))
         if seconds > _MAX_SECONDS:
             return f"{TAKES_LONG} {seconds:.2f} s to compile; at most {_MAX_SECONDS:g} s are allowed"
         return error
 
 
 def compile_grammar(grammar: Grammar) -> tuple[str, float]:
-    """(why the grammar is refused, or ""; seconds of CPU time that it takes). Runs in a side process, and ends it for a
-    grammar that takes too much memory."""
+    """(why the grammar is refused, or ""; seconds of CPU time that it takes). Runs in a side process, and ends that
+    process for a grammar that takes too much memory."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     threading.stack_size(_STACK_BYTES)
     results: list[tuple[str, float]] = []
@@ -104,13 +103,17 @@ def compile_grammar(grammar: Grammar) -> tuple[str, float]:
     thread.join()
     if not results:
         os._exit(1)
-    return results[0]
+    error, seconds = results[0]
+    # In this process, because a client that disconnects ends the router's wait for the result, but not the pause.
+    time.sleep(_PAUSE_FACTOR * min(seconds, _MAX_SECONDS))
+    return error, seconds
 
 
 def _try_grammar(grammar: Grammar) -> tuple[str, float]:
+    tokenizer = _byte_tokenizer()
     began = time.process_time()
     try:
-        _check_followed(grammar, _byte_tokenizer())
+        _check_grammar(grammar, tokenizer)
     except GrammarRefused as refused:
         seconds = time.process_time() - began
         pointer = _failing_part(grammar, refused.reason, began + _PART_SECONDS) if grammar.kind == "json_schema" else ""
@@ -123,7 +126,7 @@ def _byte_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-def _check_followed(grammar: Grammar, tokenizer: LLTokenizer) -> None:
+def _check_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> None:
     """Raises GrammarRefused if the grammar does not compile or cannot be followed."""
     grammar.check_compiles()
     matcher = LLMatcher(tokenizer, grammar.to_llguidance(), log_level=0)

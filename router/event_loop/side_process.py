@@ -40,8 +40,8 @@ _COMMAND: Final = (sys.executable, "-m", "coatcheck.router.event_loop.side_proce
 class SideProcesses:
     """Owns the child processes and one thread for each. Use it inside one event loop, and `close` it.
 
-    `cpu_seconds`: the most CPU time of one call, rounded up to whole seconds of its process. `niceness`: how much lower
-    than the router's the CPU priority of the children is.
+    `cpu_seconds`: limit of one call's CPU time; the kernel allows up to a second more. `niceness`: how much lower the
+    CPU priority of the children is than the router's.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class SideProcesses:
     async def run_unlimited(
         self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
     ) -> _Result:
-        """As `run`, but never raises Overloaded: for the response of a request that was accepted."""
+        """As `run`, but never raises Overloaded: for calls whose number the caller limits, such as one for the response
+        of an accepted request."""
         call = (function, arguments, named)
         is_result, answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._call, call)
         if is_result:

@@ -1,15 +1,16 @@
 """Grammars that would stop a router or a group: each is refused in its time, and what is good goes through."""
 
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
-from coatcheck.router.event_loop.grammar_validator import GrammarValidator
+from coatcheck.router.event_loop.grammar_validator import GrammarValidator, compile_grammar
+from coatcheck.router.event_loop.side_process import SideProcesses
 
-GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 # Each compiles for minutes, or takes a process with it.
 HOSTILE = {
     "a large divisor": Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}'),
@@ -20,7 +21,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[GrammarValidator]:
-    """One for all of these tests: no grammar of one is another's."""
+    """One for all of these tests. Each test has its own grammars, because the validator keeps results."""
     made = GrammarValidator()
     yield made
     made.close()
@@ -31,7 +32,7 @@ async def test_what_takes_too_long_is_refused(check: GrammarValidator, case: str
     """With what to change; the next grammar compiles as if nothing had been, and asking again takes no time."""
     with pytest.raises(InvalidRequest, match=r"cannot be compiled: it takes .*change the named part") as first:
         await check.validate(HOSTILE[case])
-    await check.validate(GOOD)
+    await check.validate(Grammar("json_schema", json.dumps({"type": "object", "properties": {case: {}}})))
     with pytest.raises(InvalidRequest) as second:
         await check.validate(HOSTILE[case])
     assert str(first.value) == str(second.value)
@@ -49,6 +50,25 @@ async def test_what_would_end_an_answer_that_has_begun_is_refused(check: Grammar
         with pytest.raises(InvalidRequest, match=words):
             await check.validate(grammar)
     await check.validate(Grammar("json_schema", json.dumps({**wide, "required": list(wide["properties"])})))
+
+
+def compile_and_count_pauses(grammar: Grammar) -> tuple[float, list[float]]:
+    """Runs in a side process: (seconds of compile_grammar, its pauses)."""
+    pauses: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", pauses.append)
+        _, seconds = compile_grammar(grammar)
+    return seconds, pauses
+
+
+async def test_the_process_that_compiles_pauses_after_each_grammar() -> None:
+    """The pause is three times as long as compiling, and a client that disconnects does not shorten it."""
+    side = SideProcesses(processes=1)
+    try:
+        seconds, pauses = await side.run(compile_and_count_pauses, Grammar("regex", "a+"))
+        assert pauses == [3 * min(seconds, 0.25)]
+    finally:
+        side.close()
 
 
 @pytest.mark.parametrize(("schema", "place"), [
