@@ -55,8 +55,8 @@ def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[i
     return 500, openai_error(500, f"internal error; the router's log has it as incident {incident}")
 
 
-def error_response(status: int, message: str, *, param: str | None = None) -> AsciiJsonResponse:
-    return AsciiJsonResponse(openai_error(status, message, param=param), status)
+def error_response(status: int, message: str) -> AsciiJsonResponse:
+    return AsciiJsonResponse(openai_error(status, message), status)
 
 
 def openai_error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -89,7 +89,7 @@ async def in_thread_if_long(request: Request, make: Callable[[], _T]) -> _T:
 
 def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> RequestBody:
     """Parses and validates a JSON body. Raises InvalidBody, or InvalidRequest for a body of too many values. Lone
-    surrogates in a short body raise UnicodeEncodeError when its message is made."""
+    surrogates in a short body raise UnicodeEncodeError only when its GenerateRequest is made."""
     try:
         value = json.loads(body)
     except json.JSONDecodeError as error:
@@ -138,8 +138,9 @@ def _is_long(body: bytes) -> bool:
 
 
 def _is_json(headers: Mapping[str, str]) -> bool:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind.startswith("application/") and (kind == "application/json" or kind.endswith("+json"))
+    """Whether the content type is application/json or application/...+json: what FastAPI passes to `json`."""
+    kind, _, subtype = headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and "/" not in subtype and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _check_values(value: object) -> None:

@@ -150,6 +150,17 @@ async def test_bad_requests_say_what_to_change(start_http_router: StartHttpRoute
     assert len(group.submits) <= 1  # of a batch whose other prompt is bad
 
 
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/xml", "application/a/b+json", "+json"])
+async def test_a_body_of_another_content_type_is_refused(start_http_router: StartHttpRouter, kind: str) -> None:
+    """In OpenAI's form, like any other bad request; a JSON type with parameters or a suffix is accepted."""
+    router = await start_http_router(FakeGroup())
+    body = {"prompt": "a", "max_tokens": 1}
+    status, _, text = await router.request("POST", "/v1/completions", body, {"content-type": kind})
+    assert status == 400 and "must be a JSON object" in json.loads(text)["error"]["message"]
+    for accepted in ("Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        assert (await router.request("POST", "/v1/completions", body, {"content-type": accepted}))[0] == 200
+
+
 async def test_the_wrong_method_is_405(start_http_router: StartHttpRouter) -> None:
     """GET where POST is wanted says so."""
     router = await start_http_router(FakeGroup())
