@@ -24,7 +24,7 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "prompt and 16 tokens": (TEXT, {"prompt": [5] * 250}, "you requested 266 tokens"),
     "prompt and min_tokens": (TEXT, {"prompt": [5] * 200, "min_tokens": 100, "max_tokens": 100}, "300 tokens"),
     "a very long text with its ids": (
-        TEXT, {"prompt": "ab " * 60_000, "return_token_ids": True}, "the prompt has far more than 256 tokens"),
+        TEXT, {"prompt": "ab " * 100_000, "return_token_ids": True}, "the prompt has far more than 256 tokens"),
     "messages": (CHAT, {"messages": SAID}, "the prompt has "),
     "messages and max_tokens": (CHAT, {"messages": SHORT, "max_tokens": 300},
                                 "and max_tokens is 300"),
