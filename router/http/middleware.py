@@ -27,7 +27,8 @@ _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
 _LOCAL_DOMAINS: Final = (".localhost", ".internal")
 _OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and the response is one word
 _GENERATE_PATHS: Final = ("/v1/", "/tokenize", "/detokenize", "/version")
-# A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only the pages offer it.
+# A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only paths that need the scope
+# "observe", such as the dashboard, offer `Basic`.
 _CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
 # Parsing JSON blocks the event loop in proportion to its values: two seconds for this many.
 _MAX_VALUES: Final = 1 << 21

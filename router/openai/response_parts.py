@@ -67,7 +67,8 @@ class OpenAIResponse(ABC):
 
     kind: ClassVar[str]  # the field `object` of a response
     chunk_kind: ClassVar[str]  # the field `object` of a chunk
-    plain_choice: ClassVar[tuple[bytes, bytes]]  # a plain chunk's choice between its index and its text, and after it
+    # The JSON of a plain chunk's choice between the choice's index and its text, and behind the text.
+    plain_choice: ClassVar[tuple[bytes, bytes]]
 
     def __init__(
         self,

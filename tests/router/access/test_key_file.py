@@ -83,7 +83,7 @@ _HASH = hash_key("cc-any")
         (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: a, keys: ['{_HASH[:-1]}0']}}]", "'a' is there twice"),
     ],
 )
-def test_a_wrong_keys_file_is_refused(tmp_path: Path, written: str, said: str) -> None:
+def test_a_wrong_key_file_is_refused(tmp_path: Path, written: str, said: str) -> None:
     """By its name and what to change; what may be a key is never repeated."""
     file = tmp_path / "keys.yaml"
     file.write_text(written)
