@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority of clients and servers, and leaves on disk that may have expired already."""
+"""Certificates for tests: an authority, and the certificates of servers and clients as files, valid or expired."""
 
 import datetime
 import ipaddress
@@ -25,14 +25,15 @@ _SIGNS_CERTIFICATES = x509.KeyUsage(
 
 @dataclass(frozen=True)
 class Leaf:
-    """Two files."""
+    """The files of a certificate and its key."""
 
     cert: Path
     key: Path
 
 
 class TestAuthority:
-    """`ca` is its file; `leaf` writes two more for 127.0.0.1 and localhost."""
+    """`ca`: the file of the authority's certificate. `leaf` writes a certificate and its key for 127.0.0.1 and
+    localhost."""
 
     __test__ = False
 
@@ -52,7 +53,7 @@ class TestAuthority:
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def leaf(self, name: str, *, days: float = 1) -> Leaf:
-        """Good for so many days; for negative ones it has expired. Written anew where it is there."""
+        """Valid for `days`; negative for an expired certificate. Existing files are replaced."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         certificate = (

@@ -15,7 +15,7 @@ from tests.router.tiny_tokenizer import write_model
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and a chat template on disk."""
+    """A directory with a tokenizer and a chat template."""
     return write_model(tmp_path_factory.mktemp("model"))
 
 

@@ -1,4 +1,4 @@
-"""FakeGroup: the one seam. A real Worker service on a real port whose engine is a script.
+"""FakeGroup: a gRPC Worker service on a real port, whose engine is a script.
 
 Tokens are a function of (seed, choice, position), as they are in a real group, so that a stream that moved can be
 compared with one that did not.
@@ -46,17 +46,17 @@ VOCAB = 600
 
 
 def scripted_token(submit: Submit, choice: int, position: int) -> int:
-    """Any token but the special ones."""
+    """A pseudo-random token that is not special."""
     digest = hashlib.sha256(f"{submit.sampling.seed}/{choice}/{position}".encode()).digest()
     return 2 + int.from_bytes(digest[:4], "little") % (VOCAB - 2)
 
 
 class FakeGroup(WorkerServicer):
-    """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called. With `chunk` a
-    prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those.
-    It finds cached what the router foresees, as a group does that keeps its word, or up to `finds` tokens of a prompt.
-    Log-probabilities come `with_tops`, the most likely tokens, if it says so.
-    `failure_notice` is said ahead of an end by `die_on_submit` or `poison`."""
+    """`hold_after`: every choice stops at this number of output tokens until `go` is called. `chunk`: a prompt is
+    scored in parts of this many tokens before the first output token; with `score_at_most` only up to that token.
+    `finds`: cached tokens that the group reports for a prompt at most; None: as many as the router predicted.
+    `with_tops`: log-probabilities include the most likely tokens. `failure_notice`: sent before `die_on_submit` or
+    `poison` ends the stream."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class FakeGroup(WorkerServicer):
         self._port = 0
 
     async def start(self) -> GroupEndpoint:
-        """Listens; a second start is a new incarnation on the same port."""
+        """Listens; a second call starts a new incarnation on the same port."""
         self.epoch = uuid.uuid4().hex
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_WorkerServicer_to_server(self, self._server)
@@ -121,7 +121,7 @@ class FakeGroup(WorkerServicer):
         return GroupEndpoint(self.name, f"127.0.0.1:{self._port}")
 
     async def kill(self) -> None:
-        """Every stream breaks now."""
+        """Breaks every stream at once."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -131,28 +131,28 @@ class FakeGroup(WorkerServicer):
             self._server = None
 
     def hang_up(self) -> None:
-        """Every stream ends, behind what was sent."""
+        """Ends every stream after the messages sent so far."""
         for stream in self._streams:
             stream.put_nowait(None)
 
     def crash(self, reason: str, unstarted: Iterable[int] = ()) -> None:
-        """Every stream ends behind a failure notice, and those submissions have no part in that."""
+        """Sends a failure notice and ends every stream. `unstarted`: ids of submissions that had not started."""
         self.send(FromGroup(failure_notice=FailureNotice(reason=reason, unstarted=unstarted)))
         self.hang_up()
 
     async def attached(self) -> None:
-        """Waits until a router is."""
+        """Waits until a router has attached."""
         await self.until(lambda: bool(self._streams))
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until something that was received makes it so."""
+        """Waits until `holds` returns True; checks after each message that is received or sent."""
         async with asyncio.timeout(MAX_WAIT_SECONDS):
             while not holds():
                 self._changed.clear()
                 await self._changed.wait()
 
     def go(self, hold_after: int | None = None) -> None:
-        """Lets held choices run on."""
+        """Sets `hold_after`, so that held choices continue."""
         self.hold_after = hold_after
         self._changed.set()
 
@@ -165,12 +165,12 @@ class FakeGroup(WorkerServicer):
             stream.put_nowait(message)
 
     def send(self, message: FromGroup) -> None:
-        """To every attached router."""
+        """Sends a message to every attached router."""
         for stream in self._streams:
             stream.put_nowait(message)
 
     def send_events(self, *events: KvEvent, sequence: int | None = None, epoch: str | None = None) -> None:
-        """The next events, or events that claim to be others."""
+        """Sends KV events with the next sequence number, or with the given `sequence` and `epoch`."""
         if sequence is None:
             sequence, self.sequence = self.sequence, self.sequence + len(events)
         self.send(FromGroup(events=KvEvents(epoch=epoch or self.epoch, sequence=sequence, events=events)))

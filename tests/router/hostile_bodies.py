@@ -1,4 +1,5 @@
-"""Requests that are large in every way that a body or a message may be: each would keep a router busy for long."""
+"""Requests and messages that are large in different ways. Each would block the event loop for long if it were processed
+there."""
 
 import json
 from collections.abc import Callable, Iterable

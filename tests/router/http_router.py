@@ -1,4 +1,4 @@
-"""HttpRouter: a started router that also listens for HTTP, with OpenAI's client and one that may send anything."""
+"""HttpRouter: a started router that also listens for HTTP, with OpenAI's client and a client for any bytes."""
 
 import asyncio
 import http.client

@@ -1,4 +1,4 @@
-"""What Prometheus' own linter and naming guide say of a metric, as far as its name and type tell."""
+"""Checks metrics against the rules of Prometheus' linter and naming guide that concern names and types."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,7 +13,7 @@ _RESERVED = ("_total", "_count", "_sum", "_bucket")
 
 
 def complaints(metrics: Iterable[Metric]) -> Iterator[str]:
-    """One line for each thing that is not as it should be; `process_*` are the library's own."""
+    """One line for each violation; `process_*` are left out, because prometheus_client defines them."""
     seen: set[str] = set()
     for metric in metrics:
         name, words = metric.name, metric.name.split("_")

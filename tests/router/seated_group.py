@@ -1,4 +1,4 @@
-"""SeatedGroup: a fake group that answers as many requests at once as it has seats, and lets the others wait."""
+"""SeatedGroup: a fake group that runs `seats` requests at once; further requests wait in it."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from tests.router.fake_group import FakeGroup
 
 
 class SeatedGroup(FakeGroup):
-    """Each request has one choice. `most_held` is the most that ran and waited here at any time."""
+    """Each request has one choice. `most_held`: the largest number of requests that the group held at any time."""
 
     def __init__(self, name: str, seats: int) -> None:
         super().__init__(name, max_num_seqs=seats, hold_after=0)
@@ -22,12 +22,12 @@ class SeatedGroup(FakeGroup):
         return self._running + len(self._queue)
 
     def say_load(self) -> None:
-        """Sends a report to every router, with the number of that router's submissions that the report contains."""
+        """Reports its load to every router, with the number of the router's submissions that the report contains."""
         self.report(waiting=len(self._queue), running=self._running)
 
     def say_late(self) -> int:
-        """A report that was made before any submission came, and was on its way since; returns its mark, by which it is
-        known when it has been read: its count of preemptions."""
+        """Sends a report from before any submission, as if it had been delayed. Returns its count of preemptions, which
+        shows whether a router has read the report."""
         self.load.status.preemptions += 1
         self.load.status.running = self.load.status.waiting = 0
         self.send(FromGroup(load=self.load))

@@ -6,12 +6,12 @@ from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 
 def ask(**sampling: object) -> GenerateRequest:
-    """A request whose tokens are known."""
+    """A request with a fixed seed, so its tokens are known."""
     return GenerateRequest(text="a fox", sampling=SamplingParams(**{"max_tokens": 20, "seed": 7, **sampling}))  # type: ignore[arg-type]
 
 
 async def undisturbed(start_router: StartRouter, request: GenerateRequest) -> tuple[list[str], list[list[int]]]:
-    """Text and ids per choice, from a group that lives."""
+    """The texts and token ids of the choices, from a group that does not fail."""
     router = await start_router(FakeGroup())
     whole = await router.generation.Generate(request)
     return [choice.text for choice in whole.choices], [list(choice.token_ids) for choice in whole.choices]
@@ -27,7 +27,7 @@ class Stream:
         self.ids: list[list[int]] = [[] for _ in range(n)]
 
     async def read(self) -> GenerateEvent:
-        """The next event, counted in."""
+        """Reads the next event and adds it to `texts` and `ids`."""
         event: GenerateEvent = await self.call.read()
         self.events.append(event)
         if event.HasField("delta"):
@@ -36,7 +36,7 @@ class Stream:
         return event
 
     async def finish(self) -> GenerateEvent:
-        """All the rest; returns the Final."""
+        """Reads all remaining events; returns the Final."""
         while not (event := await self.read()).HasField("final"):
             pass
         return event

@@ -1,4 +1,4 @@
-"""Thousands of requests at once: groups get what they have room for, `max_queued` wait, and the rest is refused."""
+"""Hundreds of requests at once: groups get what they have room for, `max_queued` wait, and the rest is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ PATIENCE = 100  # seconds that a busy machine may take
 def send(
     router: RouterUnderTest, ids: list[int], tenant: Tenant = ANONYMOUS, priority: int = 0
 ) -> "asyncio.Task[GenerateResponse]":
-    """A request on its way."""
+    """Starts a request; returns its task."""
     sampling = SamplingParams(max_tokens=2, seed=1)
     message = GenerateRequest(token_ids=TokenIds(ids=ids), sampling=sampling, priority=priority)
     return asyncio.create_task(router.server.generation.generate(message, CallOptions(tenant=tenant)))
@@ -59,7 +59,7 @@ async def settled(
 
 
 async def hear_late_reports(router: RouterUnderTest, groups: list[SeatedGroup]) -> None:
-    """Reports that were sent before the burst arrive long after it, and are read."""
+    """Lets the router read reports from before the burst long after it."""
     for _ in range(3):
         for group in groups:
             link, mark = router.server.groups.find_connection(group.name), group.say_late()
@@ -71,9 +71,9 @@ async def hear_late_reports(router: RouterUnderTest, groups: list[SeatedGroup]) 
 
 
 async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(start_router: StartRouter) -> None:
-    """Of 700 requests at once two groups get what they have room for, 256 wait, and all others are refused with
-    when to come again; reports that are older than the burst change nothing, however late they come. All that were
-    taken are answered."""
+    """Of 700 requests at once two groups get as many as they have room for, 256 wait, and all others are refused with a
+    time to come again. Reports from before the burst change nothing, however late they come. All accepted requests are
+    answered."""
     groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
     router = await start_router(*groups, max_queued=256)
     room = len(groups) * (SEATS + READY)
@@ -95,7 +95,7 @@ async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(s
 
 
 async def test_a_burst_of_one_prompt_does_not_go_to_one_group(start_router: StartRouter) -> None:
-    """Where all ask the same, the group that has the prompt is given no more than it has room for either."""
+    """If all requests have the same prompt, the group that caches it gets no more than it has room for."""
     groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
     router = await start_router(*groups)
     asked = [send(router, list(range(2, 202))) for _ in range(100)]
@@ -108,8 +108,9 @@ async def test_a_burst_of_one_prompt_does_not_go_to_one_group(start_router: Star
 
 
 async def test_a_burst_of_one_tenant_does_not_delay_others(start_router: StartRouter) -> None:
-    """Behind a burst of one tenant's a few of two others' are all taken in: the urgent one's go first as places come
-    free, then the other one's get their half, though reports from before the burst come late."""
+    """Behind a burst of one tenant all of the few requests of two others are accepted. The urgent tenant's are sent
+    first as slots become free, then the other tenant gets its half, although reports from before the burst come
+    late."""
     group = SeatedGroup("g0", SEATS)
     router = await start_router(group, max_queued=200)
     many, few, urgent = Tenant("many"), Tenant("few"), Tenant("urgent", priority=-1)
@@ -130,7 +131,7 @@ async def test_a_burst_of_one_tenant_does_not_delay_others(start_router: StartRo
 
 
 async def test_a_burst_of_many_choices_counts_each(start_router: StartRouter) -> None:
-    """Requests that ask for several answers take as many seats: a group is not given a multiple of what it has."""
+    """A request for several choices takes that many slots, so a group does not get a multiple of its slots."""
     group = FakeGroup("g0", max_num_seqs=SEATS, hold_after=0)
     router = await start_router(group)
     sampling = SamplingParams(max_tokens=2, seed=1, n=4)

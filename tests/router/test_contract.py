@@ -1,4 +1,4 @@
-"""Routers and groups of different versions: together where they speak the same contract, apart where they do not."""
+"""Routers and groups of different versions work together if their contracts are equal, and refuse each other if not."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.router.stream import Stream, ask, undisturbed
 
 
 async def test_a_stream_moves_between_versions(start_router: StartRouter) -> None:
-    """With one contract a stream goes on at a group of another version, and the status names the versions."""
+    """With equal contracts a stream continues on a group of another version, and the status shows the versions."""
     _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
     groups["a"].version, groups["b"].version = "0.0.9", "9.9.9"
@@ -29,7 +29,7 @@ async def test_a_stream_moves_between_versions(start_router: StartRouter) -> Non
 
 
 async def test_a_group_of_another_contract_is_refused(start_router: StartRouter) -> None:
-    """It does not serve, its status says which versions do not go together and what to do, and others serve on."""
+    """The group does not serve, its status names the versions and what to do, and other groups serve on."""
     known, strange = FakeGroup("known"), FakeGroup("strange")
     strange.contract, strange.version = CONTRACT + 1, "9.9.9"
     router = await start_router()

@@ -1,4 +1,4 @@
-"""Bad input: each gets its status and a message that says what to change, and nothing else is disturbed."""
+"""Invalid requests: each gets its status and a message that says what to change, and has no other effect."""
 
 import math
 import random
@@ -29,12 +29,12 @@ from tests.router.tiny_tokenizer import byte_level_tokenizer
 
 
 def sampled(**sampling: object) -> GenerateRequest:
-    """A good prompt with these parameters."""
+    """A valid prompt with these sampling parameters."""
     return GenerateRequest(text="a fox", sampling=SamplingParams(**sampling))  # type: ignore[arg-type]  # by name
 
 
 def resumed(*parts: Resumed, **sampling: object) -> GenerateRequest:
-    """A good prompt, resumed."""
+    """A valid prompt with these resumed choices."""
     return GenerateRequest(text="a fox", resume=parts, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 async def test_bad_requests_say_what_to_change(start_router: StartRouter, case: str) -> None:
-    """Wrong as written is INVALID_ARGUMENT, from both calls, and never reaches a group."""
+    """A wrong request is INVALID_ARGUMENT in both calls, and reaches no group."""
     request, words = BAD[case]
     group = FakeGroup()
     router = await start_router(group)
@@ -103,7 +103,7 @@ async def test_bad_requests_say_what_to_change(start_router: StartRouter, case: 
 
 
 async def test_a_prompt_over_every_pool_is_refused_at_once(start_router: StartRouter) -> None:
-    """What no group can ever hold does not wait for one that could."""
+    """A prompt that no group can ever hold is refused and does not wait."""
     router = await start_router(FakeGroup(num_blocks=4))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
@@ -115,7 +115,7 @@ async def test_a_prompt_over_every_pool_is_refused_at_once(start_router: StartRo
 
 
 async def test_the_largest_group_says_how_long_a_prompt_may_be(start_router: StartRouter) -> None:
-    """What fits one group is not refused because another, which came later, is smaller."""
+    """A prompt that fits one group is accepted, although a group that came later is smaller."""
     large, small = FakeGroup("a"), FakeGroup("b", num_blocks=4)
     small.model.max_model_len = 16
     router = await start_router(large)
@@ -132,7 +132,7 @@ UNKNOWN = b"\xfa\x3e\x01x"  # field 1007, one byte of content
 
 @pytest.mark.parametrize("where", ["request", "sampling", "message of a chat", "resume"])
 async def test_unknown_fields_are_refused(start_router: StartRouter, where: str) -> None:
-    """Nothing that is sent is ignored, however deep it sits."""
+    """Unknown fields are refused at any depth."""
     router = await start_router(FakeGroup())
     parts = {
         "request": GenerateRequest(text="a fox").SerializeToString() + UNKNOWN,
@@ -160,7 +160,7 @@ async def test_bytes_that_do_not_parse_are_the_clients_error(start_router: Start
 
 
 async def test_mutated_requests_never_break_the_router(start_router: StartRouter) -> None:
-    """Whatever bytes come, the answer is a good one or the client's error, and nothing is left behind."""
+    """Any bytes are answered or refused as the client's error, and no request stays open."""
     router = await start_router(FakeGroup())
     whole = GenerateRequest(
         text="a fox",
@@ -186,7 +186,7 @@ async def test_mutated_requests_never_break_the_router(start_router: StartRouter
 
 
 async def test_another_model_is_not_found(start_router: StartRouter) -> None:
-    """A model by another name is NOT_FOUND in every method that takes one, and the message names what is served."""
+    """Another model's name is NOT_FOUND in every method that has the field, and the message names the served model."""
     router = await start_router(FakeGroup())
     for call in (
         router.generation.Generate(GenerateRequest(model="other", text="a")),
@@ -200,7 +200,7 @@ async def test_another_model_is_not_found(start_router: StartRouter) -> None:
 
 
 async def test_what_is_quoted_is_cut(start_router: StartRouter) -> None:
-    """A refusal that quotes a very long field still reaches the client as the status that it is."""
+    """A refusal that quotes a very long field reaches the client with its status."""
     router = await start_router(FakeGroup())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(GenerateRequest(model="\U0001f98a" * 100_000, text="a"))
@@ -230,7 +230,7 @@ async def test_without_a_group_there_is_no_service(start_router: StartRouter) ->
 
 
 async def test_what_a_group_refuses_reaches_the_client(start_router: StartRouter) -> None:
-    """A group's refusal keeps its code and words."""
+    """A group's refusal keeps its code and message."""
     router = await start_router(FakeGroup(refuse=(3, "this cannot be")))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(GenerateRequest(text="a fox"))
@@ -239,7 +239,7 @@ async def test_what_a_group_refuses_reaches_the_client(start_router: StartRouter
 
 
 async def test_a_full_group_and_a_full_line_shed(start_router: StartRouter) -> None:
-    """Where the group is full and nobody more may wait, the client hears when to come again."""
+    """If the group and the queue are full, the client is told when to come again."""
     router = await start_router(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(GenerateRequest(text="a fox"))
@@ -250,7 +250,7 @@ async def test_a_full_group_and_a_full_line_shed(start_router: StartRouter) -> N
 
 
 def test_an_empty_text_is_empty_whatever_the_tokenizer_adds() -> None:
-    """A tokenizer that opens every text with a token of its own does not make a prompt of nothing."""
+    """An empty text is refused, although the tokenizer adds a token to every text."""
     tokenizer = TokenizerJson.load(str(Path(__file__).parents[2] / "demo" / "model"))
     assert prompt_token_ids(GenerateRequest(text="a"), tokenizer)[1:]
     with pytest.raises(InvalidRequest, match="empty"):

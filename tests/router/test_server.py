@@ -21,12 +21,12 @@ from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 
 def ask() -> GenerateRequest:
-    """A short one."""
+    """A short request."""
     return GenerateRequest(text="a fox", sampling=SamplingParams(max_tokens=5, seed=1))
 
 
 async def health(router: RouterUnderTest, expected: int) -> None:
-    """Follows the health service until it says so."""
+    """Follows the health service until it reports `expected`."""
     watch = HealthStub(router.channel).Watch(HealthCheckRequest())
     async for response in watch:
         if response.status == expected:
@@ -35,7 +35,7 @@ async def health(router: RouterUnderTest, expected: int) -> None:
 
 
 async def test_health_follows_the_groups(start_router: StartRouter) -> None:
-    """SERVING only while a group is attached, for the server and for the service by name."""
+    """SERVING only while a group is attached, for the whole server and for the service by name."""
     group = FakeGroup()
     router = await start_router()
     await health(router, HealthCheckResponse.NOT_SERVING)
@@ -49,7 +49,7 @@ async def test_health_follows_the_groups(start_router: StartRouter) -> None:
 
 
 async def test_reflection_lists_the_services(start_router: StartRouter) -> None:
-    """A client without our .proto files can find out what is here."""
+    """Reflection lists the services for clients without our .proto files."""
     router = await start_router()
     call = ServerReflectionStub(router.channel).ServerReflectionInfo()
     await call.write(ServerReflectionRequest(list_services=""))
@@ -62,7 +62,7 @@ async def test_reflection_lists_the_services(start_router: StartRouter) -> None:
 
 
 async def test_a_taken_port_is_a_clear_error(start_router: StartRouter, tokenizer: TokenizerJson) -> None:
-    """Two routers do not share a port without anyone noticing."""
+    """A router whose port another one uses fails to start."""
     router = await start_router()
     second = Router(RouterConfig(model="tiny", port=router.port), tokenizer)
     with pytest.raises(InvalidConfig, match="which is in use"):
@@ -71,7 +71,7 @@ async def test_a_taken_port_is_a_clear_error(start_router: StartRouter, tokenize
 
 
 async def test_draining_the_router_lets_streams_end(start_router: StartRouter) -> None:
-    """No new work, open streams run on, and the answer says whether they ended in time."""
+    """New requests are refused, open streams continue, and the response says whether all ended in time."""
     group = FakeGroup(hold_after=2)
     router = await start_router(group)
     stream = aiter(router.generation.GenerateStream(ask()))
@@ -89,7 +89,8 @@ async def test_draining_the_router_lets_streams_end(start_router: StartRouter) -
 
 
 async def test_draining_is_undone(start_router: StartRouter) -> None:
-    """Whoever undoes a drain, of the router or a group, ends its wait, and new work is taken again."""
+    """Undoing a drain of the router or of a group ends the call that waits for the drain, and new requests are accepted
+    again."""
     group = FakeGroup("a", hold_after=2)
     router = await start_router(group)
     stream = aiter(router.generation.GenerateStream(ask()))
@@ -107,7 +108,7 @@ async def test_draining_is_undone(start_router: StartRouter) -> None:
 
 
 async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: StartRouter) -> None:
-    """A drain outlives the group's process, ends with an undo, and is forgotten with the group."""
+    """A drain survives the group's process, ends with an undo, and is forgotten with the group."""
     router = await start_router(FakeGroup("a"))
     link = next(iter(router.server.groups.connections))
     assert (await router.admin.Drain(DrainRequest(group="a"))).drained
@@ -127,7 +128,7 @@ async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: S
 
 
 async def test_draining_a_group_sends_new_work_elsewhere(start_router: StartRouter) -> None:
-    """A draining group finishes what it has and gets nothing new."""
+    """A draining group finishes its requests and gets no new ones."""
     groups = {name: FakeGroup(name, hold_after=2) for name in ("a", "b")}
     router = await start_router(*groups.values())
     stream = aiter(router.generation.GenerateStream(ask()))
@@ -150,7 +151,7 @@ async def test_draining_a_group_sends_new_work_elsewhere(start_router: StartRout
     (DrainRequest(timeout_seconds=1.0, undo=True), grpc.StatusCode.INVALID_ARGUMENT),
 ])  # fmt: skip
 async def test_bad_drains_are_refused(start_router: StartRouter, request_: DrainRequest, code: grpc.StatusCode) -> None:
-    """A group that is not there, and times that are none; and nothing is drained by them."""
+    """An unknown group and an invalid timeout are refused, and nothing is drained."""
     router = await start_router(FakeGroup())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.admin.Drain(request_)
@@ -159,7 +160,7 @@ async def test_bad_drains_are_refused(start_router: StartRouter, request_: Drain
 
 
 async def test_status_tells_what_groups_report(start_router: StartRouter) -> None:
-    """Groups with the supervisor's state and their own load, latencies, and the share of tokens found in a cache."""
+    """The status has the supervisor's state and the reported load of each group, latencies, and the hit ratio."""
     group = FakeGroup(finds=4)
     group.load.status.blocks_used = 3
     group.load.status.ranks.add(rank=0, pid=42)
@@ -179,7 +180,8 @@ async def test_status_tells_what_groups_report(start_router: StartRouter) -> Non
 
 
 async def test_an_older_list_of_groups_is_ignored(start_router: StartRouter) -> None:
-    """Of lists that overtake each other the newest stays; the same may come again, and one without a version counts."""
+    """Of lists that arrive out of order the newest counts; the same version may come again, and a list without a
+    version counts."""
     router = await start_router()
 
     async def known(name: str, version: int) -> list[str]:
@@ -209,6 +211,6 @@ async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(start_ro
     ("move_wait_seconds", -1.0), ("tokenizer_threads", 0),
 ])  # fmt: skip
 def test_a_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
-    """A configuration that cannot be is an error when it is made."""
+    """Creating an invalid RouterConfig raises an error with the setting's name."""
     with pytest.raises(InvalidConfig, match=setting):
         RouterConfig(**{"model": "tiny", setting: value})  # type: ignore[arg-type]  # on purpose

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer, trained here, with a chat template: what a checkpoint directory brings."""
+"""A small byte-level BPE tokenizer, trained here, with a chat template: the files of a checkpoint directory."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def byte_level_tokenizer(vocab_size: int = 600) -> Tokenizer:
-    """Ids 0 and 1 are special: end of sequence and beginning."""
+    """Ids 0 and 1 are special: end of sequence and beginning of sequence."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def byte_level_tokenizer(vocab_size: int = 600) -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Like a SentencePiece model: `▁` stands for a space, and a character without a piece becomes its bytes."""
+    """Like a SentencePiece model: `▁` stands for a space, and a character without a token becomes its bytes."""
     pieces = [
         *("<unk>", "<s>", "</s>"),
         *(f"<0x{byte:02X}>" for byte in range(256)),

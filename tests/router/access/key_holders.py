@@ -1,4 +1,4 @@
-"""Three tenants with a key each, as a key file has them and as their requests send them."""
+"""Three tenants with a key each: the key file, and the metadata of their requests."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ SEARCH, OPS, EYES = "cc-search-key", "cc-ops-key", "cc-eyes-key"
 
 
 def write_keys(file: Path) -> str:
-    """Three tenants: a user, an admin, a monitor."""
+    """Writes a key file with a user, an admin and a monitor; returns its path."""
     tenants = [
         {"name": "search", "keys": [hash_key(SEARCH)]},
         {"name": "ops", "keys": [hash_key(OPS)], "role": "admin"},
@@ -20,5 +20,5 @@ def write_keys(file: Path) -> str:
 
 
 def bearer(key: str) -> list[tuple[str, str]]:
-    """As gRPC's metadata."""
+    """The key as gRPC metadata."""
     return [("authorization", f"Bearer {key}")]

@@ -33,7 +33,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_a_mounted_secret_changes_by_its_link(tmp_path: Path) -> None:
-    """What counts is the file that a link leads to, as a mounted secret has it."""
+    """A change of a link's target counts as a change of the file, because mounted secrets change so."""
     now = 0.0
     for name in ("a", "b"):
         (tmp_path / name).write_text(name * 3)
@@ -84,7 +84,7 @@ _HASH = hash_key("cc-any")
     ],
 )
 def test_a_wrong_key_file_is_refused(tmp_path: Path, written: str, said: str) -> None:
-    """By its name and what to change; what may be a key is never repeated."""
+    """The error names the file and what to change, and never quotes text that may be a key."""
     file = tmp_path / "keys.yaml"
     file.write_text(written)
     with pytest.raises(InvalidConfig) as refused:
@@ -94,6 +94,6 @@ def test_a_wrong_key_file_is_refused(tmp_path: Path, written: str, said: str) ->
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """Is named."""
+    """The error names a missing file."""
     with pytest.raises(InvalidConfig, match=r"none\.yaml: No such file"):
         Authenticator(os.fspath(tmp_path / "none.yaml"))

@@ -1,4 +1,4 @@
-"""Keys: who comes in by gRPC and HTTP, and what they may do there."""
+"""Keys: who is accepted by gRPC and HTTP, and for which methods."""
 
 import asyncio
 import base64
@@ -41,7 +41,7 @@ def _request() -> pb.GenerateRequest:
 async def test_without_a_key_of_ours_grpc_is_unauthenticated(
     start_router: StartRouter, key_file: str, metadata: Any, said: str
 ) -> None:
-    """Every method refuses, streams too, and nothing reaches a group; health alone is open."""
+    """Every method refuses, also streams, and no request reaches a group; only the health service is open."""
     group = FakeGroup()
     router = await start_router(group, key_file=key_file)
     calls = [
@@ -63,7 +63,7 @@ async def test_without_a_key_of_ours_grpc_is_unauthenticated(
 
 
 async def test_a_stranger_is_refused_before_its_message(start_http_router: StartHttpRouter, key_file: str) -> None:
-    """Nothing of it is waited for or kept: the status comes though the call has sent nothing; it is counted, by why."""
+    """The status comes although the call has sent no message. The refusal is counted by its reason."""
     router = await start_http_router(FakeGroup(), key_file=key_file)
     for name, method in (
         ("unary", router.channel.stream_unary("/coatcheck.v1.Generation/Generate")),  # type: ignore[call-arg]
@@ -82,7 +82,7 @@ async def test_a_stranger_is_refused_before_its_message(start_http_router: Start
 
 
 async def test_admin_is_apart_from_public(start_router: StartRouter, key_file: str) -> None:
-    """A user's key generates and no more, a monitor's looks and no more; an admin's does all."""
+    """A user's key only generates, a monitor's only observes, and an admin's does both and manages."""
     group = FakeGroup()
     router = await start_router(group, key_file=key_file)
 
@@ -111,7 +111,7 @@ async def test_admin_is_apart_from_public(start_router: StartRouter, key_file: s
 
 
 async def test_tenants_do_not_share_a_cache(start_router: StartRouter, key_file: str) -> None:
-    """The same prompt and the same salt of two tenants go to the group under two salts."""
+    """The same prompt with the same salt of two tenants reaches the group under two salts."""
     group = FakeGroup()
     router = await start_router(group, key_file=key_file)
     message = _request()
@@ -144,7 +144,7 @@ async def test_tenants_do_not_share_a_cache(start_router: StartRouter, key_file:
 async def test_what_http_answers_to_a_key(
     start_http_router: StartHttpRouter, key_file: str, method: str, path: str, key: str | None, status: int
 ) -> None:
-    """401 without a key of ours, 403 for what the key may not do, both in OpenAI's form; probes need none."""
+    """401 without a known key, 403 if the role is too low, both in OpenAI's form; probes need no key."""
     router = await start_http_router(FakeGroup(), key_file=key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     got, answered, text = await router.request(method, path, b"{}" if method == "POST" else None, headers)
@@ -157,7 +157,7 @@ async def test_what_http_answers_to_a_key(
 
 
 async def test_openai_s_client_has_a_key(start_router: StartRouter, key_file: str) -> None:
-    """Its api_key is all that it needs; a wrong one is its own AuthenticationError."""
+    """The client's api_key is accepted; a wrong one raises AuthenticationError."""
     group = FakeGroup()
     router = await start_router(group, key_file=key_file, http_port=0)
     base = f"http://{router.server.http_address}/v1"
@@ -170,8 +170,8 @@ async def test_openai_s_client_has_a_key(start_router: StartRouter, key_file: st
 
 
 async def test_a_browser_sends_the_key_as_a_password(start_http_router: StartHttpRouter, key_file: str) -> None:
-    """Where there is something to look at, HTTP's basic authentication does; for requests it does not, since any page
-    could have a browser send them."""
+    """HTTP's basic authentication is accepted for pages, but not for requests, because any page could make a browser
+    send them."""
     router = await start_http_router(FakeGroup(), key_file=key_file)
     basic = {"authorization": "Basic " + base64.b64encode(f"me:{OPS}".encode()).decode()}
     assert (await router.request("GET", "/metrics", None, basic))[0] == 200
@@ -180,7 +180,7 @@ async def test_a_browser_sends_the_key_as_a_password(start_http_router: StartHtt
 
 
 async def test_a_body_without_a_key_is_not_kept(start_http_router: StartHttpRouter, key_file: str) -> None:
-    """Even one that is still coming, and larger than any body may be, is answered 401."""
+    """A body without a key gets 401, even if it is larger than the limit and still arriving."""
     router = await start_http_router(FakeGroup(), key_file=key_file)
     status, _, _ = await router.request("POST", "/v1/completions", b"x" * (40 << 20))
     assert status == 401
@@ -189,7 +189,7 @@ async def test_a_body_without_a_key_is_not_kept(start_http_router: StartHttpRout
 async def test_no_key_is_ever_logged(
     start_http_router: StartHttpRouter, key_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is what came in its place, whatever the request comes to and at any level."""
+    """Neither a key nor what was sent in its place is logged, whatever the outcome and at any level."""
     caplog.set_level(logging.DEBUG)
     router = await start_http_router(FakeGroup(), key_file=key_file)
     for key in (SEARCH, EYES, "cc-wrong"):

@@ -1,4 +1,4 @@
-"""Rate limits: what fits is let through, what does not is told when it will."""
+"""Rate limits: a request within the limit is accepted, another is told when to come again."""
 
 import pytest
 from hypothesis import given
@@ -11,8 +11,8 @@ from coatcheck.router.access.tenant import Tenant
 
 @given(st.floats(0.5, 1e6), st.lists(st.tuples(st.floats(0, 30), st.floats(1, 100)), max_size=50))
 def test_a_limit_holds_over_any_time(per_minute: float, asked: list[tuple[float, float]]) -> None:
-    """In any time no more is given than a minute's worth, what that time brings, and one last that overdraws; whoever
-    comes when told to is let through."""
+    """In any period at most a minute's amount, the period's refill, and one last overdraft are granted. A request after
+    the announced wait is granted."""
     limit, now, given_so_far, largest = RateLimit(per_minute, 0.0), 0.0, 0.0, 0.0
     for pause, amount in asked:
         now += pause
@@ -26,7 +26,8 @@ def test_a_limit_holds_over_any_time(per_minute: float, asked: list[tuple[float,
 
 
 def test_a_tenant_is_told_when_to_come_again() -> None:
-    """Requests and tokens are limited apart, each tenant for itself, and the wait is what the bucket needs."""
+    """Requests and tokens are limited separately for each tenant, and the announced wait is the time that the bucket
+    needs."""
     now = 0.0
     limits = TenantLimits(lambda: now)
     slow = Tenant("slow", requests_per_minute=2, tokens_per_minute=600)

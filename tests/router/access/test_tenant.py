@@ -1,4 +1,4 @@
-"""Tenant: what a role allows, whose cache a salt names, and what no tenant may be."""
+"""Tenant: the scopes of its role, its salt, its priority and its limits."""
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ from tests.router.router_under_test import StartRouter
     ],
 )
 def test_a_role_allows_just_its_scopes(role: str, scope: Scope, able: bool) -> None:
-    """What a role does not allow is refused with the roles that do."""
+    """Other scopes are refused, and the error lists the roles that have them."""
     tenant = Tenant("search", role=role)
     if able:
         tenant.require_scope(scope)
@@ -39,13 +39,13 @@ def test_a_role_allows_just_its_scopes(role: str, scope: Scope, able: bool) -> N
 
 @given(st.text(min_size=1, max_size=8), st.text(max_size=8), st.text(min_size=1, max_size=8), st.text(max_size=8))
 def test_no_salt_of_one_tenant_is_another_s(mine: str, asked: str, theirs: str, tried: str) -> None:
-    """Whatever clients send, equal salts come from equal tenants and equal words."""
+    """Combined salts are equal only for equal tenant salts and equal cache salts."""
     one, two = Tenant("one", salt=mine).combine_salt(asked), Tenant("two", salt=theirs).combine_salt(tried)
     assert (one == two) == ((mine, asked) == (theirs, tried))
 
 
 def test_clients_only_give_way() -> None:
-    """A request may go behind its tenant's others, never before them; without keys its word counts."""
+    """A request can only lower its tenant's priority; without keys it sets its own."""
     tenant = Tenant("search", priority=5)
     assert [tenant.effective_priority(asked) for asked in (-100, 0, 7, 2**31 - 1)] == [5, 5, 12, 2**31 - 1]
     assert ANONYMOUS.effective_priority(-100) == -100
@@ -67,13 +67,13 @@ def test_clients_only_give_way() -> None:
     ],
 )
 def test_what_no_tenant_may_be(wrong: dict[str, object], said: str) -> None:
-    """A setting that cannot be is refused by its name, with what it may be."""
+    """An invalid setting is refused with its name and the allowed values."""
     with pytest.raises(InvalidConfig, match=said):
         Tenant(**{"name": "search", **wrong})  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_streams_are_bounded_per_tenant() -> None:
-    """One tenant's open requests count against its own bound alone, and make room as they end."""
+    """The open requests of a tenant count only against its own limit, until they end."""
     traffic, few = Traffic(), Tenant("few", max_streams=1)
     with traffic.count_request(few):
         with pytest.raises(Overloaded, match="'few' has 1 requests open"), traffic.count_request(few):
@@ -85,7 +85,7 @@ def test_streams_are_bounded_per_tenant() -> None:
 
 
 async def test_a_request_carries_its_tenant_to_the_group(start_router: StartRouter) -> None:
-    """The group gets the tenant's salt and priority, and a prompt that is too long for the tenant reaches none."""
+    """The group gets the tenant's salt and priority. A prompt that is too long for the tenant reaches no group."""
     group = FakeGroup()
     router = await start_router(group)
     tenant = Tenant("search", salt="s", priority=3, max_prompt_tokens=2)

@@ -1,4 +1,4 @@
-"""TLS: who is spoken to over gRPC and HTTP, whom an expired or unknown certificate keeps out, and new files."""
+"""TLS over gRPC and HTTP: unknown or expired certificates are refused, and changed files are read again."""
 
 import asyncio
 import http.client
@@ -30,14 +30,14 @@ from tests.router.fake_group import FakeGroup
 
 
 class TlsRouter:
-    """A router that speaks TLS, in front of one group."""
+    """A router with TLS, in front of one group."""
 
     def __init__(self, server: Router, grpc_address: str) -> None:
         self.server = server
         self.grpc = grpc_address
 
     async def model(self, ca: Path, own: Leaf | None = None) -> str:
-        """By gRPC; the status's name where it is refused."""
+        """The model's name by gRPC, or the name of the error's status."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.secure_channel(self.grpc, _credentials(ca, own), options=options) as channel:
             try:
@@ -46,7 +46,7 @@ class TlsRouter:
                 return error.code().name
 
     async def health(self, ca: Path, own: Leaf | None = None, path: str = "/health") -> int:
-        """By HTTP; raises OSError where the handshake fails."""
+        """The status of /health by HTTP; raises OSError if the handshake fails."""
         return await to_thread(self._health, ca, own, path)
 
     def _health(self, ca: Path, own: Leaf | None, path: str) -> int:
@@ -68,13 +68,13 @@ def _credentials(ca: Path, own: Leaf | None) -> grpc.ChannelCredentials:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> TestAuthority:
-    """Of servers and clients."""
+    """The authority of servers and clients."""
     return TestAuthority(tmp_path / "tls")
 
 
 @pytest.fixture
 async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
-    """Starts one with a certificate."""
+    """Starts routers with a certificate."""
     ends = []
 
     async def open_with(leaf: Leaf, client_ca: Path | None = None, key_file: str | None = None) -> TlsRouter:
@@ -95,7 +95,8 @@ async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
 
 
 async def test_clients_check_the_server(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Both ports speak TLS to who knows the authority, and nothing to who knows another or speaks plainly."""
+    """Clients that trust the authority connect to both ports; clients that trust another, or speak plain text, do
+    not."""
     router = await opened(authority.leaf("server"))
     assert (await router.model(authority.ca), await router.health(authority.ca)) == ("tiny", 200)
     stranger = TestAuthority(tmp_path / "stranger")
@@ -109,7 +110,7 @@ async def test_clients_check_the_server(opened, authority, tmp_path: Path) -> No
 
 
 async def test_the_server_checks_clients(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """With an authority of clients, one without a certificate, with a stranger's, or with an expired one stays out."""
+    """With an authority of clients, a client with no, a foreign or an expired certificate is refused."""
     router = await opened(authority.leaf("server"), authority.ca)
     known = authority.leaf("client")
     assert (await router.model(authority.ca, known), await router.health(authority.ca, known)) == ("tiny", 200)
@@ -120,7 +121,8 @@ async def test_the_server_checks_clients(opened, authority, tmp_path: Path) -> N
 
 
 async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """By its common name or another, over both protocols, with that tenant's role; one that nobody has is refused."""
+    """A certificate's common name, or another of its names, selects the tenant over both protocols; an unknown one is
+    refused."""
     keys = tmp_path / "keys.yaml"
     keys.write_text(
         "tenants: [{name: a, certificates: ['cn:search']}, {name: b, role: monitor, certificates: ['cn:eyes']}]"
@@ -141,8 +143,8 @@ async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) ->
 
 
 async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handshakes that never end are ended, and count as connections meanwhile: beyond those nobody comes in, and then
-    again somebody."""
+    """Handshakes that never complete are ended, and count as connections meanwhile. Beyond the limit new connections
+    are refused, until handshakes have ended."""
     leaf, refused = authority.leaf("server"), list[str]()
     certificate = ServerCertificate.load(str(leaf.cert), str(leaf.key), None)
 
@@ -174,7 +176,7 @@ async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority, monke
 
 
 async def test_an_expired_server_is_not_believed(opened, authority) -> None:  # type: ignore[no-untyped-def]
-    """Clients refuse it by both protocols, and HTTP's says why."""
+    """Clients of both protocols refuse it, and the error of HTTP's says why."""
     router = await opened(authority.leaf("server", days=-1))
     assert await router.model(authority.ca) == "UNAVAILABLE"
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
@@ -196,7 +198,7 @@ async def test_a_new_certificate_needs_no_restart(opened, authority, tmp_path, m
 
 
 def test_files_that_cannot_be_used(authority: TestAuthority, tmp_path: Path) -> None:
-    """Each is refused at the start by its name, and none waits for a passphrase."""
+    """Each is refused at the start by its name, and none asks for a passphrase."""
     leaf, other = authority.leaf("server"), authority.leaf("other")
     cases = [
         (str(tmp_path / "none.pem"), str(leaf.key), None, r"none\.pem: No such file"),
@@ -211,6 +213,6 @@ def test_files_that_cannot_be_used(authority: TestAuthority, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("files", [{"tls_cert": "a"}, {"tls_key": "a"}, {"tls_client_ca": "a"}])
 def test_half_of_a_certificate_is_refused(files: dict[str, str]) -> None:
-    """A certificate needs its key, and an authority of clients a certificate."""
+    """A certificate needs its key, and an authority of clients needs a certificate."""
     with pytest.raises(InvalidConfig, match="tls_"):
         RouterConfig(model="tiny", **files)  # type: ignore[arg-type]  # by name

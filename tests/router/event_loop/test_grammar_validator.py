@@ -1,4 +1,4 @@
-"""Grammars that would stop a router or a group: each is refused in its time, and what is good goes through."""
+"""Grammars that would stop a router or a group are refused in time, and valid ones are accepted."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def check() -> Iterator[GrammarValidator]:
 
 @pytest.mark.parametrize("case", HOSTILE)
 async def test_what_takes_too_long_is_refused(check: GrammarValidator, case: str) -> None:
-    """With what to change; the next grammar compiles as if nothing had been, and asking again takes no time."""
+    """The error says what to change. The next grammar compiles as usual, and asking again takes no time."""
     with pytest.raises(InvalidRequest, match=r"cannot be compiled: it takes .*change the named part") as first:
         await check.validate(HOSTILE[case])
     await check.validate(Grammar("json_schema", json.dumps({"type": "object", "properties": {case: {}}})))
@@ -39,8 +39,8 @@ async def test_what_takes_too_long_is_refused(check: GrammarValidator, case: str
 
 
 async def test_what_would_end_an_answer_that_has_begun_is_refused(check: GrammarValidator) -> None:
-    """The parser's limits are met where text is followed: a schema that is too wide, one that nothing fits, and one
-    that only an endless text fits say so before there is an answer."""
+    """The parser's limits are reached only while a text is matched. A schema that is too wide, one that nothing fits,
+    and one that only an endless text fits are refused before an answer begins."""
     wide = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(500)}}
     for grammar, words in (
         (Grammar("json_schema", json.dumps(wide)), "2007 alternatives .*; an optional property counts as four"),
@@ -78,14 +78,14 @@ async def test_the_process_that_compiles_pauses_after_each_grammar() -> None:
     ({"type": "nothing"}, ""),
 ])  # fmt: skip
 async def test_the_part_that_is_wrong_is_named(check: GrammarValidator, schema: dict[str, object], place: str) -> None:
-    """By a JSON pointer to the innermost schema that is refused for the same reason."""
+    """The error has a JSON pointer to the innermost schema that is refused for the same reason."""
     with pytest.raises(InvalidRequest) as refused:
         await check.validate(Grammar("json_schema", json.dumps(schema)))
     assert (f", at {place};" in str(refused.value)) if place else (", at #" not in str(refused.value))
 
 
 async def test_what_is_wrong_is_said(check: GrammarValidator) -> None:
-    """By whoever reads the grammar."""
+    """The error has llguidance's reason."""
     with pytest.raises(InvalidRequest, match="regex cannot be compiled: .*invalid regex"):
         await check.validate(Grammar("regex", "("))
     await check.validate(Grammar.of_choices(["yes", "no"]))

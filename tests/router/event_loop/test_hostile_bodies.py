@@ -39,7 +39,7 @@ _TRIES: Final = 3  # the best counts: an unlucky moment of the machine is not th
 
 
 class WatchedRouter:
-    """A router process in front of one fake group, a stream that goes on all the time, and who sends large requests."""
+    """A router process in front of one fake group, with a stream that runs all the time. Sends large requests to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, addresses: dict[str, str], group: FakeGroup) -> None:
         self.process = process
@@ -99,14 +99,14 @@ def _first_only(submit: Any, choice: int, position: int) -> int:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(model_directory: Path) -> AsyncIterator[WatchedRouter]:
-    """One for most of these tests."""
+    """One router for most of these tests."""
     async with _watched(model_directory, 8192) as made:
         yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def long_router(model_directory: Path) -> AsyncIterator[WatchedRouter]:
-    """One whose answers can be large."""
+    """A router whose answers can be large."""
     async with _watched(model_directory, 1 << 17) as made:
         yield made
 
@@ -134,7 +134,7 @@ async def _watched(model_directory: Path, max_model_len: int) -> AsyncIterator[W
 
 
 async def _holds(router: WatchedRouter, *requests: Any) -> tuple[float, float]:
-    """(longest hold while these are answered, what is permitted), in seconds."""
+    """(longest hold while the requests are answered, permitted hold), in seconds."""
     reference = (await router.command("begin"))["reference"]
     await asyncio.gather(router.is_streaming(), *(request() for request in requests))
     held = (await router.command("end"))["longest_hold"]
@@ -154,7 +154,7 @@ async def _assert_nobody_is_stopped(router: WatchedRouter, *requests: Any) -> No
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", SAMPLED_BODIES)
 async def test_no_body_stops_a_stream(router: WatchedRouter, kind: str) -> None:
-    """By HTTP: it is answered or refused, and no hold of the event loop is longer than 100 ms meanwhile."""
+    """By HTTP: the body is answered or refused, and meanwhile no hold of the event loop is longer than 100 ms."""
     path, body = BODIES[kind]()
 
     async def send() -> None:
@@ -203,7 +203,7 @@ async def test_no_large_message_in_answer_stops_a_stream(long_router: WatchedRou
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", ["100,000 messages", pytest.param("2 million ids", marks=pytest.mark.full)])
 async def test_eight_bodies_at_once_stop_no_stream(router: WatchedRouter, kind: str) -> None:
-    """They wait for each other and delay no other request; those beyond the limit get 429."""
+    """Eight bodies wait for each other and delay no other request; those beyond the limit get 429."""
     path, body = BODIES[kind]()
 
     async def send() -> None:

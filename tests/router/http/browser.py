@@ -1,4 +1,4 @@
-"""Browser: chromium without a window, driven over its DevTools protocol. Nothing is simulated."""
+"""Browser: headless chromium, controlled over its DevTools protocol."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def _noted_port(file: Path) -> tuple[str, str]:
-    """The port and the path where chromium listens, which it writes to a file when it does."""
+    """The port and the path where chromium listens, from the file to which it writes them."""
     deadline = time.monotonic() + MAX_WAIT_SECONDS
     while True:
         lines = file.read_text().split("\n") if file.exists() else []
@@ -29,8 +29,9 @@ def _noted_port(file: Path) -> tuple[str, str]:
 
 
 class Browser:
-    """One page in one browser; an async context manager that owns the process. `requests` are the URLs it asked for,
-    `complaints` what its console said at warning or above, refusals of the page's policy among them."""
+    """One page in one browser; an async context manager that owns the process. `requests`: the URLs that the page has
+    requested. `complaints`: console messages at warning or above, including violations of the content security
+    policy."""
 
     def __init__(self, *arguments: str) -> None:
         self._more = arguments
@@ -77,7 +78,7 @@ class Browser:
         self._home.cleanup()
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result."""
+        """Sends a command of the protocol; returns its result."""
         number = next(self._ids)
         self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": parameters}
@@ -97,13 +98,13 @@ class Browser:
             await self._loaded.wait()
 
     async def run(self, expression: str) -> Any:
-        """JavaScript's value; of a promise, what it comes to."""
+        """The value of a JavaScript expression; of a promise, its result."""
         answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
     async def see(self, expression: str, wanted: Any) -> None:
-        """Waits until JavaScript's value is that."""
+        """Waits until the JavaScript expression has the value `wanted`."""
         # The page itself looks, at each of its frames and at least so often.
         looks = (
             f"new Promise((done) => {{ const until = Date.now() + {MAX_WAIT_SECONDS * 800:.0f}; const look = () => {{"

@@ -30,7 +30,7 @@ Answers = list[tuple[int, str, float]]
 
 @pytest.fixture(autouse=True)
 def many_files() -> Iterator[None]:
-    """This process may have as many open files as the test needs."""
+    """Raises this process's limit of open files as far as the test needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FILES:
         pytest.skip(
@@ -45,8 +45,8 @@ def many_files() -> Iterator[None]:
 async def sent(
     address: str, held: int, *burst: tuple[int, str, dict[str, object]]
 ) -> AsyncIterator[Callable[[], Awaitable[Answers]]]:
-    """Sends so many requests with this key and body, of each kind. What it gives returns the answers, once all but
-    `held` requests have one, and then those of the others."""
+    """Sends requests of each kind: (number, key, body). Yields a function that first returns the answers once at most
+    `held` requests have none, and then, in a second call, the others."""
     clients = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.router.http.burst_clients", address, str(held), json.dumps(burst)),
         stdout=asyncio.subprocess.PIPE,
@@ -104,19 +104,19 @@ class RouterProcess:
             await group.kill()
 
     def go(self) -> None:
-        """Lets what the groups hold run on."""
+        """Lets the groups answer the requests that they hold."""
         for group in self.groups:
             group.go()
 
     async def until_said(self, text: str) -> None:
-        """Waits until it has said this."""
+        """Waits until the process has written `text` to stderr."""
         async with asyncio.timeout(MAX_WAIT_SECONDS):
             while text not in self.said:
                 self._more_said.clear()
                 await self._more_said.wait()
 
     def cpu_seconds(self) -> float:
-        """Processor time that it has taken."""
+        """CPU time of the process."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -128,7 +128,7 @@ class RouterProcess:
 
 
 async def report(groups: Sequence[SeatedGroup], *, late: bool) -> None:
-    """Each group reports its load again and again; `late`: the load that it had before the burst."""
+    """Lets each group report its load every 50 ms; `late`: the load that it had before the burst."""
     while True:
         for group in groups:
             if late:
@@ -139,9 +139,8 @@ async def report(groups: Sequence[SeatedGroup], *, late: bool) -> None:
 
 
 async def test_a_router_that_starts_with_1024_files_serves_1500_connections(model_directory: Path) -> None:
-    """A router whose soft limit of open files is 1,024 raises it. Of 1,500 requests two groups get what they have room
-    for, 1,024 wait, and the others hear 429 with Retry-After while those are still held. Each request that was taken
-    is answered."""
+    """A router whose soft limit of open files is 1,024 raises it. Of 1,500 requests the two groups get as many as they
+    have room for and 1,024 wait. The others get 429 with Retry-After meanwhile. Each accepted request is answered."""
     held = QUEUED + ROOM
     async with RouterProcess(model_directory, "-S -n 1024") as router:
         async with sent(router.address, held, (REQUESTS, "", PROMPT | {"prompt": [5, 6, 7]})) as answers:
@@ -156,8 +155,8 @@ async def test_a_router_that_starts_with_1024_files_serves_1500_connections(mode
 
 
 async def test_a_router_that_may_have_1024_files_answers_1500_connections(model_directory: Path) -> None:
-    """A router whose hard limit is 1,024 serves 512 connections, and says so beforehand. All others hear 503, no answer
-    is lost to a reset, and those that were taken are answered."""
+    """A router whose hard limit is 1,024 serves 512 connections, and logs a warning at its start. All others get 503,
+    no response is lost to a reset, and the accepted requests are answered."""
     async with RouterProcess(model_directory, "-n 1024") as router:
         async with sent(router.address, 512, (REQUESTS, "", PROMPT | {"prompt": [5, 6, 7]})) as answers:
             assert Counter(status for status, _, _ in await answers()) == {503: REQUESTS - 512}
@@ -169,8 +168,8 @@ async def test_a_router_that_may_have_1024_files_answers_1500_connections(model_
 
 
 async def test_a_router_without_a_free_file_waits_for_one(model_directory: Path) -> None:
-    """While no file is free for a connection, the router says so once, takes no processor time, and goes on. New
-    connections wait, and are answered when files are free again."""
+    """While no file is free for a connection, the router logs one warning, uses little CPU, and goes on. New
+    connections wait, and are served when files are free again."""
     async with RouterProcess(model_directory, "-S -n 1024") as router:
         router.go()
         soft_and_hard = resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)
@@ -189,15 +188,16 @@ async def test_a_router_without_a_free_file_waits_for_one(model_directory: Path)
 async def test_turns_and_priorities_hold_in_a_burst_over_http(
     start_http_router: StartHttpRouter, tmp_path: Path
 ) -> None:
-    """In a burst of 1,500 of which one tenant sends 1,300, the others' are all taken in: the urgent one's are sent
-    first as places come free, then the other one gets its half; reports from before the burst change nothing."""
+    """One tenant sends 1,300 of 1,500 requests, and all requests of the two others are accepted. The urgent tenant's
+    are sent first as slots become free, then the other tenant gets its half. Reports from before the burst change
+    nothing."""
     tenants = [{"name": name, "keys": [hash_key(name)]} for name in ("many", "few")]
     tenants.append({"name": "urgent", "keys": [hash_key("urgent")], "priority": -1})  # type: ignore[dict-item]
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"tenants": tenants}))
     group = SeatedGroup("g0", SEATS)
     router = await start_http_router(group, max_queued=QUEUED, key_file=str(keys))
-    line = router.server.dispatcher.queue
+    queue = router.server.dispatcher.queue
     kinds = [(REQUESTS - 200, "many", 100), (100, "few", 300), (100, "urgent", 200)]
     burst_of = [(count, key, PROMPT | {"prompt": [first, 5, 6]}) for count, key, first in kinds]
     held = QUEUED + SEATS + READY
@@ -205,8 +205,8 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(
         reports = asyncio.create_task(report([group], late=True))
         assert Counter(status for status, _, _ in await answers()) == {429: REQUESTS - held}
         reports.cancel()
-        assert len(line) == QUEUED and group.most_held == SEATS + READY
-        line._queue.check()
+        assert len(queue) == QUEUED and group.most_held == SEATS + READY
+        queue._queue.check()
         group.go()
         reports = asyncio.create_task(report([group], late=False))
         assert Counter(status for status, _, _ in await answers()) == {200: held}

@@ -32,7 +32,7 @@ CARD = "document.querySelector('#cards [data-key=g0]')"
 
 
 def test_the_page_is_small_and_self_contained() -> None:
-    """All of it together is under 200 KB, and no file of it names another host."""
+    """All files of the page together are under 200 KB, and none names another host."""
     files = [file for file in PAGE.iterdir() if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 200_000 and len(files) == 4
     for file in files:
@@ -41,8 +41,8 @@ def test_the_page_is_small_and_self_contained() -> None:
 
 
 async def test_a_browser_shows_the_cluster_as_it_moves(start_http_router: StartHttpRouter) -> None:
-    """Groups, ranks, blocks by tier, hit ratio, queue and latency are there and follow the next report; the browser
-    has nothing to complain of, loads nothing from elsewhere, and both themes differ."""
+    """Groups, ranks, blocks by tier, hit ratio, queue and latency are shown and follow the next report. The console has
+    no warning, nothing is loaded from other hosts, and the two themes differ."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
     router = await start_http_router(group)
@@ -90,7 +90,7 @@ async def test_a_browser_shows_the_cluster_as_it_moves(start_http_router: StartH
 
 
 async def test_the_policy_holds_in_the_browser(start_http_router: StartHttpRouter) -> None:
-    """A script that got into the page, or a request to somewhere else, is refused by the browser."""
+    """The browser refuses an injected script and a request to another host."""
     router = await start_http_router(FakeGroup())
     async with Browser() as browser:
         await browser.open(f"http://{router.http_address}/dashboard")
@@ -149,8 +149,8 @@ CONTRAST = """(() => {
 
 
 async def test_everybody_can_read_it(start_http_router: StartHttpRouter) -> None:
-    """In both themes each text stands out from what is behind it, and on a telephone nothing is out of sight; the
-    keyboard reaches every control, and shows which."""
+    """In both themes each text has enough contrast, on a telephone nothing is cut off, and the keyboard reaches every
+    control and shows the focus."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
     router = await start_http_router(group)
@@ -177,7 +177,7 @@ async def test_everybody_can_read_it(start_http_router: StartHttpRouter) -> None
 
 
 async def test_a_group_that_is_lost_is_said(start_http_router: StartHttpRouter) -> None:
-    """The card of a group that has gone turns to its new state, and the server's own state follows."""
+    """The card of a lost group shows its new state, and so does the state of the router."""
     group = FakeGroup()
     router = await start_http_router(group)
     async with Browser() as browser:
@@ -190,7 +190,7 @@ async def test_a_group_that_is_lost_is_said(start_http_router: StartHttpRouter) 
 
 
 async def test_headers_and_state(start_http_router: StartHttpRouter) -> None:
-    """Each part of the page has its strict policy, and the state that it shows is one JSON object."""
+    """Each file of the page has the strict policy, and the state is one JSON object."""
     router = await start_http_router(FakeGroup())
     for path in ("/", "/dashboard", "/dashboard/app.js", "/dashboard/style.css", "/dashboard/icon.svg"):
         status, headers, _ = await router.request("GET", path)
@@ -204,7 +204,7 @@ async def test_headers_and_state(start_http_router: StartHttpRouter) -> None:
 
 
 async def test_a_key_opens_the_page(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
-    """Where keys are asked for, a browser without one is asked for it, a user's does not do, and a monitor's shows
+    """With keys required, a browser without a key is asked for one; a user's key is not enough, and a monitor's shows
     everything."""
     keys = {"eyes": "cc-eyes", "search": "cc-search"}
     roles = {"eyes": "monitor", "search": "user"}

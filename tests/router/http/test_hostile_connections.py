@@ -1,4 +1,4 @@
-"""Clients that hold connections, send for ever, speak something else or come under another's name."""
+"""Clients that hold connections, send without end, do not speak HTTP, or come under another host's name."""
 
 import asyncio
 import json
@@ -32,13 +32,13 @@ Speak = Callable[[bytes], Awaitable[bytes]]
 
 @pytest.fixture
 def counts() -> CollectorRegistry:
-    """What the server has counted."""
+    """The registry of the server's metrics."""
     return CollectorRegistry()
 
 
 @pytest.fixture
 async def speak(counts: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Speak]:
-    """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
+    """Sends bytes to a server that echoes bodies; returns all bytes until the server closes the connection."""
     metrics = RequestMetrics(counts)
     monkeypatch.setattr(BoundedHttpProtocol, "head_seconds", 0.2)
     server = HttpServer(BodyLimitMiddleware(_echo, metrics, 1 << 20, 0.2), on_refused=metrics.record_refusal)
@@ -79,7 +79,8 @@ async def speak(counts: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> A
 async def test_nobody_is_waited_for_without_end(
     speak: Speak, counts: CollectorRegistry, sent: bytes, answered: bytes, counted: str | None
 ) -> None:
-    """What does not come in its time is answered or not, but the server hangs up by itself, and counts why."""
+    """A request that is not complete in time may get an error; the server closes the connection and counts the
+    reason."""
     said = await speak(sent)
     assert said.startswith(answered) and bool(said) == bool(answered)
     refused = {reason: counts.get_sample_value("coatcheck_refusals_total", {"reason": reason}) for reason in REASONS}
@@ -87,7 +88,7 @@ async def test_nobody_is_waited_for_without_end(
 
 
 async def test_a_head_has_a_length(speak: Speak, counts: CollectorRegistry) -> None:
-    """One that never ends is refused, and what came of it is not kept."""
+    """A head without end is refused and not kept."""
     said = await speak(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x-a: " + b"a" * (2 * HEAD_BYTES))
     assert said.startswith(b"HTTP/1.1 431 ") or not said
     assert counts.get_sample_value("coatcheck_refusals_total", {"reason": "long_head"}) == 1
@@ -95,7 +96,8 @@ async def test_a_head_has_a_length(speak: Speak, counts: CollectorRegistry) -> N
 
 @pytest.mark.parametrize("more", [b"", b"keep-alive, "])
 async def test_a_request_that_would_rather_be_http2_keeps_its_body(speak: Speak, more: bytes) -> None:
-    """As Java's client sends them: it is answered as HTTP/1.1, and the connection goes on."""
+    """A request that offers an upgrade to HTTP/2, as Java's client sends it, is served as HTTP/1.1, and so is the next
+    on its connection."""
     one = (b"POST / HTTP/1.1\r\nhost: a\r\nconnection: " + more + b"Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
            b"http2-settings: AAMAAABkAAQAAP__\r\ncontent-length: 5\r\n\r\nhello")  # fmt: skip
     said = await speak(one + b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
@@ -112,12 +114,13 @@ async def test_a_request_that_would_rather_be_http2_keeps_its_body(speak: Speak,
     ],
 )  # fmt: skip
 def test_whose_name_it_is(host: str, is_local: bool) -> None:
-    """Addresses and names that nobody can have in the public DNS are this host's."""
+    """Addresses, and names that cannot be registered in the public DNS, are local."""
     assert is_local_host(host) is is_local
 
 
 async def test_another_s_name_is_refused(start_http_router: StartHttpRouter) -> None:
-    """A page in a browser cannot have its own name lead to a server that asks for no key; asked for, any name does."""
+    """A router without keys refuses a Host header with a foreign name, as in DNS rebinding; with --insecure it accepts
+    any."""
     router, open_to_all = await start_http_router(FakeGroup()), await start_http_router(FakeGroup("g1"), insecure=True)
     for path in ("/", "/v1/models", "/metrics", "/health"):
         status, _, text = await router.request("GET", path, None, {"host": "evil.example"})
@@ -128,7 +131,7 @@ async def test_another_s_name_is_refused(start_http_router: StartHttpRouter) -> 
 
 
 async def test_every_answer_has_its_request_s_id(start_http_router: StartHttpRouter) -> None:
-    """Refusals too, and those that come before anybody has looked at the body."""
+    """Refusals have the id too, also those before the body is read."""
     router = await start_http_router(FakeGroup())
     for method, path, headers in (
         ("POST", "/v1/completions", {}),
@@ -143,7 +146,7 @@ async def test_every_answer_has_its_request_s_id(start_http_router: StartHttpRou
 
 
 def test_no_limit_is_no_share_of_nothing() -> None:
-    """Where the system sets none, connections have one all the same, and it is not zero."""
+    """Where the system sets no limit of files, connections have one all the same, and it is not zero."""
     assert share_of_limit(1024, 0.5) == 512
     assert share_of_limit(resource.RLIM_INFINITY, 0.5) == share_of_limit(1 << 40, 0.5) == 1 << 19
 
@@ -175,7 +178,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize(("kind", "most"), [("http", 200), ("grpc", 100)])
 async def test_a_crowd_takes_a_share_of_the_files(start_http_router: StartHttpRouter, kind: str, most: int) -> None:
-    """Connections beyond it are ended, and those that were there before go on."""
+    """Connections beyond the share are closed, and earlier ones still work."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     try:

@@ -1,4 +1,4 @@
-"""Bodies that were good once: a value replaced, a field dropped or invented, or bytes turned over."""
+"""Valid request bodies with mutations: a value is replaced, a field is dropped or added, or bytes are changed."""
 
 import copy
 import json
@@ -36,7 +36,7 @@ JUNK: list[Any] = [
 
 
 def mutated(dice: random.Random) -> tuple[str, bytes]:
-    """A path, and what to send there."""
+    """A path and a mutated body for it."""
     path, good = dice.choice(GOOD)
     body = json.loads(json.dumps(good))
     for _ in range(dice.randint(1, 3)):

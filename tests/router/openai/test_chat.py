@@ -48,7 +48,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
 
 
 async def prompt_of(router: HttpRouter, **body: Any) -> str:
-    """What the model is shown, as /detokenize reads it back."""
+    """The text of the prompt that the group got for a chat."""
     await router.openai.chat.completions.create(model="tiny", max_tokens=1, **body)
     ids = list(router.groups[0].submits[-1].prompt_token_ids)
     _, _, text = await router.request("POST", "/detokenize", {"tokens": ids})
@@ -94,7 +94,7 @@ async def test_logprobs_come_with_bytes(start_http_router: StartHttpRouter) -> N
 
 
 async def test_content_may_come_in_parts(start_http_router: StartHttpRouter) -> None:
-    """Text parts are the text; any other part is refused by its type."""
+    """The text of text parts is joined; any other part is refused by its type."""
     router = await start_http_router(FakeGroup())
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "one\ntwo" in await prompt_of(router, messages=[{"role": "user", "content": parts}])
@@ -104,7 +104,8 @@ async def test_content_may_come_in_parts(start_http_router: StartHttpRouter) -> 
 
 
 async def test_tools_are_shown_to_the_model(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
-    """The template gets tools, earlier calls as objects, and answers of tools; `none` shows no tool."""
+    """The template gets tools, earlier calls as objects, and answers of tools; with tool_choice `none` it gets no
+    tool."""
     router = await start_http_router(saying("yes"), speaking=tool_model)
     history: list[Any] = [
         *HELLO,
@@ -124,7 +125,7 @@ async def test_tools_are_shown_to_the_model(start_http_router: StartHttpRouter, 
 async def test_a_call_in_the_text_is_a_tool_call(
     start_http_router: StartHttpRouter, tool_model: TokenizerJson, stream: bool
 ) -> None:
-    """Text before a call stays text, the call comes apart from it, and the choice ends for that reason."""
+    """Text before a call stays text, the call is a tool call, and finish_reason is tool_calls."""
     text = 'let me see<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
     router = await start_http_router(saying(text), speaking=tool_model)
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
@@ -199,7 +200,7 @@ CALLS = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "weather", "arg
 async def test_a_call_that_max_tokens_cuts_is_a_call(
     start_http_router: StartHttpRouter, tool_model: TokenizerJson, choice: str, stream: bool
 ) -> None:
-    """Its arguments are what came of them, the choice ended for its length, and none of it is content."""
+    """The call has the part of its arguments that was generated, finish_reason is length, and the content is empty."""
     text = CALLS if choice == "required" else CITY
     whole = [("weather", CITY)] * (2 if choice == "required" else 1)
     router = await start_http_router(saying(text), speaking=tool_model)
@@ -232,7 +233,7 @@ BAD = {"type": "object", "properties": {"at": {"anyOf": [{"type": "null"}, {"typ
 async def test_a_schema_that_cannot_be_kept_to_is_named(
     start_http_router: StartHttpRouter, tool_model: TokenizerJson, choice: str
 ) -> None:
-    """The error says which tool, which part of its schema and why, and shows no rule of ours."""
+    """The error names the tool and the part of its schema, says why, and quotes no rule of the router's grammar."""
     group = saying("no call")
     router = await start_http_router(group, speaking=tool_model)
     clock = {"type": "function", "function": {"name": "clock", "parameters": BAD, "strict": True}}
@@ -250,7 +251,8 @@ async def test_a_schema_that_cannot_be_kept_to_is_named(
 async def test_schemas_that_take_too_long_are_counted(
     start_http_router: StartHttpRouter, tool_model: TokenizerJson
 ) -> None:
-    """Where the time is what all schemas take, the error says of how many tools, and shows no rule of ours."""
+    """If the schemas together take too long, the error says how many tools there are, and quotes no rule of the
+    grammar."""
     router = await start_http_router(saying("no call"), speaking=tool_model)
     parameters = {"properties": {"x": {"type": "integer", "multipleOf": 999_983}}}
     tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "fg"]
@@ -261,14 +263,14 @@ async def test_schemas_that_take_too_long_are_counted(
 
 
 class Place(BaseModel):
-    """Within other models, and within itself."""
+    """A part of another model and of itself."""
 
     city: str
     near: "list[Place]" = Field(default_factory=list)
 
 
 class Route(BaseModel):
-    """From one place to another."""
+    """Two places."""
 
     start: Place
     end: Place
@@ -278,7 +280,7 @@ class Route(BaseModel):
 async def test_nested_pydantic_models_are_tools(
     start_http_router: StartHttpRouter, tool_model: TokenizerJson, choice: str
 ) -> None:
-    """Models that hold others become schemas of references; a forced or strict call to them is kept to them."""
+    """Nested models become schemas with references, and the calls of a required or strict function fit them."""
     arguments = {"start": {"city": "Bonn", "near": [{"city": "Köln", "near": []}]}, "end": {"city": "Ulm", "near": []}}
     named = json.dumps(arguments, ensure_ascii=False)
     call = f'{{"name": "Route", "arguments": {named}}}'
@@ -297,7 +299,7 @@ async def test_nested_pydantic_models_are_tools(
 
 
 def allows(grammar: Grammar, text: str) -> bool:
-    """Whether the grammar allows the text, as far as it goes, in the tests' vocabulary."""
+    """Whether the grammar allows an answer that begins with the text, in the tests' vocabulary."""
     matcher = LLMatcher(LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS), grammar.to_llguidance())
     ids = byte_level_tokenizer().encode(text).ids
     return bool(matcher.validate_tokens(ids) == len(ids))
@@ -334,7 +336,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def test_bad_chats_say_what_to_change(start_http_router: StartHttpRouter) -> None:
-    """Wrong as written is a 400 in OpenAI's form, and never reaches a group."""
+    """A wrong chat gets a 400 in OpenAI's form, and does not reach a group."""
     group = FakeGroup()
     router = await start_http_router(group)
     for case, (body, words) in REFUSED.items():
@@ -344,7 +346,7 @@ async def test_bad_chats_say_what_to_change(start_http_router: StartHttpRouter) 
 
 
 async def test_a_model_without_a_template_has_no_chats(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
-    """It says so, and completions still work."""
+    """The error says that there is no template; completions still work."""
     router = await start_http_router(
         FakeGroup(), speaking=TokenizerJson.load(str(write_model(tmp_path, template=None)))
     )

@@ -15,7 +15,7 @@ from tests.router.http_router import HttpRouter, StartHttpRouter
 
 
 async def over_grpc(router: HttpRouter, **request: Any) -> Any:
-    """The same answer by the other protocol."""
+    """The response to the same request by gRPC."""
     sampling = SamplingParams(**request.pop("sampling"))
     return await router.generation.Generate(GenerateRequest(sampling=sampling, **request))
 
@@ -49,7 +49,7 @@ async def test_max_tokens_is_sixteen_unless_told(start_http_router: StartHttpRou
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_batch_of_prompts_numbers_its_choices_through(start_http_router: StartHttpRouter, stream: bool) -> None:
-    """Two prompts with two choices each give four choices, each what its prompt alone would have got."""
+    """Two prompts with two choices each give four choices, each equal to that of its prompt alone."""
     router = await start_http_router(FakeGroup())
     prompts = [[300, 301, 302], [400, 401]]
     wanted = []
@@ -71,7 +71,7 @@ async def test_a_batch_of_prompts_numbers_its_choices_through(start_http_router:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_with_logprobs_scores_the_prompt(start_http_router: StartHttpRouter, stream: bool) -> None:
-    """The prompt comes first, its first token without a score; offsets and texts agree."""
+    """The choice begins with the prompt, whose first token has no score; offsets and texts agree."""
     router = await start_http_router(FakeGroup(chunk=2))
     asked: dict[str, Any] = dict(model="tiny", prompt="the lazy dog", max_tokens=3, seed=1, echo=True, logprobs=1)
     if stream:
@@ -102,7 +102,8 @@ async def test_no_tokens_at_all_only_score(start_http_router: StartHttpRouter) -
 
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_string_ends_the_text(start_http_router: StartHttpRouter, include: bool) -> None:
-    """The text ends before the stop string, or with it where that is asked for, and says what it was."""
+    """The text ends before the stop string, or with include_stop_str_in_output after it; stop_reason is the stop
+    string."""
     ids = ids_of("the quick brown fox")
     router = await start_http_router(FakeGroup(token=lambda submit, choice, position: ids[position % len(ids)]))
     extra = {"include_stop_str_in_output": include}
@@ -137,7 +138,7 @@ async def test_every_field_reaches_the_group(start_http_router: StartHttpRouter)
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_session_keeps_to_its_group(start_http_router: StartHttpRouter, path: str) -> None:
-    """Of groups that cost equally much each request of a session goes to the same one, and sessions go to all."""
+    """Among groups of equal cost all requests of a session go to the same group, and the sessions go to all groups."""
     groups = [FakeGroup("a"), FakeGroup("b")]
     router = await start_http_router(*groups)
     prompt: dict[str, Any] = {"prompt": "a"} if "chat" not in path else {"messages": [{"role": "user", "content": "a"}]}
@@ -183,14 +184,14 @@ async def test_token_ids_come_back_when_asked_for(start_http_router: StartHttpRo
 
 
 async def test_end_of_sequence_is_stop(start_http_router: StartHttpRouter) -> None:
-    """A choice that the model ends has finish_reason stop, and its end is no text."""
+    """A choice that ends with an end-of-sequence token has finish_reason stop, and the token has no text."""
     router = await start_http_router(FakeGroup(token=lambda submit, choice, position: 300 if position < 2 else EOS))
     (choice,) = (await router.openai.completions.create(model="tiny", prompt="a")).choices
     assert choice.finish_reason == "stop" and "</s>" not in choice.text
 
 
 async def test_a_stream_survives_its_group(start_http_router: StartHttpRouter) -> None:
-    """A group that dies amid a stream is not seen: the text is the undisturbed one."""
+    """A group dies during a stream; the client gets the same text as without the loss."""
     first, second = FakeGroup("a", hold_after=5), FakeGroup("b")
     router = await start_http_router(first)
     asked: dict[str, Any] = dict(model="tiny", prompt="a fox", max_tokens=10, seed=4)
@@ -208,7 +209,7 @@ async def test_a_stream_survives_its_group(start_http_router: StartHttpRouter) -
 
 
 async def test_a_client_that_vanishes_frees_its_blocks(start_http_router: StartHttpRouter) -> None:
-    """Closing a stream, or giving up on a whole answer, aborts the request at its group."""
+    """A client that closes its stream, or disconnects before a whole answer, has its request aborted at the group."""
     group = FakeGroup(token=lambda submit, choice, position: 300, hold_after=2)
     router = await start_http_router(group)
     stream = await router.openai.completions.create(model="tiny", prompt="a", stream=True)
@@ -223,7 +224,7 @@ async def test_a_client_that_vanishes_frees_its_blocks(start_http_router: StartH
 
 
 async def test_a_refusal_amid_a_stream_is_its_last_event(start_http_router: StartHttpRouter) -> None:
-    """What a group refuses after the stream has begun reaches the client as an error, not as an end."""
+    """If a group refuses a request whose stream has begun, the client gets an error event and not a normal end."""
     router = await start_http_router(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
     stream = await router.openai.completions.create(model="tiny", prompt="a", stream=True)
     with pytest.raises(openai.APIError, match="no group has room"):
@@ -234,7 +235,7 @@ async def test_a_refusal_amid_a_stream_is_its_last_event(start_http_router: Star
 
 
 def ids_of(text: str) -> list[int]:
-    """The tests' tokenizer's ids of a text."""
+    """The token ids of a text."""
     from tests.router.tiny_tokenizer import byte_level_tokenizer
 
     ids: list[int] = TokenizerJson(byte_level_tokenizer(), None).encode(text)
@@ -243,7 +244,8 @@ def ids_of(text: str) -> list[int]:
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_each_chunk_can_say_what_was_taken(start_http_router: StartHttpRouter, chat: bool) -> None:
-    """With continuous_usage_stats, as load generators ask: the counts only grow, and end at the last chunk's."""
+    """With continuous_usage_stats, as load generators send it, each chunk's counts are at least those of the chunk
+    before, and the last are the total."""
     router = await start_http_router(FakeGroup())
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "n": 2, "stream": True, "stream_options": options}
@@ -279,7 +281,8 @@ OUT_OF_PLACE: dict[str, tuple[list[Any], str]] = {
 
 @pytest.mark.parametrize("case", OUT_OF_PLACE)
 async def test_what_is_no_token_id_is_refused_by_its_place(start_http_router: StartHttpRouter, case: str) -> None:
-    """Booleans, fractions, texts and lists among token ids, and ids among texts, reach no group."""
+    """Booleans, fractions, texts and lists among token ids, and ids among texts, are refused before a group gets
+    them."""
     prompt, words = OUT_OF_PLACE[case]
     group = FakeGroup()
     router = await start_http_router(group)
@@ -289,7 +292,7 @@ async def test_what_is_no_token_id_is_refused_by_its_place(start_http_router: St
 
 
 async def test_other_lists_of_token_ids_hold_whole_numbers_alone(start_http_router: StartHttpRouter) -> None:
-    """So do stop_token_ids, and the tokens of /detokenize."""
+    """stop_token_ids and the tokens of /detokenize accept only whole numbers."""
     router = await start_http_router(FakeGroup())
     for path, body in (
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [5, True]}),

@@ -60,7 +60,8 @@ async def test_more_than_the_context_is_said_in_openai_s_words(
 
 
 async def test_only_the_context_has_that_code(start_http_router: StartHttpRouter) -> None:
-    """What is refused for another reason has no such code, and /tokenize counts what no context holds."""
+    """A request that is refused for another reason has no such code, and /tokenize counts prompts beyond the
+    context."""
     router = await start_http_router(FakeGroup())
     assert (await router.expect_refusal(TEXT, {"prompt": [700]}))["code"] is None
     status, _, text = await router.request("POST", "/tokenize", {"prompt": "a fox " * 200})

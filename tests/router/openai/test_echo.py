@@ -1,4 +1,4 @@
-"""Echoed prompts: text, tokens and text_offset of a completion say the same, whatever the tokens are."""
+"""Echoed prompts: the text, tokens and text_offset of a completion agree for any tokens."""
 
 import codecs
 import random
@@ -26,7 +26,7 @@ TEXT = st.text(st.sampled_from("abc fox 漢字かな🙂👩‍🚀é½\n"), min
 
 
 def with_beginning(tokenizer: Tokenizer) -> TokenizerJson:
-    """One that puts "<s>" before each text and "</s>" behind it, as many models' do."""
+    """A tokenizer that puts "<s>" before and "</s>" after each text, as those of many models do."""
     marks = [("<s>", tokenizer.token_to_id("<s>")), ("</s>", tokenizer.token_to_id("</s>"))]
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=marks)
     return TokenizerJson(tokenizer, None)
@@ -36,14 +36,14 @@ MARKED = with_beginning(byte_level_tokenizer())
 
 
 def bytes_of(token: str) -> bytes:
-    """A token as it is shown in `tokens`: bytes that are no characters are named."""
+    """The bytes of an entry of `tokens`, which spells out bytes that are no characters."""
     named = re.fullmatch(r"bytes:((?:\\x[0-9a-f]{2})+)", token)
     return bytes.fromhex(named[1].replace("\\x", "")) if named else token.encode()
 
 
 def check_agreement(text: str, tokens: list[str], offsets: list[int], left_out: frozenset[int] = frozenset()) -> None:
-    """The tokens' bytes are the text, each offset is the number of characters that are whole before its token, and
-    whole tokens are what stands there; `left_out`: the places of tokens that the text has not."""
+    """The bytes of the tokens are the text, and each offset is the number of whole characters before its token.
+    `left_out`: indices of tokens that are not in the text."""
     assert len(tokens) == len(offsets)
     decoder, before = codecs.getincrementaldecoder("utf-8")("replace"), ""
     for place, (token, (begin, end)) in enumerate(zip(tokens, pairwise([*offsets, len(text)]), strict=True)):
@@ -58,7 +58,8 @@ def check_agreement(text: str, tokens: list[str], offsets: list[int], left_out: 
 
 @given(ids=IDS)
 def test_offsets_of_token_ids_index_into_what_they_decode_to(ids: list[int]) -> None:
-    """Special tokens and halves of characters among them: the echo is all of them, and offsets are its places."""
+    """The echo of token ids has all of them, also special tokens and parts of characters, and offsets are positions in
+    the echo."""
     text = BYTE_LEVEL.decode(ids, skip_special_tokens=False)
     tokens = [LogprobsFormatter(BYTE_LEVEL).token_text(token) for token in ids]
     check_agreement(text, tokens, prompt_offsets(BYTE_LEVEL, ids, None))
@@ -66,7 +67,8 @@ def test_offsets_of_token_ids_index_into_what_they_decode_to(ids: list[int]) -> 
 
 @given(ids=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), min_size=1, max_size=30))
 def test_offsets_stay_in_the_text_of_any_tokenizer(ids: list[int]) -> None:
-    """Where decoding depends on the neighbours too, offsets grow within the text and begin at 0."""
+    """If the text of a token depends on its neighbours, offsets still begin at 0, never decrease, and stay inside the
+    text."""
     tokenizer = TokenizerJson(BYTE_FALLBACK, None)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     offsets = prompt_offsets(tokenizer, ids, None)
@@ -76,13 +78,13 @@ def test_offsets_stay_in_the_text_of_any_tokenizer(ids: list[int]) -> None:
 
 
 def tokenizer_feed(tokenizer: TokenizerJson, ids: list[int]) -> str:
-    """What a stream of these tokens would have shown so far."""
+    """The text that a stream of these tokens has shown so far."""
     return tokenizer.detokenizer(False).feed(ids)
 
 
 @given(text=TEXT, before=st.sampled_from(["", "<s>", "</s><s>"]), behind=st.sampled_from(["", "</s>", "<s>"]))
 def test_a_text_s_own_special_tokens_count(text: str, before: str, behind: str) -> None:
-    """Those that the tokenizer puts around a text take no room in its echo, those written in it do."""
+    """Special tokens that the tokenizer adds to a text are not in its echo; special tokens written in the text are."""
     sent = before + text + behind
     ids = MARKED.encode(sent)
     assert ids[0] == BEGINNING and ids[-1] == 0
@@ -91,7 +93,7 @@ def test_a_text_s_own_special_tokens_count(text: str, before: str, behind: str) 
 
 
 async def ask(router: HttpRouter, stream: bool, **asked: Any) -> tuple[str, list[str], list[int]]:
-    """(text, tokens, offsets) of a choice, joined where it comes in parts."""
+    """(text, tokens, offsets) of a choice; the chunks of a stream are joined."""
     asked = dict(model="tiny", echo=True, logprobs=1, seed=1, stream=stream, **asked)
     answer = await router.openai.completions.create(**asked)
     parts = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
@@ -126,7 +128,7 @@ async def test_text_tokens_and_offsets_of_an_echo_agree(start_http_router: Start
 async def test_special_tokens_of_an_echo_are_in_its_text(
     start_http_router: StartHttpRouter, stream: bool, scores_only: bool
 ) -> None:
-    """The text of echoed token ids is what they decode to, with or without logprobs."""
+    """The echo of token ids is their decoded text, with or without logprobs."""
     router = await start_http_router(FakeGroup())
     ids = [BEGINNING, *BYTE_LEVEL.encode("the fox"), 0, *BYTE_LEVEL.encode("漢"), BEGINNING]
     text, tokens, offsets = await ask(router, stream, prompt=ids, max_tokens=0 if scores_only else 2)
@@ -138,14 +140,14 @@ async def test_special_tokens_of_an_echo_are_in_its_text(
 
 
 async def test_added_special_tokens_are_not_in_an_echo(start_http_router: StartHttpRouter) -> None:
-    """Where a tokenizer opens each text with a special token, the echo is the text as it was sent."""
+    """If the tokenizer adds a special token before each text, the echo is the text that was sent."""
     router = await start_http_router(FakeGroup(), speaking=MARKED)
     text, tokens, offsets = await ask(router, False, prompt="the fox", max_tokens=1)
     assert text.startswith("the fox") and tokens[0] == "<s>" and offsets[:2] == [0, 0]
 
 
 async def test_offsets_end_where_a_stop_string_cuts_the_text(start_http_router: StartHttpRouter) -> None:
-    """The last token's offset is never beyond the text that is left."""
+    """If a stop string cuts the text, no token's offset is beyond its end."""
     ids = BYTE_LEVEL.encode("the quick brown fox")
     router = await start_http_router(FakeGroup(token=lambda submit, choice, position: ids[position % len(ids)]))
     text, tokens, offsets = await ask(router, False, prompt="x", stop=["ick brown"], max_tokens=30)

@@ -1,4 +1,4 @@
-"""The other endpoints, and what no endpoint takes: each gets its status and an error in OpenAI's form."""
+"""The other endpoints, and requests to none: each gets its status and an error in OpenAI's form."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from tests.router.http_router import StartHttpRouter
 
 
 async def test_the_model_is_listed(start_http_router: StartHttpRouter) -> None:
-    """/v1/models has the one model that is served, by its name too; another is 404."""
+    """/v1/models lists the served model, /v1/models/NAME describes it; another name is 404."""
     router = await start_http_router(FakeGroup())
     (listed,) = (await router.openai.models.list()).data
     assert (listed.id, listed.to_dict()["max_model_len"]) == ("tiny", 256)
@@ -60,7 +60,7 @@ async def test_metrics_are_prometheus_text(start_http_router: StartHttpRouter) -
 
 
 async def test_a_request_may_bring_its_id(start_http_router: StartHttpRouter) -> None:
-    """X-Request-Id names the answer and reaches the group; one that no log could hold is replaced."""
+    """X-Request-Id is the id in the answer and at the group; an id that is not safe to log is replaced."""
     group = FakeGroup()
     router = await start_http_router(group)
     body = {"prompt": "a", "max_tokens": 1}
@@ -139,7 +139,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
 
 
 async def test_bad_requests_say_what_to_change(start_http_router: StartHttpRouter) -> None:
-    """Each gets its status and words that help, reaches no group, and leaves nothing open."""
+    """Each gets its status and a helpful message, reaches no group, and leaves no request open."""
     group = FakeGroup()
     router = await start_http_router(group)
     for case, (path, body, status, words) in BAD.items():
@@ -152,7 +152,7 @@ async def test_bad_requests_say_what_to_change(start_http_router: StartHttpRoute
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/xml", "application/a/b+json", "+json"])
 async def test_a_body_of_another_content_type_is_refused(start_http_router: StartHttpRouter, kind: str) -> None:
-    """In OpenAI's form, like any other bad request; a JSON type with parameters or a suffix is accepted."""
+    """The error has OpenAI's form. A JSON type with parameters or a suffix is accepted."""
     router = await start_http_router(FakeGroup())
     body = {"prompt": "a", "max_tokens": 1}
     status, _, text = await router.request("POST", "/v1/completions", body, {"content-type": kind})
@@ -162,7 +162,7 @@ async def test_a_body_of_another_content_type_is_refused(start_http_router: Star
 
 
 async def test_the_wrong_method_is_405(start_http_router: StartHttpRouter) -> None:
-    """GET where POST is wanted says so."""
+    """GET on an endpoint for POST is 405 with the header allow."""
     router = await start_http_router(FakeGroup())
     status, headers, text = await router.request("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST") and json.loads(text)["error"]["message"]
@@ -170,7 +170,7 @@ async def test_the_wrong_method_is_405(start_http_router: StartHttpRouter) -> No
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_that_is_too_long_is_413(start_http_router: StartHttpRouter, declared: bool) -> None:
-    """Whether its length is declared or shows as it comes, and the server goes on."""
+    """Whether its length is declared or not; the server serves the next request."""
     router = await start_http_router(FakeGroup())
     body = b'{"prompt":"' + b"x" * MESSAGE_BYTES + b'"}'
     headers = {} if declared else {"transfer-encoding": "chunked"}

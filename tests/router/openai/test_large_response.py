@@ -52,7 +52,7 @@ async def router(tokenizer: TokenizerJson) -> AsyncIterator[HttpRouter]:
 async def test_an_answer_is_the_same_wherever_it_is_written(
     router: HttpRouter, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Byte for byte, and its headers, also where it is sent in slices of three bytes."""
+    """Body and headers are equal byte for byte, also if the body is sent in slices of three bytes."""
     path, body = _BODIES[kind]
 
     async def answered(large_values: int) -> tuple[dict[str, str], str]:
@@ -70,7 +70,7 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
 
 
 async def test_a_stream_goes_on_behind_a_large_chunk(router: HttpRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens behind the prompt have the same offsets and log-probabilities, wherever the first chunk was written."""
+    """Tokens after the prompt have the same offsets and log-probabilities, whichever process made the first chunk."""
 
     async def joined(large_values: int) -> dict[str, list[Any]]:
         for module in (response_sender, completion_response):

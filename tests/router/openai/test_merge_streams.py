@@ -1,4 +1,4 @@
-"""merge_streams(): several streams as one, and what becomes of them when one fails or the reader leaves."""
+"""merge_streams(): several streams as one, when one fails, and when the reader stops."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,7 +11,7 @@ from coatcheck.router.openai.merge_streams import merge_streams, start_merged
 
 
 class Source:
-    """A stream of `count` deltas; then it ends, fails, or never says more. `closed` once nobody reads it."""
+    """A stream of `count` deltas that then ends, fails or waits for ever. `closed`: the generator was closed."""
 
     def __init__(self, count: int, end: str = "ends") -> None:
         self.sent = 0
@@ -33,7 +33,7 @@ class Source:
 
 
 async def test_every_event_comes_once_in_its_streams_order() -> None:
-    """Events of one prompt keep their order, whatever the others do."""
+    """Each event is yielded once, and the events of one prompt keep their order."""
     sources = [Source(count) for count in (3, 0, 40)]
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
     async for place, event in merge_streams([source.events() for source in sources]):
@@ -43,7 +43,7 @@ async def test_every_event_comes_once_in_its_streams_order() -> None:
 
 
 async def test_one_failure_closes_all() -> None:
-    """The first error ends the whole, and no stream stays open."""
+    """The first error is raised, and every stream is closed."""
     sources = [Source(1, "waits"), Source(2, "fails")]
     with pytest.raises(Overloaded):
         async for _ in merge_streams([source.events() for source in sources]):
@@ -52,7 +52,7 @@ async def test_one_failure_closes_all() -> None:
 
 
 async def test_a_reader_that_leaves_closes_all() -> None:
-    """Closing the whole closes its streams."""
+    """Closing the merged stream closes every stream."""
     sources = [Source(1, "waits"), Source(1, "waits")]
     events = merge_streams([source.events() for source in sources])
     await anext(events)
@@ -61,7 +61,7 @@ async def test_a_reader_that_leaves_closes_all() -> None:
 
 
 async def test_a_slow_reader_holds_its_streams_up() -> None:
-    """Nobody reads, so only a few events are made ahead."""
+    """While nobody reads, only a few events are made ahead."""
     sources = [Source(10_000), Source(10_000)]
     events = merge_streams([source.events() for source in sources])
     await anext(events)
@@ -72,7 +72,8 @@ async def test_a_slow_reader_holds_its_streams_up() -> None:
 
 
 async def test_what_is_not_admitted_closes_the_others() -> None:
-    """start_merged() raises the error of a stream that is not admitted, whatever others have sent; it closes all."""
+    """start_merged() raises the error of a stream that is not admitted, even if others have sent events, and closes all
+    streams."""
     sources = [Source(100, "waits"), Source(100, "waits"), Source(0, "fails")]
     streams = [source.events() for source in sources]
     with pytest.raises(Overloaded):
@@ -81,7 +82,7 @@ async def test_what_is_not_admitted_closes_the_others() -> None:
 
 
 async def test_the_first_that_begins_is_enough() -> None:
-    """start_merged() returns while an admitted prompt still waits for its first event, and no event is lost."""
+    """start_merged() returns although an admitted prompt still waits for its first event, and no event is lost."""
     sources = [Source(0, "waits"), Source(3)]
     events = await start_merged([source.events() for source in sources], asyncio.Semaphore(2))
     assert [(await anext(events))[1].delta.choice for _ in range(3)] == [0, 1, 2]

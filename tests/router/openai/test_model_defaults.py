@@ -1,4 +1,4 @@
-"""A model's generation_config.json: the defaults of what requests leave unset, over gRPC and HTTP."""
+"""A model's generation_config.json has the defaults of sampling fields, over gRPC and HTTP."""
 
 import json
 from pathlib import Path
@@ -22,13 +22,13 @@ CHAT: list[Any] = [{"role": "user", "content": "a"}]
 
 
 def write(directory: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a router whose model's file says this."""
+    """The settings of a router whose model has the values `said` in its generation_config.json."""
     (write_model(directory) / "generation_config.json").write_text(json.dumps(said))
     return {"speaking": None, "model": str(directory), "served_model_name": "tiny"}
 
 
 async def drawn(router: HttpRouter, protocol: str, **sampling: Any) -> dict[str, Any]:
-    """How a group was told to draw for a request with this sampling."""
+    """The sampling values that a group gets for a request with `sampling`."""
     if protocol == "grpc":
         sampling = {"max_tokens": 1, **sampling}
         await router.generation.Generate(GenerateRequest(token_ids=IDS, sampling=SamplingParams(**sampling)))
@@ -43,7 +43,8 @@ async def drawn(router: HttpRouter, protocol: str, **sampling: Any) -> dict[str,
 
 @pytest.mark.parametrize("protocol", ["grpc", "completions", "chat"])
 async def test_what_is_unset_is_the_model_s(start_http_router: StartHttpRouter, tmp_path: Path, protocol: str) -> None:
-    """Each field that a request leaves out is the file's; one that it sends is its own, whatever its value."""
+    """A field that a request leaves out has the file's value; a field that the request sends keeps its own, whatever
+    the value."""
     router = await start_http_router(FakeGroup(), **write(tmp_path, SAID))
     wanted = {name: SAID[name] for name in DRAWN}
     assert await drawn(router, protocol) == wanted
@@ -57,7 +58,7 @@ async def test_what_is_unset_is_the_model_s(start_http_router: StartHttpRouter, 
 async def test_without_it_our_own_defaults_hold(
     start_http_router: StartHttpRouter, tmp_path: Path, protocol: str, case: str
 ) -> None:
-    """With `none`, without a file, and for fields that the file does not have."""
+    """With `none`, without a file, and for fields that the file lacks, the defaults are ours."""
     settings = write(tmp_path, {"eos_token_id": 0} if case == "another field" else SAID)
     if case == "no file":
         (tmp_path / "generation_config.json").unlink()
@@ -74,7 +75,8 @@ async def test_null_and_off_in_a_body_are_as_ever(start_http_router: StartHttpRo
 
 
 async def test_the_most_new_tokens_are_the_model_s(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
-    """As far as there is room; a request's own max_tokens and min_tokens win, and a completion's default stays 16."""
+    """max_new_tokens is the default of max_tokens, limited by the context. A request's own max_tokens and min_tokens
+    have priority, and a completion's default stays 16."""
     router = await start_http_router(FakeGroup(), **write(tmp_path, {"max_new_tokens": 30}))
     group = router.groups[0]
 
@@ -95,7 +97,8 @@ async def test_the_most_new_tokens_are_the_model_s(start_http_router: StartHttpR
 async def test_a_stream_goes_on_at_another_router_as_it_began(
     start_http_router: StartHttpRouter, tmp_path: Path
 ) -> None:
-    """The first request with its seed and what was delivered: the other router tells the group the same."""
+    """A request that is sent again to another router, with its seed and its delivered tokens, has the same sampling
+    values at the group."""
     settings = write(tmp_path, SAID | {"max_new_tokens": 9})
     first, second = await start_http_router(FakeGroup(), **settings), await start_http_router(FakeGroup(), **settings)
     asked = GenerateRequest(token_ids=IDS)
@@ -111,7 +114,7 @@ async def test_a_stream_goes_on_at_another_router_as_it_began(
 
 
 async def test_the_model_s_page_has_them(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
-    """GetModel and /v1/models say what is drawn where a request says nothing."""
+    """GetModel and /v1/models show the defaults."""
     router = await start_http_router(FakeGroup(), **write(tmp_path, {"temperature": 0.5, "max_new_tokens": 9}))
     model = await router.generation.GetModel(GetModelRequest())
     assert model.default_sampling == SamplingParams(temperature=0.5, max_tokens=9) and model.name == "tiny"
@@ -122,7 +125,8 @@ async def test_the_model_s_page_has_them(start_http_router: StartHttpRouter, tmp
 
 
 def test_a_router_refuses_what_it_cannot_read(tmp_path: Path) -> None:
-    """A value out of range keeps the router from starting, with its name; the setting has two values."""
+    """A value out of range keeps the router from starting, and the error names the field; --generation-config has two
+    values."""
     settings = write(tmp_path, {"top_p": 5})
     with pytest.raises(InvalidModel, match="top_p is 5; it must be in"):
         Router(RouterConfig(model=settings["model"]))

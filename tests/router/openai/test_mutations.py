@@ -1,4 +1,4 @@
-"""Requests that nobody should send: none is our fault, none is left behind."""
+"""Mutated requests: none causes a server error, and none stays open."""
 
 import asyncio
 import http.client
@@ -16,7 +16,7 @@ from tests.router.openai.mutations import mutated
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
 async def test_mutated_requests_never_break_the_router(start_http_router: StartHttpRouter, count: int) -> None:
-    """Whatever a body says, the answer is a good one or the client's error, and no request stays open."""
+    """Each body is answered or refused as the client's error, and no request stays open."""
     router = await start_http_router(FakeGroup())
     seen = await asyncio.to_thread(send, router.http_address, count)
     assert set(seen) <= {200, 400, 404}, seen
@@ -26,7 +26,7 @@ async def test_mutated_requests_never_break_the_router(start_http_router: StartH
 
 
 def send(address: str, count: int) -> Counter[int]:
-    """How many of each status; says which body had one of ours."""
+    """How often each status was returned. Fails, with the body, if a status is a server error."""
     dice, seen = random.Random(11), Counter[int]()
     with closing(http.client.HTTPConnection(address, timeout=MAX_WAIT_SECONDS)) as connection:
         for _ in range(count):

@@ -1,4 +1,5 @@
-"""Every parameter of OpenAI's own client, and what other engines' clients send: each works, is taken, or is refused."""
+"""Every parameter of OpenAI's own client, and those of other engines' clients: each works, is ignored, or is
+refused."""
 
 import inspect
 from typing import Any
@@ -72,7 +73,7 @@ LEAST: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
-    """A model whose chat template knows tools and effort."""
+    """A model whose chat template uses tools and reasoning_effort."""
     knows = "{{ tools | tojson if tools else '' }}{{ reasoning_effort or '' }}"
     template = TEMPLATE.replace("{% if add", knows + "{% if add")
     return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("tools"), template)))
@@ -91,7 +92,7 @@ async def test_each_parameter_of_openai_s_client(
     works: dict[str, list[Any]],
     refused: dict[str, list[Any]],
 ) -> None:
-    """None is unknown here; each value is answered, or refused by the parameter's name."""
+    """No parameter is unknown; each value is served, or refused by the parameter's name."""
     of_the_call = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     assert set(inspect.signature(create).parameters) - of_the_call == works.keys() | refused.keys()
     await tried(start_http_router, tools, path, works, refused)
@@ -101,7 +102,7 @@ async def test_each_parameter_of_openai_s_client(
 async def test_each_parameter_of_other_engines(
     start_http_router: StartHttpRouter, tools: TokenizerJson, path: str
 ) -> None:
-    """What their clients send works, is taken where it says what happens anyway, or is refused by its name."""
+    """Each works, is accepted if it asks for the default behaviour, or is refused by its name."""
     await tried(start_http_router, tools, path, OTHERS_WORK, OTHERS_REFUSED)
 
 
@@ -127,7 +128,7 @@ async def tried(
 
 
 async def test_some_go_together(start_http_router: StartHttpRouter) -> None:
-    """`top_logprobs` with `logprobs`, `stream_options` with `stream`, `best_of` with as many as `n`."""
+    """`top_logprobs` needs `logprobs`, `stream_options` needs `stream`, and `best_of` must equal `n`."""
     router = await start_http_router(FakeGroup())
     for path, more in (
         (CHAT, {"logprobs": True, "top_logprobs": 2}),

@@ -1,4 +1,4 @@
-"""What /openapi.json promises, tried by schemathesis: bodies that fit it, and bodies that do not."""
+"""Requests that schemathesis generates from /openapi.json, valid ones and invalid ones."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # which schemathesis does
 @pytest.mark.parametrize("count", [8, pytest.param(800, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
 async def test_no_generated_request_is_our_fault(start_http_router: StartHttpRouter, count: int) -> None:
-    """Of every operation, valid and invalid requests alike get an answer or a refusal in OpenAI's form."""
+    """Each request to each operation gets an answer, or a refusal in OpenAI's form."""
     router = await start_http_router(FakeGroup())
     seen = await asyncio.to_thread(send, f"http://{router.http_address}", count)
     assert set(seen) <= {200, 400, 404, 405, 413}, seen
@@ -26,7 +26,7 @@ async def test_no_generated_request_is_our_fault(start_http_router: StartHttpRou
 
 
 def send(url: str, count: int) -> Counter[int]:
-    """How many of each status."""
+    """How often each status was returned."""
     import schemathesis  # here, because the import takes a second in every process that collects this test
     from schemathesis import GenerationMode
 

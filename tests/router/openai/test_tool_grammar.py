@@ -22,7 +22,7 @@ DRAFT_4, DRAFT_7 = "http://json-schema.org/draft-04/schema#", "http://json-schem
 
 
 def holding(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An object of one property x of this schema."""
+    """An object with one property x of this schema."""
     return {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False, **more}
 
 
@@ -72,7 +72,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 
 def fits(grammar: Grammar, text: str) -> bool:
-    """Whether the text is a beginning that the grammar allows."""
+    """Whether the grammar allows an answer that begins with the text."""
     grammar.check_compiles()
     matcher = LLMatcher(BYTES, grammar.to_llguidance(), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -87,7 +87,7 @@ def call(name: str, arguments: Any) -> str:
 
 @pytest.mark.parametrize("case", SCHEMAS)
 def test_references_mean_what_they_mean_in_their_own_schema(case: str) -> None:
-    """Of several functions whose definitions have the same names, each call fits its own function's schema."""
+    """If several functions have definitions of the same names, each call fits the schema of its own function."""
     schema, good, bad = SCHEMAS[case]
     other = holding({"$ref": "#/$defs/A"}, **{"$defs": {"A": WORD}, "definitions": {"A": WORD}, "$anchor": "here"})
     functions = [Function(name="other", parameters=other), Function(name="f", parameters=schema, strict=True)]
@@ -105,7 +105,7 @@ def test_references_mean_what_they_mean_in_their_own_schema(case: str) -> None:
 
 
 def test_a_schema_with_the_same_id_is_another_function_s_own() -> None:
-    """Two functions whose schemas carry one `$id` and differ keep each its own."""
+    """Two functions whose schemas differ but have the same `$id` keep their own schemas."""
     schemas = [
         {"$id": "http://localhost/s", "$defs": {"A": content}, "$ref": "http://localhost/s#/$defs/A"}
         for content in (NUMBER, WORD)
@@ -118,7 +118,7 @@ def test_a_schema_with_the_same_id_is_another_function_s_own() -> None:
 
 
 def test_as_many_calls_as_are_allowed() -> None:
-    """One at least; with parallel calls any number, without them no second one."""
+    """At least one call; more only with parallel calls."""
     functions = [Function(name="f", parameters=NUMBER), Function(name="f.g")]
     one, two = f"[{call('f', {'a': 1})}", f"[{call('f', {'a': 1})}, {call('f.g', {})}"
     for parallel in (True, False):
@@ -128,7 +128,7 @@ def test_as_many_calls_as_are_allowed() -> None:
 
 
 def test_as_many_functions_as_a_chat_may_have() -> None:
-    """Functions without parameters, or with the same ones, take little room: 1,024 of them compile."""
+    """1,024 functions without parameters, or with equal ones, compile."""
     for schema in (None, NUMBER):
         functions = [Function(name=f"function_{place}", parameters=schema) for place in range(MAX_TOOLS)]
         grammar = required_calls_grammar(functions, True)
@@ -136,7 +136,7 @@ def test_as_many_functions_as_a_chat_may_have() -> None:
 
 
 def test_json_style_may_be_the_schema_s_own() -> None:
-    """One space behind commas and colons and no other, unless a schema's x-guidance says otherwise."""
+    """One space after commas and colons and no other whitespace, unless the schema's x-guidance differs."""
     spaced = '[{"name": "f", "arguments": {"a":   1}}]'
     assert not fits(required_calls_grammar([Function(name="f", parameters=NUMBER)], True), spaced)
     free = {**NUMBER, "x-guidance": {"whitespace_flexible": True}}

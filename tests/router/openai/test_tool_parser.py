@@ -1,4 +1,4 @@
-"""ToolParser: the same calls and the same text however the text was cut."""
+"""ToolParser: calls and text do not depend on how the text was cut into pieces."""
 
 import json
 from itertools import pairwise
@@ -14,7 +14,7 @@ CALL = '{"name": "f", "arguments": {"x": "</b>"}}'
 
 
 def read(call_format: ToolCallFormat, pieces: list[str], **options: object) -> tuple[str, list[tuple[str, str]]]:
-    """All of the text, and all calls."""
+    """The whole text outside of calls, and all calls."""
     parser = ToolParser(call_format, **options)  # type: ignore[arg-type]  # by name
     text, calls = "", []
     for piece in pieces:
@@ -50,7 +50,7 @@ CASES: list[tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = [
 
 @given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 60), max_size=8))
 def test_cuts_do_not_matter(case: tuple[ToolCallFormat, str, str, list[tuple[str, str]]], cuts: list[int]) -> None:
-    """Whatever pieces the text comes in, its calls and the text around them are the same."""
+    """Calls and the text around them are the same for any pieces."""
     call_format, text, wanted, calls = case
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(edges)]
@@ -73,7 +73,8 @@ CUT: list[tuple[str, list[tuple[str, str]]]] = [
 def test_a_list_that_is_cut_has_the_calls_that_had_begun(
     case: tuple[str, list[tuple[str, str]]], cuts: list[int]
 ) -> None:
-    """Where calls had to come, nothing is text: the last has what came of its arguments, and so not all are whole."""
+    """If calls are required, nothing is text: the last call has the part of its arguments that was generated, and
+    has_complete_calls is False."""
     text, calls = case
     parser = ToolParser("required")
     found: list[Any] = []
@@ -86,12 +87,12 @@ def test_a_list_that_is_cut_has_the_calls_that_had_begun(
 
 
 def test_at_most_so_many() -> None:
-    """Without parallel calls only the first is passed on."""
+    """Without parallel calls only the first call is returned."""
     assert read("json", [f"[{CALL}, {CALL}]"], max_calls=1) == ("", [F])
 
 
 @pytest.mark.parametrize(("source", "form"), [("... <tool_call> ...", "hermes"), ("{{ tools }}", "json")])
 def test_the_template_says_how_calls_look(source: str, form: str) -> None:
-    """A model writes calls as its template shows them."""
+    """A model writes calls in the format of its chat template."""
     assert detect_format(source) == form
     assert json.loads(CALL)["name"] == "f"

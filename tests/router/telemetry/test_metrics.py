@@ -1,4 +1,4 @@
-"""/metrics: names as Prometheus wants them, and values that follow what happens."""
+"""/metrics: names follow Prometheus' conventions, and values follow events."""
 
 from collections.abc import Mapping
 
@@ -57,7 +57,7 @@ def page(router: RouterUnderTest) -> dict[tuple[str, frozenset[tuple[str, str]]]
 
 
 def value(router: RouterUnderTest, name: str, labels: Mapping[str, str] | None = None) -> float:
-    """One sample; it must be there."""
+    """The value of one sample, which must exist."""
     return page(router)[name, frozenset((labels or {}).items())]
 
 
@@ -70,7 +70,7 @@ def question(max_tokens: int = 4, **more: object) -> GenerateRequest:
 
 
 async def test_names_are_as_prometheus_wants_them(start_router: StartRouter) -> None:
-    """The page parses; counters end in _total, units are base units and in the name, nothing else is called like it."""
+    """The page parses; counters end in _total, units are base units and part of the name, and no name is used twice."""
     router = await start_router(FakeGroup())
     await router.generation.Generate(question())
     families = list(text_string_to_metric_families(router.server.metrics.render().decode()))
@@ -79,7 +79,7 @@ async def test_names_are_as_prometheus_wants_them(start_router: StartRouter) -> 
 
 
 def test_the_lint_sees_what_is_wrong() -> None:
-    """A counter of milliseconds, a gauge called a total and a help without an end are each complained of."""
+    """A counter in milliseconds, a gauge named _total and a help text without a full stop are each reported."""
     registry = CollectorRegistry()
     Counter("coatcheck_wait_ms", "Waits.", registry=registry)
     Gauge("coatcheck_blocks_total", "Blocks", registry=registry)
@@ -88,7 +88,7 @@ def test_the_lint_sees_what_is_wrong() -> None:
 
 
 async def test_what_groups_report_is_there(start_router: StartRouter) -> None:
-    """Blocks by tier and use, counters, ranks, and what the inference extension asks of a server."""
+    """Blocks by tier and use, counters, ranks, and the metrics of the Gateway API inference extension."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
     router = await start_router(group)
@@ -134,7 +134,7 @@ async def test_each_request_is_measured(start_router: StartRouter) -> None:
 
 
 async def test_refusals_are_counted_by_name(start_router: StartRouter) -> None:
-    """A request that is wrong is counted under its error's name, and is no latency."""
+    """A wrong request is counted under its error's name, and is not part of a latency."""
     router = await start_router(FakeGroup())
     with pytest.raises(grpc.aio.AioRpcError):
         await router.generation.Generate(question(max_tokens=10**6))
@@ -143,7 +143,7 @@ async def test_refusals_are_counted_by_name(start_router: StartRouter) -> None:
 
 
 async def test_a_lost_group_is_a_retry_or_a_failover(start_router: StartRouter) -> None:
-    """Before its first token a request is sent again, behind it a stream goes on: each has its counter."""
+    """A request that loses its group before its first token counts as a retry, after it as a failover."""
     first, second = FakeGroup("g0", die_on_submit=True), FakeGroup("g1")
     router = await start_router(first, second)
     for _ in range(8):
@@ -163,7 +163,7 @@ def test_a_page_of_many_groups_is_short_work() -> None:
 
 
 def test_an_audit_is_on_the_page() -> None:
-    """What the router foresaw and what groups found are counters of each group."""
+    """Predicted and found cached tokens are counters of each group."""
     audit = CacheAudit(prompts=5, foreseen_tokens=100, found_tokens=90, error_tokens=10, divergences=1)
     status = StatusResponse(groups=[GroupStatus(name="g", audit=audit)])
     metrics = PrometheusPage(lambda: status, CollectorRegistry())

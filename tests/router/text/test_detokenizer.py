@@ -1,4 +1,4 @@
-"""Text as it is made: whole characters only, and together exactly the decoded tokens."""
+"""Detokenizers return whole characters only, and all pieces together are the decoded tokens."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,7 +31,7 @@ def test_byte_level_text_is_the_library_decode(ids: list[int], skip: bool) -> No
 @pytest.mark.parametrize("package", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
 @given(text=TEXT)
 def test_a_character_is_never_split(package: Tokenizer, text: str) -> None:
-    """Of a text's own tokens no piece holds a replacement character, and together they are the decoded text."""
+    """For the tokens of a text no piece holds a replacement character, and the pieces join to the text."""
     ids = package.encode(text, add_special_tokens=False).ids
     detokenizer = TokenizerJson(package, None).detokenizer(True)
     pieces = [detokenizer.feed([token]) for token in ids]
@@ -42,7 +42,7 @@ def test_a_character_is_never_split(package: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize("package", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
 @given(ids=st.lists(st.integers(0, 269), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=4))
 def test_batches_make_no_difference(package: Tokenizer, ids: list[int], cuts: list[int]) -> None:
-    """What has come out depends on the tokens fed, not on how they were batched: so a stream can be resumed."""
+    """The text returned so far depends on the tokens and not on how they were batched, so a stream can be resumed."""
     ids = [token for token in ids if token < package.get_vocab_size()]
     one, other = (TokenizerJson(package, None).detokenizer(True) for _ in range(2))
     bounds = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
@@ -52,7 +52,7 @@ def test_batches_make_no_difference(package: Tokenizer, ids: list[int], cuts: li
 
 
 def test_the_window_stays_short() -> None:
-    """Each token costs two short decodes, however long the text, and even when no character ever becomes whole."""
+    """Each token costs two short decodes, however long the text, also if no character ever becomes whole."""
     longest = 0
 
     def decode(ids: Sequence[int]) -> str:
@@ -68,7 +68,7 @@ def test_the_window_stays_short() -> None:
 
 
 def test_a_skipped_token_does_not_swallow_a_space() -> None:
-    """Behind a special token in the middle, a word keeps the space in front of it."""
+    """A word after a skipped special token keeps its leading space."""
     ids = [BYTE_FALLBACK.get_vocab()[piece] for piece in ("▁fox", "</s>", "▁fox")]
     detokenizer = TokenizerJson(BYTE_FALLBACK, None).detokenizer(True)
     assert "".join(detokenizer.feed([token]) for token in ids) + detokenizer.flush() == "fox fox"

@@ -36,13 +36,14 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
 
 
 def test_a_model_may_have_no_template(tmp_path: Path) -> None:
-    """Then there is none, and that is no error."""
+    """A model without a chat template loads, and its template is None."""
     assert TokenizerJson.load(str(write_model(tmp_path, template=None))).template is None
 
 
 @pytest.mark.parametrize("reach", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[9].role }}"])
 def test_a_template_stays_in_its_sandbox(tmp_path: Path, reach: str) -> None:
-    """A template that reaches out, changes what it was given, or fails, refuses the conversation and no more."""
+    """A template that reaches out of the sandbox, changes its input, or fails refuses the conversation and does no
+    harm."""
     template = TokenizerJson.load(str(write_model(tmp_path, template=reach))).template
     assert template is not None
     with pytest.raises(InvalidRequest, match="chat template refuses"):
@@ -62,13 +63,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content:
 
 
 def test_a_path_that_is_not_mounted_here_is_named() -> None:
-    """It is not taken for a hub id, and the message has the host, since the model may be mounted on others."""
+    """An absolute path is not taken for a hub id. The message names the host, because other hosts may have the path."""
     with pytest.raises(InvalidModel, match=f"no model directory /models/m on {socket.gethostname()}.* mounted or cop"):
         TokenizerJson.load("/models/m")
 
 
 def test_the_tables_are_there_before_the_first_request() -> None:
-    """A vocabulary is read once, when the tokenizer is made, and not by a request that would wait for it."""
+    """The vocabulary is read once, when the tokenizer is made, and not by a request."""
 
     class Counted:
         """A tokenizer that counts how often its vocabulary is read."""
@@ -96,7 +97,7 @@ def test_the_end_of_a_turn_is_written_as_the_model_has_it(model_directory: Path)
 
 
 def test_a_long_text_holds_nobody_up(tokenizer: TokenizerJson) -> None:
-    """Other threads, the event loop's among them, run on while a text of 300 kB is encoded."""
+    """Other threads, such as the event loop's, run while a text of 300 kB is encoded."""
     encoding = threading.Thread(target=tokenizer.encode, args=("abcd " * 60_000,))
     turns = 0
     encoding.start()
@@ -107,7 +108,7 @@ def test_a_long_text_holds_nobody_up(tokenizer: TokenizerJson) -> None:
 
 
 def test_a_text_far_too_long_is_refused_after_its_beginning(tokenizer: TokenizerJson) -> None:
-    """Neither its time nor its memory grows with the rest; what may fit is encoded whole."""
+    """Time and memory do not grow with the rest of the text; a text that may fit is encoded whole."""
     text = "the quick brown fox " * 1_000
     whole = tokenizer.encode(text)
     assert tokenizer.encode(text, at_most=len(whole)) == whole
