@@ -33,12 +33,12 @@ async def start_router(tokenizer: TokenizerJson) -> AsyncIterator[StartRouter]:
     async def start(
         *groups: FakeGroup,
         attached: bool = True,
-        speaking: TokenizerJson | None = tokenizer,
+        tokenizer: TokenizerJson | None = tokenizer,
         kind: type[RouterUnderTest] = RouterUnderTest,
         **settings: object,
     ) -> RouterUnderTest:
-        """`attached`: wait until all groups serve. `speaking`: None lets the router read the files of its `model`."""
-        router = await launch_router(kind, speaking, groups, **settings)
+        """`attached`: wait until all groups serve. `tokenizer`: None lets the router read the files of its `model`."""
+        router = await launch_router(kind, tokenizer, groups, **settings)
         started.append(router)
         if attached:
             await router.wait_for_groups(len(groups))

@@ -210,7 +210,7 @@ async def test_what_is_quoted_is_cut(start_router: StartRouter) -> None:
 
 async def test_a_chat_without_a_template_is_refused(start_router: StartRouter) -> None:
     """A model that has no chat template says so."""
-    router = await start_router(FakeGroup(), speaking=TokenizerJson(byte_level_tokenizer(), template=None))
+    router = await start_router(FakeGroup(), tokenizer=TokenizerJson(byte_level_tokenizer(), template=None))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x")])))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -106,7 +106,7 @@ async def test_content_may_come_in_parts(start_http_router: StartHttpRouter) -> 
 async def test_tools_are_shown_to_the_model(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
     """The template gets tools, earlier calls as objects, and answers of tools; with tool_choice `none` it gets no
     tool."""
-    router = await start_http_router(saying("yes"), speaking=tool_model)
+    router = await start_http_router(saying("yes"), tokenizer=tool_model)
     history: list[Any] = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [
@@ -127,7 +127,7 @@ async def test_a_call_in_the_text_is_a_tool_call(
 ) -> None:
     """Text before a call stays text, the call is a tool call, and finish_reason is tool_calls."""
     text = 'let me see<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-    router = await start_http_router(saying(text), speaking=tool_model)
+    router = await start_http_router(saying(text), tokenizer=tool_model)
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
     if stream:
         chunks = [chunk.choices[0] async for chunk in await router.openai.chat.completions.create(**asked, stream=True)]
@@ -148,7 +148,7 @@ async def test_a_forced_call_is_structured_output(
 ) -> None:
     """tool_choice by name constrains the answer to the function's arguments, and they come back as a call."""
     group = saying('{"city": "Bonn"}')
-    router = await start_http_router(group, speaking=tool_model)
+    router = await start_http_router(group, tokenizer=tool_model)
     named: Any = {"type": "function", "function": {"name": "weather"}}
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
     (choice,) = (await router.openai.chat.completions.create(**asked, tool_choice=named)).choices
@@ -165,7 +165,7 @@ async def test_a_forced_call_is_structured_output(
 async def test_strict_functions_are_kept_to(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
     """With `auto` a strict function's call must fit its schema, wherever in the text it comes."""
     group = saying("no call")
-    router = await start_http_router(group, speaking=tool_model)
+    router = await start_http_router(group, tokenizer=tool_model)
     strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     (choice,) = (await router.openai.chat.completions.create(model="tiny", messages=HELLO, tools=[strict])).choices
     assert choice.message.content == "no call" and choice.finish_reason == "stop"
@@ -177,7 +177,7 @@ async def test_strict_functions_are_kept_to(start_http_router: StartHttpRouter, 
 async def test_required_calls_are_a_list(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
     """tool_choice required gives at least one call; without parallel calls, one."""
     router = await start_http_router(
-        saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), speaking=tool_model
+        saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), tokenizer=tool_model
     )
     (choice,) = (
         await router.openai.chat.completions.create(  # type: ignore[call-overload]
@@ -203,7 +203,7 @@ async def test_a_call_that_max_tokens_cuts_is_a_call(
     """The call has the part of its arguments that was generated, finish_reason is length, and the content is empty."""
     text = CALLS if choice == "required" else CITY
     whole = [("weather", CITY)] * (2 if choice == "required" else 1)
-    router = await start_http_router(saying(text), speaking=tool_model)
+    router = await start_http_router(saying(text), tokenizer=tool_model)
     forced: Any = choice if choice == "required" else {"type": "function", "function": {"name": "weather"}}
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER], tool_choice=forced)
     seen = set()
@@ -235,7 +235,7 @@ async def test_a_schema_that_cannot_be_kept_to_is_named(
 ) -> None:
     """The error names the tool and the part of its schema, says why, and quotes no rule of the router's grammar."""
     group = saying("no call")
-    router = await start_http_router(group, speaking=tool_model)
+    router = await start_http_router(group, tokenizer=tool_model)
     clock = {"type": "function", "function": {"name": "clock", "parameters": BAD, "strict": True}}
     forced: Any = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
     body = {"messages": HELLO, "tools": [WEATHER, clock], "tool_choice": forced}
@@ -253,7 +253,7 @@ async def test_schemas_that_take_too_long_are_counted(
 ) -> None:
     """If the schemas together take too long, the error says how many tools there are, and quotes no rule of the
     grammar."""
-    router = await start_http_router(saying("no call"), speaking=tool_model)
+    router = await start_http_router(saying("no call"), tokenizer=tool_model)
     parameters = {"properties": {"x": {"type": "integer", "multipleOf": 999_983}}}
     tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "fg"]
     body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
@@ -286,7 +286,7 @@ async def test_nested_pydantic_models_are_tools(
     call = f'{{"name": "Route", "arguments": {named}}}'
     text = {"required": f"[{call}]", "named": named, "auto": f"<tool_call>\n{call}\n</tool_call>"}
     group = saying(text[choice])
-    router = await start_http_router(group, speaking=tool_model)
+    router = await start_http_router(group, tokenizer=tool_model)
     forced: Any = {"type": "function", "function": {"name": "Route"}} if choice == "named" else choice
     tools = [openai.pydantic_function_tool(Route), openai.pydantic_function_tool(Place)]
     completion = await router.openai.chat.completions.parse(
@@ -348,7 +348,7 @@ async def test_bad_chats_say_what_to_change(start_http_router: StartHttpRouter) 
 async def test_a_model_without_a_template_has_no_chats(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
     """The error says that there is no template; completions still work."""
     router = await start_http_router(
-        FakeGroup(), speaking=TokenizerJson.load(str(write_model(tmp_path, template=None)))
+        FakeGroup(), tokenizer=TokenizerJson.load(str(write_model(tmp_path, template=None)))
     )
     error = await router.expect_refusal("/v1/chat/completions", {"messages": HELLO})
     assert "no chat template" in error["message"]

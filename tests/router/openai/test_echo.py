@@ -141,7 +141,7 @@ async def test_special_tokens_of_an_echo_are_in_its_text(
 
 async def test_added_special_tokens_are_not_in_an_echo(start_http_router: StartHttpRouter) -> None:
     """If the tokenizer adds a special token before each text, the echo is the text that was sent."""
-    router = await start_http_router(FakeGroup(), speaking=MARKED)
+    router = await start_http_router(FakeGroup(), tokenizer=MARKED)
     text, tokens, offsets = await ask(router, False, prompt="the fox", max_tokens=1)
     assert text.startswith("the fox") and tokens[0] == "<s>" and offsets[:2] == [0, 0]
 

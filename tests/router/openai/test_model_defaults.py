@@ -24,7 +24,7 @@ CHAT: list[Any] = [{"role": "user", "content": "a"}]
 def write(directory: Path, said: dict[str, Any]) -> dict[str, Any]:
     """The settings of a router whose model has the values `said` in its generation_config.json."""
     (write_model(directory) / "generation_config.json").write_text(json.dumps(said))
-    return {"speaking": None, "model": str(directory), "served_model_name": "tiny"}
+    return {"tokenizer": None, "model": str(directory), "served_model_name": "tiny"}
 
 
 async def drawn(router: HttpRouter, protocol: str, **sampling: Any) -> dict[str, Any]:

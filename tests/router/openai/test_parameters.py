@@ -113,7 +113,7 @@ async def tried(
     works: dict[str, list[Any]],
     refused: dict[str, list[Any]],
 ) -> None:
-    router = await start_http_router(FakeGroup(), speaking=tools)
+    router = await start_http_router(FakeGroup(), tokenizer=tools)
     for name, values in works.items():
         for value in values:
             body = LEAST[path] | {name: value}
