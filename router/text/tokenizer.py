@@ -5,7 +5,10 @@ is imported only then because it imports torch. Callers must keep long texts off
 """
 
 import re
+import shutil
 import socket
+import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -22,6 +25,7 @@ _FILES = [
     "generation_config.json",
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # for AutoTokenizer
 ]
+_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # `encode` encodes a text of at most this many characters per allowed token as a whole.
@@ -58,15 +62,14 @@ class TokenizerJson:
     def load(cls, model: str) -> "TokenizerJson":
         """`model`: a directory or a hub id. Raises InvalidModel, naming the file that is missing or wrong."""
         directory = find_files(model)
-        names = ("special_tokens_map.json", "tokenizer_config.json")
-        special, config = (read_json_object(directory / name) or {} for name in names)
+        special, config = (read_json_object(directory / name) or {} for name in _SETTINGS)
         path = directory / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_transformers(directory)
         except Exception as error:  # the tokenizers package raises bare Exception
             raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
         made = cls(tokenizer, ChatTemplate.load(directory, special | config))
-        made.directory = str(directory)
+        made.directory = str(directory) if path.is_file() else made._write_copy(directory)
         return made
 
     def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
@@ -110,6 +113,17 @@ class TokenizerJson:
             return bytes.fromhex(token[3:5])
         text: str = token.replace("\u2581", " ")  # how sentencepiece writes a space
         return text.encode()
+
+    def _write_copy(self, directory: Path) -> str:
+        """A temporary directory with tokenizer.json and the chat template of `directory`. Side processes load from the
+        copy, because converting other files with transformers may exceed their limit of CPU time."""
+        copy = tempfile.mkdtemp(prefix="coatcheck-tokenizer-")
+        weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
+        self._tokenizer.save(f"{copy}/tokenizer.json")
+        for name in (*_SETTINGS, "chat_template.jinja"):
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, f"{copy}/{name}")
+        return copy
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Not `encode`, which holds the GIL: a text of 10 MB would stop all streams for seconds.

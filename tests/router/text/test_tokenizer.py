@@ -1,5 +1,6 @@
 """A checkpoint's own files: tokenizer and chat template, and what happens when they are wrong."""
 
+import gc
 import json
 import socket
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coatcheck.proto.errors import InvalidModel, InvalidRequest, NeverFits
+from coatcheck.router.text import tokenizer as tokenizer_module
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
 
@@ -66,6 +68,25 @@ def test_a_path_that_is_not_mounted_here_is_named() -> None:
     """An absolute path is not taken for a hub id. The message names the host, because other hosts may have the path."""
     with pytest.raises(InvalidModel, match=f"no model directory /models/m on {socket.gethostname()}.* mounted or cop"):
         TokenizerJson.load("/models/m")
+
+
+def test_side_processes_load_a_converted_tokenizer_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that transformers made has a directory with tokenizer.json, which is deleted with the tokenizer."""
+    (write_model(tmp_path) / "tokenizer.json").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer_module, "_from_transformers", lambda directory: byte_level_tokenizer())
+        tokenizer = TokenizerJson.load(str(tmp_path))
+    assert tokenizer.directory is not None
+    copy = Path(tokenizer.directory)
+    again = TokenizerJson.load(str(copy))
+    assert again.encode("the quick fox") == tokenizer.encode("the quick fox")
+    assert again.template is not None and tokenizer.template is not None
+    assert again.template.render(USER, True) == tokenizer.template.render(USER, True)
+    del tokenizer
+    gc.collect()
+    assert not copy.exists()
 
 
 def test_the_tables_are_there_before_the_first_request() -> None:
