@@ -16,10 +16,10 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.router.access.key_file import hash_key
 from tests.router.http_router import StartHttpRouter
-from tests.router.seated_group import SeatedGroup
+from tests.router.queueing_group import QueueingGroup
 
-SEATS, READY = 8, 4
-ROOM = 2 * (SEATS + READY)  # of two groups
+SLOTS, WAITING = 8, 4  # the most requests that run in a group, and that wait in it
+ROOM = 2 * (SLOTS + WAITING)  # of two groups
 REQUESTS, QUEUED = 1500, 1024
 # Connections may take half of a router's files; some are left for its groups.
 FILES = 2 * (REQUESTS + 200)
@@ -70,7 +70,7 @@ class RouterProcess:
     """`python -m coatcheck.router.server` with limits of open files, in front of two groups; a context manager."""
 
     def __init__(self, model: Path, limits: str) -> None:
-        self.groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
+        self.groups = [QueueingGroup(name, SLOTS) for name in ("g0", "g1")]
         self._model = model
         self._limits = limits  # for `ulimit`
         self.address = ""
@@ -127,14 +127,14 @@ class RouterProcess:
             self._more_said.set()
 
 
-async def report(groups: Sequence[SeatedGroup], *, late: bool) -> None:
+async def report(groups: Sequence[QueueingGroup], *, late: bool) -> None:
     """Lets each group report its load every 50 ms; `late`: the load that it had before the burst."""
     while True:
         for group in groups:
             if late:
-                group.say_late()
+                group.report_late()
             else:
-                group.say_load()
+                group.report_load()
         await asyncio.sleep(0.05)
 
 
@@ -150,7 +150,7 @@ async def test_a_router_that_starts_with_1024_files_serves_1500_connections(mode
             assert max(seconds for _, _, seconds in refused) < 60
             router.go()
             assert Counter(status for status, _, _ in await answers()) == {200: held}
-    assert [group.most_held for group in router.groups] == [SEATS + READY] * 2
+    assert [group.most_held for group in router.groups] == [SLOTS + WAITING] * 2
     assert "Traceback" not in router.said
 
 
@@ -162,7 +162,7 @@ async def test_a_router_that_may_have_1024_files_answers_1500_connections(model_
             assert Counter(status for status, _, _ in await answers()) == {503: REQUESTS - 512}
             router.go()
             assert Counter(status for status, _, _ in await answers()) == {200: 512}
-    assert [group.most_held for group in router.groups] == [SEATS + READY] * 2
+    assert [group.most_held for group in router.groups] == [SLOTS + WAITING] * 2
     assert "Traceback" not in router.said
     assert "at most 512 HTTP connections, fewer than max-queued (1024)" in router.said
 
@@ -195,25 +195,25 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(
     tenants.append({"name": "urgent", "keys": [hash_key("urgent")], "priority": -1})  # type: ignore[dict-item]
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"tenants": tenants}))
-    group = SeatedGroup("g0", SEATS)
+    group = QueueingGroup("g0", SLOTS)
     router = await start_http_router(group, max_queued=QUEUED, key_file=str(keys))
     queue = router.server.dispatcher.queue
     kinds = [(REQUESTS - 200, "many", 100), (100, "few", 300), (100, "urgent", 200)]
     burst_of = [(count, key, PROMPT | {"prompt": [first, 5, 6]}) for count, key, first in kinds]
-    held = QUEUED + SEATS + READY
+    held = QUEUED + SLOTS + WAITING
     async with sent(router.http_address, held, *burst_of) as answers:
         reports = asyncio.create_task(report([group], late=True))
         assert Counter(status for status, _, _ in await answers()) == {429: REQUESTS - held}
         reports.cancel()
-        assert len(queue) == QUEUED and group.most_held == SEATS + READY
-        queue._queue.check()
+        assert len(queue) == QUEUED and group.most_held == SLOTS + WAITING
+        queue.check()
         group.go()
         reports = asyncio.create_task(report([group], late=False))
         assert Counter(status for status, _, _ in await answers()) == {200: held}
         reports.cancel()
-    assert group.most_held == SEATS + READY
+    assert group.most_held == SLOTS + WAITING
     order = [submit.prompt_token_ids[0] for submit in group.submits]
     assert order.count(200) == order.count(300) == 100
-    turns = order[SEATS + READY :]
+    turns = order[SLOTS + WAITING :]
     assert turns[:100].count(200) >= 80  # one of eight is taken whatever its priority
     assert turns[115:315].count(300) >= 70  # at most a few were taken before

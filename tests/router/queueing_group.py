@@ -1,4 +1,4 @@
-"""SeatedGroup: a fake group that runs `seats` requests at once; further requests wait in it."""
+"""QueueingGroup: a fake group that runs `slots` requests at once; further requests wait in it."""
 
 import asyncio
 from collections import deque
@@ -7,11 +7,11 @@ from coatcheck.proto.stubs.worker_pb2 import FromGroup, Submit
 from tests.router.fake_group import FakeGroup
 
 
-class SeatedGroup(FakeGroup):
+class QueueingGroup(FakeGroup):
     """Each request has one choice. `most_held`: the largest number of requests that the group held at any time."""
 
-    def __init__(self, name: str, seats: int) -> None:
-        super().__init__(name, max_num_seqs=seats, hold_after=0)
+    def __init__(self, name: str, slots: int) -> None:
+        super().__init__(name, max_num_seqs=slots, hold_after=0)
         self.most_held = 0
         self._queue: deque[tuple[Submit, asyncio.Queue[FromGroup | None]]] = deque()
         self._running = 0
@@ -21,11 +21,11 @@ class SeatedGroup(FakeGroup):
         """The number of requests that run or wait."""
         return self._running + len(self._queue)
 
-    def say_load(self) -> None:
+    def report_load(self) -> None:
         """Reports its load to every router, with the number of the router's submissions that the report contains."""
         self.report(waiting=len(self._queue), running=self._running)
 
-    def say_late(self) -> int:
+    def report_late(self) -> int:
         """Sends a report from before any submission, as if it had been delayed. Returns its count of preemptions, which
         shows whether a router has read the report."""
         self.load.status.preemptions += 1
