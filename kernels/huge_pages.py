@@ -1,8 +1,8 @@
 """CPU tensors on huge pages, for weights.
 
 A step reads every weight once, so caches do not help, and with pages of 4 KiB it also misses the TLB for each page.
-Linux gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). Other systems give
-plain memory. Small tensors share a mapping. A mapping is freed with its last tensor.
+Linux gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). Other systems give plain memory. Small tensors
+share a mapping. A mapping is freed with its last tensor.
 """
 
 from __future__ import annotations

@@ -89,8 +89,13 @@ def check_logits(logits: Tensor) -> None:
     check_rows("logits", logits)
 
 
-def check_heads(name: str, tensor: Tensor) -> None:
-    """[tokens, heads, dim] with dense heads in each token. The stride over tokens is free."""
+def check_heads(
+    name: str, tensor: Tensor, shape: tuple[int | None, int | None, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """[tokens, heads, dim] with dense heads in each token and any stride over tokens. `None` in `shape` allows any."""
+    check_shape(name, tensor, shape)
+    check_dtype(name, tensor, dtype)
+    check_device(name, tensor, device)
     _, heads, dim = tensor.shape
     _, per_head, per_element = tensor.stride()
     if (dim > 1 and per_element != 1) or (heads > 1 and per_head != dim):

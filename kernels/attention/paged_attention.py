@@ -111,14 +111,11 @@ def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, d
 def _check_query(
     q: Tensor, cache: KVCache, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None
 ) -> None:
-    shape = q.shape
-    if len(shape) != 3 or shape[2] != cache.head_dim:
-        refuse("q", f"shape [num_tokens, num_heads, {cache.head_dim}], as k_cache has it", list(shape))
     check_dtype("q", q, *FLOATS)
-    check_heads("q", q)
-    check_device("q", q, cache.device)
-    if cache.kv_heads == 0 or shape[1] % cache.kv_heads:
-        refuse("q", f"a multiple of k_cache's {cache.kv_heads} heads", shape[1])
+    check_heads("q", q, (None, None, cache.head_dim), q.dtype, cache.device)
+    num_heads = q.shape[1]
+    if cache.kv_heads == 0 or num_heads % cache.kv_heads:
+        refuse("q", f"a multiple of k_cache's {cache.kv_heads} heads", num_heads)
     if not scale > 0.0:
         refuse("scale", "a positive number", scale)
     if sliding_window < 0:
@@ -126,7 +123,7 @@ def _check_query(
     if not softcap >= 0.0:
         refuse("softcap", "0 (off) or a positive cap", softcap)
     if sinks is not None:
-        check_dense("sinks", sinks, (shape[1],), torch.float32, cache.device)
+        check_dense("sinks", sinks, (num_heads,), torch.float32, cache.device)
 
 
 def paged_attention_reference(

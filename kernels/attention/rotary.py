@@ -23,22 +23,8 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS
-from coatcheck.kernels.kv.store_kv import (
-    _store_rows,
-    check_store,
-    library_for_store,
-    pick_rows,
-    store_kv_reference,
-)
-from coatcheck.kernels.launch_check import (
-    check_dense,
-    check_device,
-    check_dtype,
-    check_heads,
-    check_shape,
-    once_per_geometry,
-    refuse,
-)
+from coatcheck.kernels.kv.store_kv import _store_rows, check_store, library_for_store, pick_rows, store_kv_reference
+from coatcheck.kernels.launch_check import check_dense, check_dtype, check_heads, once_per_geometry, refuse
 
 
 @triton.jit
@@ -133,10 +119,7 @@ def _check(
     device: torch.device,
 ) -> None:  # fmt: skip
     check_store(k, v, slot_mapping, kv_heads, head_dim, device)
-    check_shape("q", q, (k.shape[0], None, k.shape[2]))
-    check_dtype("q", q, k.dtype)
-    check_heads("q", q)
-    check_device("q", q, k.device)
+    check_heads("q", q, (len(k), None, head_dim), k.dtype, device)
     rot_dim = cos.shape[-1]
     if rot_dim % 2 or rot_dim > q.shape[2]:
         refuse("cos", f"an even rot_dim of at most {q.shape[2]}, the dim of a head", rot_dim)

@@ -27,8 +27,8 @@ typedef struct {
 } Counters;
 
 typedef struct {
-    Counters *counters;      /* [size] */
-    char *buffers;    /* [size][2][chunk] */
+    Counters *counters; /* [size] */
+    char *buffers;      /* [size][2][chunk] */
     int64_t rank, size, chunk, timeout_ns;
     int64_t pids[MAX_RANKS]; /* 0: not checked */
     uint32_t call;    /* the last one that this rank has begun */

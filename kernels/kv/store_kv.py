@@ -20,16 +20,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.arch import takes_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _quantised, _unit_of, quantise_reference
-from coatcheck.kernels.launch_check import (
-    FLOATS,
-    check_dense,
-    check_device,
-    check_dtype,
-    check_heads,
-    check_shape,
-    once_per_geometry,
-    refuse,
-)
+from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, once_per_geometry
 
 NATIVE_MAX_DIM = 512  # of heads that the C library can quantise
 
@@ -139,16 +130,10 @@ def library_for_store(k: Tensor, cache: KVCache) -> native.Library | None:
 @once_per_geometry
 def check_store(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_heads: int, head_dim: int, device: torch.device) -> None:
     """The checks of `store_kv` and of `rotary_and_store`. `kv_heads`, `head_dim` and `device` are the cache's."""
-    if k.dim() != 3:
-        refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
-    tokens = k.shape[0]
     check_dtype("k", k, *FLOATS)
-    for name, x in (("k", k), ("v", v)):
-        check_shape(name, x, (tokens, kv_heads, head_dim))
-        check_dtype(name, x, k.dtype)
-        check_heads(name, x)
-        check_device(name, x, device)
-    check_dense("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
+    check_heads("k", k, (None, kv_heads, head_dim), k.dtype, device)
+    check_heads("v", v, (len(k), kv_heads, head_dim), k.dtype, device)
+    check_dense("slot_mapping", slot_mapping, (len(k),), torch.int64, device)
 
 
 def _launch(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

@@ -36,8 +36,8 @@ def _token_mask(logits, rows, mask, stride, words, vocab, BLOCK: tl.constexpr):
 
 def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     """Return `logits`, changed in place."""
-    vocab = logits.shape[1]
     check_logits(logits)
+    vocab = logits.shape[1]
     check_dense("rows", rows, (None,), torch.int64, logits.device)
     check_dense("mask", mask, (rows.shape[0], -(-vocab // 32)), torch.int32, logits.device)
     library = native.library_for(logits)

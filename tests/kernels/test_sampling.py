@@ -217,3 +217,5 @@ def test_a_mask_forbids_all_other_tokens(vocab: int) -> None:
     assert apply_token_mask(logits, rows, mask) is logits and torch.equal(whole, want)
     with pytest.raises(LaunchRefused, match="mask"):
         apply_token_mask(logits, rows, mask[:, :0])
+    with pytest.raises(LaunchRefused, match="^logits: expected "):
+        apply_token_mask(logits[0], rows, mask)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from coatcheck.kernels import native
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
 from coatcheck.workers.attention import attention
 from coatcheck.workers.attention.attention import AttentionLayer
@@ -21,9 +22,9 @@ from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
 from coatcheck.workers.distributed.tp_shard import TpShard
-from coatcheck.workers.model.batch_invariance import check_deterministic
+from coatcheck.workers.model.fusion import is_fusable
 from coatcheck.workers.model.lm_head import probe_head
-from coatcheck.workers.model.model_rules import check_model_kind
+from coatcheck.workers.model.model_rules import check_deterministic_heads, check_model_kind, deterministic_experts_error
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
 
@@ -180,6 +181,39 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
         initialise: Any = model._init_weights  # untyped in transformers
         initialise(module)
     return uninitialised + [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
+
+
+def check_deterministic(
+    model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise InvalidConfig for a model, dtype or machine that cannot keep the guarantee of --deterministic.
+
+    The guarantee: with the same tp and kind of machine, a request's tokens and log-probabilities have the same bits in
+    any batch and any chunks, with or without a cached prefix, and after a preemption. The guarantee holds because
+
+    - attention adds keys in one order, by absolute position (kernels/attention/paged_attention.py),
+    - linears compute rows alone or in tiles of one height (kernels/layers/linear.py),
+    - all-reduces add ranks in order (communicator.py),
+    - a draw depends only on seed, choice and position (kernels/sampling).
+    """
+    for name, _ in model.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            raise deterministic_experts_error(name)
+    if device.type != "cpu":
+        if not is_fusable(model, layers):
+            raise InvalidConfig(
+                f"deterministic on a GPU is not supported for {model.config.model_type}: torch's own norms sum in an "
+                "order that depends on the number of tokens, and only the architectures of our fused layers avoid "
+                "them; serve it without --deterministic"
+            )
+        return
+    if native.library() is None or dtype not in native.TYPES:
+        raise InvalidConfig(
+            f"deterministic on CPU needs bfloat16 or float32 and the native kernels (here: {dtype}, "
+            f"{native.native_status()}); set --dtype, install with a C compiler, or leave --deterministic out"
+        )
+    for layer in layers:
+        check_deterministic_heads(layer.head_dim)
 
 
 def check_complete(model: nn.Module) -> None:

@@ -46,11 +46,16 @@ def allocate_host_pool(num_blocks: int, bytes_per_block: int, device: torch.devi
 
 
 def layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
-    """Each layer's keys, values and scales as strided views of `pool`."""
+    """Each layer's keys, values and scales as strided views of `pool`.
+
+    Raises ValueError if a layer's value_dim is not its head_dim: attention kernels need equal sizes.
+    """
     dtype, size = _TORCH_DTYPES[layout.kv_dtype], layout.block_size
     caches = []
     for layer in layout.layers:
         spec = layer.spec
+        if spec.value_dim != spec.head_dim:
+            raise ValueError(f"value_dim is {spec.value_dim} and head_dim {spec.head_dim}; they must be equal")
         shape = (spec.num_kv_heads, size, spec.head_dim * layout.kv_dtype.bits // (8 * dtype.itemsize))
         parts = [_view(pool, dtype, offset, shape) for offset in (layer.k, layer.v)]
         if layout.kv_dtype.is_quantised:

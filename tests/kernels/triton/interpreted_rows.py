@@ -156,5 +156,6 @@ def rotary(dtype: torch.dtype) -> None:
         else:
             store_kv(k, v, have, slots)
             store_kv_reference(k, v, want, slots)
-        for ours, theirs in ((have.k, want.k), (have.v, want.v)):
-            agree(ours.nan_to_num(), theirs.nan_to_num())
+        agree(have.k.nan_to_num(), want.k.nan_to_num())
+        want.k.copy_(have.k)  # the two may round differently; all other bytes are equal
+        assert torch.equal(pool_of(have), pool_of(want))

@@ -16,8 +16,7 @@ from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.batch_invariance import check_deterministic
-from coatcheck.workers.model.meta_model import build_meta_model, read_config
+from coatcheck.workers.model.meta_model import build_meta_model, check_deterministic, read_config
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks
-from coatcheck.workers.runner.kv_memory import allocate_host_pool
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool, layer_caches
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,11 @@ def test_host_memory_is_zeroed_rows() -> None:
     """One row a block, nothing in it."""
     memory = allocate_host_pool(3, 128, torch.device("cpu"))
     assert memory.shape == (3, 128) and memory.dtype == torch.uint8 and not memory.any()
+
+
+@pytest.mark.parametrize("value_dim", [0, 8])
+def test_values_of_another_size_than_keys_are_refused(value_dim: int) -> None:
+    """A layer whose values are smaller than its keys raises ValueError: V's view would reach into the next part."""
+    layout = BlockLayout.of([LayerSpec(4, 2, 16, v_head_dim=value_dim)], 4, KvDtype.BFLOAT16)
+    with pytest.raises(ValueError, match=f"value_dim is {value_dim} and head_dim 16; they must be equal"):
+        layer_caches(layout, allocate_kv_pool(layout, 3, torch.device("cpu")))
