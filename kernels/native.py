@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.arch import TRITON_DEVICES
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
 VERSION = 5
 

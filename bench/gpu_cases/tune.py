@@ -15,8 +15,8 @@ from torch import Tensor
 from coatcheck.bench.gpu_cases.batch import Batch
 from coatcheck.bench.gpu_cases.clock import Roofs, seconds
 from coatcheck.bench.gpu_cases.table import Measurement
-from coatcheck.kernels.arch import arch_of
 from coatcheck.kernels.attention import paged_decode, paged_prefill
+from coatcheck.kernels.gpu_properties import gpu_properties
 from coatcheck.workers.core.kv_dtype import KvDtype
 
 Try = tuple[str, Callable[[], object]]
@@ -63,9 +63,9 @@ def _best(what: str, tries: Iterator[Try], floor: float, device: torch.device) -
 
 def _decodes(batch: Batch, device: torch.device) -> Iterator[Try]:
     """The picked launch, then other tiles, splits and numbers of programs, one change at a time."""
-    arch, cache = arch_of(device), batch.cache
+    gpu, cache = gpu_properties(device), batch.cache
     group = batch.q.shape[1] // cache.kv_heads
-    picked = paged_decode.pick_launch(group, cache.k.shape[3], batch.q.element_size(), cache.bits, arch)
+    picked = paged_decode.pick_launch(group, cache.k.shape[3], batch.q.element_size(), cache.bits, gpu)
     out = torch.empty_like(batch.q)
     run = partial(_decode, batch, out)
     yield f"picked, {_describe(picked)}", run
@@ -76,7 +76,7 @@ def _decodes(batch: Batch, device: torch.device) -> Iterator[Try]:
     for split in (256, 1024):
         yield f"splits of {split}", partial(run, split=split)
     for programs in (2, 4, 8, 32):
-        yield f"{programs} programs a processor", partial(run, programs=programs * arch.processors)
+        yield f"{programs} programs a processor", partial(run, programs=programs * gpu.processors)
 
 
 def _decode(batch: Batch, out: Tensor, **overrides: object) -> None:
@@ -92,7 +92,7 @@ def _prefills(batch: Batch, device: torch.device) -> Iterator[Try]:
     rows = longest * paged_prefill.pick_pack(batch.q.shape[1] // cache.kv_heads)
     dim = batch.q.shape[2]
     picked = paged_prefill.pick_launch(
-        rows, dim, cache.k.shape[3], batch.q.element_size(), cache.is_quantised, arch_of(device)
+        rows, dim, cache.k.shape[3], batch.q.element_size(), cache.is_quantised, gpu_properties(device)
     )  # fmt: skip
     out = torch.empty_like(batch.q)
     run = partial(

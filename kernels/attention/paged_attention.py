@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
 from coatcheck.kernels.attention.paged_decode import launch_decode
 from coatcheck.kernels.attention.paged_prefill import launch_prefill
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import (
     FLOATS,
@@ -64,7 +64,7 @@ def paged_attention(
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     _check_query(q, cache, scale, sliding_window, softcap, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if takes_triton(cache.k):
+    if uses_triton(cache.k):
         tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
         if not batch_invariant:
             launch_decode(*tables, scale, sliding_window, softcap, sinks, out, total_seq_len)

@@ -20,8 +20,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from coatcheck.kernels.arch import Arch, arch_of
 from coatcheck.kernels.attention.online_softmax import _absorbed, _scores
+from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _lift, _narrowed, _places, _scales_of
 
@@ -39,7 +39,7 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch: Arch) -> DecodeLaunch:
+def pick_launch(group: int, width: int, element_size: int, pool_bits: int, gpu: GpuProperties) -> DecodeLaunch:
     """Launch parameters with key tiles of about 16 KiB.
 
     `width`: elements in a row of the cache, head_dim or (int4) half of it. `element_size`: bytes of a query's element.
@@ -55,17 +55,17 @@ def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch:
 
     def fits(tiles: int, keys: int) -> bool:
         own = 3072 + block_m * (block_d + keys) * element_size + keys * widened
-        return 2 * (own + 2 * tiles * keys * row) <= arch.shared
+        return 2 * (own + 2 * tiles * keys * row) <= gpu.shared
 
     if not fits(2, block_n):
         block_n = max(16, block_n // 2)
     stages = 5 if fits(2, block_n) else 3 if fits(1, block_n) else 1
-    return DecodeLaunch(block_m, block_n, block_d, 4, min(stages, arch.max_stages))
+    return DecodeLaunch(block_m, block_n, block_d, 4, min(stages, gpu.max_stages))
 
 
-def pick_programs(splits: int, kv_heads: int, arch: Arch) -> int:
+def pick_programs(splits: int, kv_heads: int, gpu: GpuProperties) -> int:
     """The number of programs for at most `splits` splits."""
-    return max(1, min(splits * kv_heads, arch.processors * _PROGRAMS_PER_PROCESSOR))
+    return max(1, min(splits * kv_heads, gpu.processors * _PROGRAMS_PER_PROCESSOR))
 
 
 def max_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None, split: int = SPLIT) -> int:
@@ -226,11 +226,11 @@ def launch_decode(
     if num_seqs == 0:
         return
     splits = max_splits(num_seqs, block_tables.shape[1] * size, total_seq_len, split)
-    arch = arch_of(q.device)
-    launch = launch or pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.bits, arch)
+    gpu = gpu_properties(q.device)
+    launch = launch or pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.bits, gpu)
     mid = torch.empty((splits, heads, dim), dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty((splits, heads), dtype=torch.float32, device=q.device) for _ in range(2))
-    _decode[(programs or pick_programs(splits, kv_heads, arch),)](
+    _decode[(programs or pick_programs(splits, kv_heads, gpu),)](
         q, cache.k_bytes, cache.v_bytes, *cache.scale_words,
         block_tables, seq_lens, cu_seqlens_q, mid, peaks, sums,
         q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0) // 2, cache.scales_stride(1) // 2,
@@ -238,7 +238,7 @@ def launch_decode(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLIT_SIZE=split, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, CAPPED=softcap > 0,
+        KIND=KINDS.get(cache.dtype, 0), CONVERT=gpu.convert, CAPPED=softcap > 0,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _reduce[(num_seqs, heads)](

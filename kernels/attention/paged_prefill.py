@@ -18,8 +18,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from coatcheck.kernels.arch import Arch, arch_of
 from coatcheck.kernels.attention.prefill_tile import _attend
+from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _lift, _narrowed
 
@@ -36,7 +36,9 @@ class PrefillLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantised: bool, arch: Arch) -> PrefillLaunch:
+def pick_launch(
+    rows: int, head_dim: int, width: int, element_size: int, quantised: bool, gpu: GpuProperties
+) -> PrefillLaunch:
     """Launch parameters: short tiles for short chunks, and fewer keys in a tile for wide heads, float32 and quantised
     pools, for shared memory and registers.
 
@@ -49,14 +51,14 @@ def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantis
     if element_size == 4:
         block_m, block_n, num_warps = 32 if wide_head else 64, 32, 8
     elif wide_head:
-        block_m, block_n, num_warps = 128 if arch.wide_tiles and not quantised else 64, 32, 8
-    elif quantised and not arch.wide_tiles:
+        block_m, block_n, num_warps = 128 if gpu.wide_tiles and not quantised else 64, 32, 8
+    elif quantised and not gpu.wide_tiles:
         block_m, block_n, num_warps = 64, 32, 4
     else:
         block_m, block_n, num_warps = 128, 64, 8
     # Tiles being fetched, in use, and still read by a matrix product.
-    fits = {tiles: (block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (2, 3)}
-    stages = min(5 if fits[3] else 3 if fits[2] else 1, arch.max_stages)
+    fits = {tiles: (block_m + 2 * tiles * block_n) * block_d * element_size <= gpu.shared for tiles in (2, 3)}
+    stages = min(5 if fits[3] else 3 if fits[2] else 1, gpu.max_stages)
     if block_m > rows:
         block_m = max(16, triton.next_power_of_2(rows))
         num_warps = num_warps if block_m > 64 else min(num_warps, 4)
@@ -182,10 +184,10 @@ def launch_prefill(
     num_seqs, group = len(seq_lens), heads // cache.kv_heads
     if num_seqs == 0 or tokens == 0:
         return
-    arch = arch_of(q.device)
+    gpu = gpu_properties(q.device)
     pack = pick_pack(group)
     longest = _ANY_LENGTH if batch_invariant else max_seqlen_q * pack
-    launch = launch or pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
+    launch = launch or pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, gpu)
     if batch_invariant or num_prefills is None:
         tiles = max_tiles(tokens, num_seqs, launch.block_m // pack)
     else:
@@ -198,7 +200,7 @@ def launch_prefill(
         HEADS=heads, GROUP=group, PACK=pack, DIM=dim, SIZE=cache.block_size, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.prefill_convert, SINGLE=batch_invariant,
+        KIND=KINDS.get(cache.dtype, 0), CONVERT=gpu.prefill_convert, SINGLE=batch_invariant,
         # Always in float32. The branch keeps the compiler from loading more operands than there are registers.
         CAPPED=softcap > 0 or q.dtype == torch.float32,
         num_warps=launch.num_warps, num_stages=launch.num_stages,

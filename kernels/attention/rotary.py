@@ -20,7 +20,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS
 from coatcheck.kernels.kv.store_kv import _store_rows, check_store, library_for_store, pick_rows, store_kv_reference
@@ -95,7 +95,7 @@ def rotary_and_store(
 ) -> Tensor:
     """The rotated q, dense [tokens, heads, dim]. Stores the rotated k and v in their slots; slot -1 is skipped."""
     _check(q, k, v, cos, sin, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
-    if takes_triton(q):
+    if uses_triton(q):
         return _launch(q, k, v, cos, sin, cache, slot_mapping)
     library = library_for_store(k, cache)
     if library is None:

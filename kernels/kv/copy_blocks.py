@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_rows, check_shape
 
 
@@ -32,7 +32,7 @@ def _copy_blocks(pool, src, dst, stride, width, BLOCK: tl.constexpr):
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _check(pool, src, dst)
     library = native.library()
-    if takes_triton(pool):
+    if uses_triton(pool):
         _launch(pool, src, dst)
     elif library is None or pool.device.type != "cpu":
         pool[dst] = pool[src]

@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _quantised, _unit_of, quantise_reference
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, once_per_geometry
@@ -107,7 +107,7 @@ def _store_quantised(
 
 def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     check_store(k, v, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
-    if takes_triton(k):
+    if uses_triton(k):
         return _launch(k, v, cache, slot_mapping)
     library = library_for_store(k, cache)
     if library is None:

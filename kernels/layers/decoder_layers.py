@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import TRITON_DEVICES
 from coatcheck.kernels.attention.paged_attention import check_tables
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
 from coatcheck.kernels.layers.linear import PackedLinear, scratch

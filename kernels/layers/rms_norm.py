@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import (
     FLOATS,
     check_dense,
@@ -76,7 +76,7 @@ class RmsNorm:
         """(norm, its input). Without a residual the input is x itself."""
         _check(x, self.weight, residual)
         library = native.library_for(x)
-        if library is None and not takes_triton(x):
+        if library is None and not uses_triton(x):
             return rms_norm_reference(x, self.weight, self.eps, residual, self.offset)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)

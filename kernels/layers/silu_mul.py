@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, once_per_geometry, refuse
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -38,7 +38,7 @@ def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
         refuse("activation", " or ".join(ACTIVATIONS), activation)
     _check(gate_up)
     library = native.library_for(gate_up)
-    if library is None and not takes_triton(gate_up):
+    if library is None and not uses_triton(gate_up):
         return silu_mul_reference(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     is_gelu = activation == "gelu_tanh"

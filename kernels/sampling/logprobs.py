@@ -19,7 +19,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_logits, refuse
 
 
@@ -63,7 +63,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
     check_dense("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
     if not 0 <= k <= logits.shape[1]:
         refuse("k", f"0 to {logits.shape[1]}, the vocabulary", k)
-    if takes_triton(logits):
+    if uses_triton(logits):
         normaliser, chosen, rank = launch_logprobs(logits, token_ids)
         return chosen, rank, *_most_likely(logits, normaliser[:, None], k)
     library = native.library_for(logits)

@@ -23,7 +23,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_device, check_dtype, check_logits, check_rows, check_shape
 
 
@@ -82,7 +82,7 @@ def apply_penalties(
         ("frequency", frequency, torch.float32),
     ):
         check_dense(name, tensor, (rows,), dtype, logits.device)
-    if takes_triton(logits):
+    if uses_triton(logits):
         if token_ids.numel():
             counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
             grid = (rows, -(-token_ids.shape[1] // 1024))

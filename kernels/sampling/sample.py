@@ -27,7 +27,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_logits
 from coatcheck.kernels.sampling.filter_floor import filter_floor
 
@@ -129,7 +129,7 @@ def sample(
         ("position", position, torch.int64),
     ):
         check_dense(name, tensor, (logits.shape[0],), dtype, logits.device)
-    if takes_triton(logits):
+    if uses_triton(logits):
         floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         launch_draw(logits, temperature, floors, seed, choice, position, out)

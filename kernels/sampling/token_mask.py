@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_logits
 
 _BLOCK = 1024
@@ -45,7 +45,7 @@ def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
         library.token_mask(
             logits.data_ptr(), logits.stride(0), vocab, rows.data_ptr(), len(rows), mask.data_ptr(), mask.shape[1]
         )
-    elif not takes_triton(logits):
+    elif not uses_triton(logits):
         apply_token_mask_reference(logits, rows, mask)
     elif len(rows) * vocab:
         _token_mask[(len(rows), -(-vocab // _BLOCK))](

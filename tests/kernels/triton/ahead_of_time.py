@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coatcheck.kernels.arch import GFX942, SM_80, SM_90, SM_100
+from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_90, SM_100
 from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Key
 
 TARGETS = {
@@ -26,7 +26,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
+GPUS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
 
 
 class Usage(NamedTuple):
@@ -105,9 +105,9 @@ def main() -> None:
     for name, key in keys.items():
         cells = []
         for target in TARGETS:
-            found = usage(compiled(key(ARCHS[target]), target), target)
+            found = usage(compiled(key(GPUS[target]), target), target)
             cells.append(f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}")
-            if found.shared > ARCHS[target].shared or found.spilled:
+            if found.shared > GPUS[target].shared or found.spilled:
                 print(f"{name} on {target}: {found}")
         rows.append(f"| {name} | {' | '.join(cells)} |")
     text = _README.format(

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import triton
 
-from coatcheck.kernels.arch import Arch
 from coatcheck.kernels.attention import paged_decode, paged_prefill, rotary
+from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv import copy_blocks, store_kv
 from coatcheck.kernels.layers import rms_norm, silu_mul
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
 
-Keys = Callable[[Arch], "Key"]
+Keys = Callable[[GpuProperties], "Key"]
 
 
 class Key(NamedTuple):
@@ -66,9 +66,9 @@ POOLS = {
 DIMS = (64, 80, 96, 128, 256)
 
 
-def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch, *, capped: bool = False) -> Key:
+def decode(dim: int, pool: Pool, kv_heads: int, gpu: GpuProperties, *, capped: bool = False) -> Key:
     group = 32 // kv_heads
-    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bits, arch)
+    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bits, gpu)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
         "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
@@ -76,13 +76,13 @@ def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch, *, capped: bool = Fa
     constants = dict(
         DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
         SEQS=paged_decode._SEQS, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
-        CONVERT=arch.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped, **pool.constants,
+        CONVERT=gpu.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped, **pool.constants,
     )  # fmt: skip
     return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, batch_invariant: bool = False) -> Key:
-    launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
+def prefill(dim: int, pool: Pool, gpu: GpuProperties, *, capped: bool = False, batch_invariant: bool = False) -> Key:
+    launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, gpu)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} "
         "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
@@ -91,12 +91,12 @@ def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, batch_inv
         DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True,
         PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped or pool.q == "fp32", SINGLE=batch_invariant,
-        CONVERT=arch.prefill_convert, **pool.constants,
+        CONVERT=gpu.prefill_convert, **pool.constants,
     )  # fmt: skip
     return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def reduce(dim: int, arch: Arch) -> Key:
+def reduce(dim: int, gpu: GpuProperties) -> Key:
     constants = dict(
         HEADS=32, DIM=dim, SPLIT_SIZE=paged_decode.SPLIT, SEQS=paged_decode._SEQS,
         BLOCK_D=triton.next_power_of_2(dim), TILE=16, SINKS=True,
@@ -104,7 +104,7 @@ def reduce(dim: int, arch: Arch) -> Key:
     return Key(paged_decode._reduce, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32", constants, 4)
 
 
-def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
+def rotary_store(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
     q, element = f"*{pool.q}", f"*{pool.element}"
     strides = "i32 i32 i32 i32 i32 i32 i32"
     arguments = f"{q} {q} {q} *fp32 *fp32 {q} {element} {element} {pool.scales}*i64 {strides}"
@@ -117,7 +117,7 @@ def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
     return Key(rotary._rotary, arguments, constants | pool.constants, warps)
 
 
-def store_quantised(dim: int, pool: Pool, arch: Arch) -> Key:
+def store_quantised(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
     block = triton.next_power_of_2(pool.width(dim))
     rows, warps = store_kv.pick_rows(8, block)
     constants = dict(HEADS=8, DIM=dim, SIZE=16, KIND=pool.quantised, ROWS=rows, BLOCK=block)
@@ -128,7 +128,7 @@ def store_quantised(dim: int, pool: Pool, arch: Arch) -> Key:
 def same(*parts: Any) -> Keys:
     """A key that does not depend on the processor."""
     key = Key(*parts)
-    return lambda arch: key
+    return lambda gpu: key
 
 
 # One for each kernel, and one of those that widen quantised bytes.

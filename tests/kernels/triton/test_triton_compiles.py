@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.triton.ahead_of_time import ARCHS, TARGETS, compiled, usage
+from tests.kernels.triton.ahead_of_time import GPUS, TARGETS, compiled, usage
 from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Keys
 
 
 def check(key: Keys, target: str) -> None:
-    found = usage(compiled(key(ARCHS[target]), target), target)
-    assert found.shared <= ARCHS[target].shared
+    found = usage(compiled(key(GPUS[target]), target), target)
+    assert found.shared <= GPUS[target].shared
     if target == "sm_90":
         assert found.spilled == 0
 

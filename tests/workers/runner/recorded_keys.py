@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from coatcheck.kernels import arch
+from coatcheck.kernels import gpu_properties
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
-        arch.TRITON_DEVICES.add("cpu")
+        gpu_properties.TRITON_DEVICES.add("cpu")
         triton.runtime.driver.set_active(ClaimedGpu())
         triton.knobs.runtime.jit_cache_hook = self._record
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import triton
 
-from coatcheck.kernels.arch import GFX942, SM_80, SM_90, Arch
 from coatcheck.kernels.attention import paged_prefill
 from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_90, GpuProperties
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.ranks import run_ranks
 from tests.workers.runner.recorded_keys import ClaimedGpu, record
@@ -37,17 +37,17 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
     assert {key.split()[0] for key in warmed} >= asked and served
 
 
-@pytest.mark.parametrize("arch", [SM_80, SM_90, GFX942])
+@pytest.mark.parametrize("gpu", [SM_80, SM_90, GFX942])
 @pytest.mark.parametrize("group", [1, 3, 8, 71])
 @pytest.mark.parametrize("dim", [64, 80, 256])
 @pytest.mark.parametrize(("quantised", "element_size"), [(False, 2), (True, 2), (False, 4)])
 def test_chunk_lengths_take_every_launch(
-    arch: Arch, group: int, dim: int, quantised: bool, element_size: int
+    gpu: GpuProperties, group: int, dim: int, quantised: bool, element_size: int
 ) -> None:  # fmt: skip
     """Whatever a chunk's length, its launch is that of one of the lengths that are warmed."""
     pack = paged_prefill.pick_pack(group)
     launches = {
-        length: paged_prefill.pick_launch(length * pack, dim, dim, element_size, quantised, arch)
+        length: paged_prefill.pick_launch(length * pack, dim, dim, element_size, quantised, gpu)
         for length in range(2, 400)
     }
     assert set(launches.values()) == {launches[length] for length in paged_prefill.chunk_lengths(group)}

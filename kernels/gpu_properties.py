@@ -1,6 +1,6 @@
-"""Arch: the properties of a GPU that launch parameters depend on, as numbers, so that tests need no GPU.
+"""GpuProperties: the properties of a GPU that launch parameters depend on, as numbers, so that tests need no GPU.
 
-`takes_triton` says which tensors go to Triton's kernels.
+`uses_triton` tells whether Triton's kernels compute on a tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 
-class Arch(NamedTuple):
+class GpuProperties(NamedTuple):
     """`shared`: bytes of shared memory for a program.
 
     `wide_tiles`: matrix products read both operands from shared memory (sm_90 and later), which leaves registers for
@@ -38,24 +38,24 @@ class Arch(NamedTuple):
         return self.convert if self.has_prefill_ptx else 1
 
 
-SM_80 = Arch(163 * 1024, False, 2, 108)
-SM_90 = Arch(227 * 1024, True, 3, 132)
-SM_100 = Arch(227 * 1024, True, 3, 148, has_prefill_ptx=False)
-GFX942 = Arch(64 * 1024, False, 0, 304, max_stages=2)
+SM_80 = GpuProperties(163 * 1024, False, 2, 108)
+SM_90 = GpuProperties(227 * 1024, True, 3, 132)
+SM_100 = GpuProperties(227 * 1024, True, 3, 148, has_prefill_ptx=False)
+GFX942 = GpuProperties(64 * 1024, False, 0, 304, max_stages=2)
 
 
 # In Triton's interpreter (TRITON_INTERPRET=1) CPU tensors too, so that whole models can be tested without a GPU.
 TRITON_DEVICES = {"cuda", "cpu"} if triton.knobs.runtime.interpret else {"cuda"}
 
 
-def takes_triton(tensor: Tensor) -> bool:
-    """Whether Triton's kernels compute on this tensor's device."""
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether Triton's kernels compute on the tensor: on a GPU always, on a CPU in Triton's interpreter."""
     return tensor.device.type in TRITON_DEVICES
 
 
 @cache
-def arch_of(device: torch.device) -> Arch:
-    """The Arch of a CUDA or ROCm device. In Triton's interpreter: sm_90 without PTX, for every device."""
+def gpu_properties(device: torch.device) -> GpuProperties:
+    """The properties of a CUDA or ROCm device. In Triton's interpreter: sm_90 without PTX, for every device."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return SM_90._replace(convert=1)
     if torch.version.hip is not None:
@@ -63,7 +63,7 @@ def arch_of(device: torch.device) -> Arch:
     capability = torch.cuda.get_device_capability(device)
     # Triton refuses launches by the same limits.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return Arch(
+    return GpuProperties(
         limits["max_shared_mem"],
         wide_tiles=capability >= (9, 0),
         convert=3 if capability >= (8, 9) else 2,
