@@ -14,8 +14,10 @@ from tests.kernels.caches import strided_cache
 
 
 class Batch:
-    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool, of
-    dtype `kv` (None: that of the queries)."""
+    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool.
+
+    `kv`: the pool's dtype; None: that of the queries.
+    """
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class BlockCopy:
 
 
 class BlockCopier(ABC):
-    """`pool`, `host`: uint8 [blocks, bytes_per_block]."""
+    """Copies one rank's blocks between `pool` and `host`, both uint8 [blocks, bytes_per_block]."""
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator) -> None:
         self.host = host

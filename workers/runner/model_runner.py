@@ -121,7 +121,7 @@ class ModelRunner:
         if not scores_prompts and (size := self.graphs.pick_size(rows)) is not None:
             return self._sample(rows, self.graphs.replay(rows, size), {})
         indices, reports = self._logits_indices(rows), {}
-        if scores_prompts:  # they need the hidden states of all tokens
+        if scores_prompts:  # prompt logprobs need the hidden states of all tokens
             hidden = self._forward(rows, None)
             reports = self._prompt_logprobs(rows, hidden)
             hidden = hidden if indices is None else hidden[indices.tokens]

@@ -1,4 +1,4 @@
-"""What the probe of a model's attention finds: masks, and results that depend on a token's neighbours."""
+"""The probe of a model's attention finds sliding windows, and results that depend on other tokens."""
 
 import time
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def meta_model(config: Any, max_model_len: int = 64) -> Any:
 
 @pytest.mark.parametrize("window", [1, 2, 16, 4096, LIMIT - 1])
 def test_a_window_is_read_out_of_its_mask_function(window: int) -> None:
-    """A sliding window of any size is found without a mask of that size."""
+    """A sliding window of any size is found from its mask function, without a mask of that size."""
     assert find_sliding_window(sliding_window_causal_mask_function(window), LIMIT, heads=4) == window
 
 
 @pytest.mark.parametrize("window", [LIMIT, 10 * LIMIT])
 def test_a_window_beyond_the_context_is_full_attention(window: int) -> None:
-    """A window that hides nothing is none, nor is a chunk as long as the context."""
+    """A window or chunk as long as the context counts as full attention."""
     assert find_sliding_window(causal_mask_function, LIMIT, heads=4) == 0  # type: ignore[arg-type]
     assert find_sliding_window(sliding_window_causal_mask_function(window), LIMIT, heads=4) == 0
     assert (
@@ -76,7 +76,7 @@ def _later(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     ],
 )
 def test_any_other_mask_is_refused(function: Callable[..., Any], message: str) -> None:
-    """Chunks, strides, masks of single heads, sinks, later tokens and tables are not taken for a window."""
+    """Chunks, strides, masks of single heads, sinks, later tokens and tables are not mistaken for a window."""
     with pytest.raises(UnsupportedMask, match=message):
         find_sliding_window(function, LIMIT, heads=4)
 
@@ -92,7 +92,7 @@ def test_any_other_mask_is_refused(function: Callable[..., Any], message: str) -
     ],
 )
 def test_windows_are_those_of_the_masks(model_type: str, differences: dict[str, Any], windows: list[int]) -> None:
-    """A layer's window is found, also where the model writes it into its mask and tells its attention nothing."""
+    """A layer's window is found, also if the model writes it only into its mask."""
     calls = probe_attention(meta_model(shape_of(model_type, **differences)), 64)
     assert [call.sliding_window for call in calls] == windows
 
@@ -121,7 +121,7 @@ class _Counted(nn.Module):
 @pytest.mark.parametrize("mixer", [_Delayed, _Averaged, _Counted])
 @pytest.mark.parametrize("place", ["input_layernorm", "mlp"])
 def test_what_mixes_tokens_is_named(mixer: type[nn.Module], place: str) -> None:
-    """A layer whose result depends on neighbours, before or after attention, is refused by its module's name."""
+    """A layer that mixes tokens before or after attention is refused, and the message names its module."""
     model = meta_model(tiny_config("llama"))
     setattr(model.model.layers[1], place, mixer())
     with pytest.raises(InvalidModel, match=f"be served: model.layers.1.{place} .{mixer.__name__}. .*other tokens"):
@@ -129,7 +129,7 @@ def test_what_mixes_tokens_is_named(mixer: type[nn.Module], place: str) -> None:
 
 
 def test_scales_chosen_by_the_longest_position_are_refused() -> None:
-    """Rotary frequencies that follow the longest position of the batch are found where nothing has pinned them."""
+    """Rotary frequencies that depend on the longest position of the batch are refused unless they are pinned."""
     config = tiny_config("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
     model = meta_model(config, 256)
     assert len(probe_attention(model, 256)) == config.num_hidden_layers
@@ -139,7 +139,7 @@ def test_scales_chosen_by_the_longest_position_are_refused() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    """After a probe parameters are on meta, buffers the same objects, and attention is ours again."""
+    """After a probe the parameters are on meta, the buffers are the same objects, and attention is ours again."""
     model = meta_model(tiny_config("qwen3-moe"))
     before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     experts = model.config._experts_implementation
@@ -159,7 +159,7 @@ def test_the_model_is_left_as_it_was() -> None:
     ],
 )  # fmt: skip
 def test_a_probe_takes_seconds_at_any_size(model_type: str, differences: dict[str, Any]) -> None:
-    """Layers of Llama 3.1 405B, and a hybrid whose recurrence is slow here, are judged in seconds and little memory."""
+    """A probe of layers of Llama 3.1 405B, and of a hybrid with a slow recurrence, takes seconds and little memory."""
     model = meta_model(CONFIG_MAPPING[model_type](**differences), 4096) if model_type == "llama" else None
     began = time.process_time()
     if model is None:
@@ -171,14 +171,14 @@ def test_a_probe_takes_seconds_at_any_size(model_type: str, differences: dict[st
 
 
 def test_a_config_whose_shapes_do_not_fit_is_refused() -> None:
-    """helium's output projection takes hidden_size features whatever head_dim says."""
+    """helium's output projection takes hidden_size features, so another head_dim is refused."""
     model = meta_model(shape_of("helium", head_dim=128))
     with pytest.raises(InvalidModel, match="a weight with 64 input features gets 512"):
         probe_attention(model)
 
 
 def test_linears_whose_weight_is_read_are_found() -> None:
-    """hunyuan_v1_moe's routers ask for their weight's type; llama's linears are only called."""
+    """hunyuan_v1_moe's routers read their weight's dtype; llama's linears are only called."""
     moe = meta_model(shape_of("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16))
     with record_weight_reads(moe) as read:
         probe_attention(moe)

@@ -1,4 +1,4 @@
-"""Finding and reading checkpoint files, and what is said of those that cannot be read."""
+"""Finding and reading checkpoint files, and the errors for files that cannot be read."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def copied(checkpoint_directory: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(copied: Path) -> Path:
-    """The same in several files with an index."""
+    """A llama checkpoint in several files with an index."""
     AutoModelForCausalLM.from_pretrained(copied).save_pretrained(copied, max_shard_size="100KB")
     (copied / "model.safetensors").unlink(missing_ok=True)
     return copied
@@ -47,7 +47,7 @@ def edit_config(path: Path, **changes: object) -> None:
 
 
 def test_slices_are_the_tensors_parts(copied: Path) -> None:
-    """Reading a cut gives the rows or columns that it names, joined in order."""
+    """A read with a slice gives the rows or columns of its ranges, joined in order."""
     with Checkpoint.open(str(copied)) as checkpoint:
         name = "model.layers.0.mlp.gate_proj.weight"
         whole = checkpoint.read(name)
@@ -59,7 +59,7 @@ def test_slices_are_the_tensors_parts(copied: Path) -> None:
 
 
 def test_several_files_are_one_checkpoint(sharded: Path, checkpoint_directory: Path) -> None:
-    """Tensors are found in whichever shard the index names."""
+    """Tensors are read from the file that the index names."""
     with Checkpoint.open(str(sharded)) as many, Checkpoint.open(str(checkpoint_directory / "llama")) as one:
         assert len({entry.file for entry in many.entries.values()}) > 1
         assert many.entries.keys() == one.entries.keys()
@@ -67,7 +67,7 @@ def test_several_files_are_one_checkpoint(sharded: Path, checkpoint_directory: P
 
 
 def test_fingerprint_follows_the_weights(copied: Path) -> None:
-    """The same weights in other files are the same model; one changed tensor or setting is another."""
+    """The same weights in other files have the same fingerprint. One changed tensor or setting has another."""
 
     def fingerprint() -> str:
         with Checkpoint.open(str(copied)) as checkpoint:
@@ -88,7 +88,7 @@ def test_fingerprint_follows_the_weights(copied: Path) -> None:
 
 
 def test_progress_ends_at_the_total(copied: Path) -> None:
-    """Progress rises to the bytes that this rank reads, and says so from the first call."""
+    """Progress rises to the bytes that this rank reads, and has this total from the first call on."""
     seen: list[tuple[int, int]] = []
     model = load(copied, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -96,21 +96,21 @@ def test_progress_ends_at_the_total(copied: Path) -> None:
 
 
 def test_unused_tensors_are_told(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A config that promises fewer layers than the checkpoint has is served, but not in silence."""
+    """A config with fewer layers than the checkpoint is served, and a warning is logged."""
     edit_config(copied, num_hidden_layers=2)
     assert len(load(copied).spec.layers) == 2
     assert "9 tensors are not used, the first is model.layers.2.input_layernorm.weight" in caplog.text
 
 
 def test_end_tokens_come_from_the_generation_config(copied: Path) -> None:
-    """Where generation_config.json names several end tokens, all of them end a sequence."""
+    """If generation_config.json names several end tokens, each of them ends a sequence."""
     assert load(copied).spec.eos_token_ids == (2,)
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load(copied).spec.eos_token_ids == (2, 7)
 
 
 def test_auto_dtype_is_the_configs(copied: Path) -> None:
-    """`auto` serves in the dtype that the checkpoint was made in; another may be asked for."""
+    """`auto` is the dtype of the config. Another dtype can be set."""
     assert load(copied).spec.dtype == "float32"
     edit_config(copied, dtype="bfloat16")
     assert load(copied).spec.dtype == "bfloat16"
@@ -157,7 +157,7 @@ def other_shape(path: Path) -> None:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Damage to what the file says of its tensors; `change` returns the header that it should have."""
+    """Damage to a file's header; `change` returns the header to write."""
 
     def damage(path: Path) -> None:
         file = path / "model.safetensors"
@@ -175,7 +175,7 @@ def config(**changes: object) -> Callable[[Path], None]:
 
 
 def write(name: str, text: str) -> Callable[[Path], None]:
-    """One file with this content."""
+    """A file with this content."""
 
     def damage(path: Path) -> None:
         (path / name).write_text(text)
@@ -221,7 +221,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("damage", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_broken_checkpoint_is_refused(damage: Callable[[Path], None], message: str, copied: Path) -> None:
-    """A damaged checkpoint is refused with what is wrong and where."""
+    """A damaged checkpoint is refused, and the message says what is wrong and where."""
     damage(copied)
     with pytest.raises(InvalidModel, match=message):
         load(copied)
@@ -237,8 +237,10 @@ def test_missing_shard_is_named(sharded: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "no such model"])
 def test_missing_directory_is_refused(path: str) -> None:
-    """A path that is no directory and no hub id is refused without asking the network; where it is missing is said,
-    since the model may be mounted on other hosts."""
+    """A path that is no directory and no hub id is refused without a request to the hub.
+
+    The message names the host, because the model may be mounted on other hosts.
+    """
     with pytest.raises(InvalidModel, match=f"no model directory {path} on {socket.gethostname()}.* mounted or copied"):
         load(path)
 
@@ -247,7 +249,7 @@ def test_missing_directory_is_refused(path: str) -> None:
 def test_hub_id_is_found_in_the_local_cache(
     hub_id: str, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hub id is found in the hub client's cache; the hub's oldest models, such as gpt2, have ids without an owner."""
+    """A hub id is found in the hub client's cache, also an id without an owner, such as gpt2."""
     repository = tmp_path / "cache" / f"models--{hub_id.replace('/', '--')}"
     shutil.copytree(copied, repository / "snapshots" / "0123")
     (repository / "refs").mkdir()
@@ -260,7 +262,7 @@ def test_hub_id_is_found_in_the_local_cache(
 
 
 def test_hub_id_that_gives_nothing_is_refused() -> None:
-    """What the hub's client says is passed on; this id it refuses without asking the network."""
+    """The error contains the message of the hub's client, which refuses this id without a request."""
     with pytest.raises(
         InvalidModel, match="is no directory, and cannot be downloaded from the hub: Cannot have -- or .. in repo_id"
     ):
@@ -268,7 +270,7 @@ def test_hub_id_that_gives_nothing_is_refused() -> None:
 
 
 def test_longer_than_the_model_is_refused(copied: Path) -> None:
-    """max_model_len beyond what the model was made for is refused; a shorter one is taken."""
+    """A max_model_len above the model's own is refused. A shorter one is accepted."""
     assert load(copied).spec.max_model_len == 256
     assert load(copied, max_model_len=100).spec.max_model_len == 100
     with pytest.raises(InvalidConfig, match="max-model-len is 257, but the model supports 256"):
@@ -276,7 +278,7 @@ def test_longer_than_the_model_is_refused(copied: Path) -> None:
 
 
 def test_unknown_dtype_is_refused(copied: Path) -> None:
-    """A dtype that we do not compute in is refused with those that we do."""
+    """A dtype that is not served is refused, and the message names the served ones."""
     with pytest.raises(InvalidConfig, match="use auto, float32, bfloat16, float16"):
         load(copied, dtype="int4")
 

@@ -1,4 +1,4 @@
-"""The sharding plan: what every rank holds, checked for all ranks at once without starting any."""
+"""The sharding plans of all ranks, computed in one process."""
 
 from functools import cache
 from typing import Any
@@ -37,7 +37,7 @@ def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_ranks_together_hold_everything(arch: str, size: int) -> None:
-    """Every element is held by some rank; only K and V rows are held by more than one, and equally often."""
+    """Every element is on some rank. Only K and V rows are on several ranks, each on equally many."""
     shapes, _, _ = read_meta_model(arch)
     plans = [plan(arch, rank, size) for rank in range(size)]
     for name, shape in shapes.items():
@@ -57,7 +57,7 @@ def test_ranks_together_hold_everything(arch: str, size: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_large_tensors_are_all_sharded(arch: str) -> None:
-    """Every matrix but an expert router is sharded: a rank's memory shrinks with the group."""
+    """Every matrix except the routers of experts is sharded, so that more ranks need less memory each."""
     shapes, _, _ = read_meta_model(arch)
     whole = {name for name, shape in shapes.items() if len(shape) > 1} - plan(arch, 0, 2).slices.keys()
     assert all(name.endswith("mlp.gate.weight") for name in whole)
@@ -75,7 +75,7 @@ def test_few_kv_heads_are_shared_by_neighbours() -> None:
 
 
 def test_norm_over_all_heads_needs_the_group() -> None:
-    """olmo2's q and k norms speak to the other ranks, qwen3's norms of single heads do not."""
+    """olmo2's q and k norms communicate with the other ranks; qwen3's norms of single heads do not."""
     assert plan("olmo2", 0, 2).roles["model.layers.0.self_attn.q_norm"] is ParallelRole.QK_NORM
     assert "model.layers.0.self_attn.q_norm" not in plan("qwen3", 0, 2).roles
 
@@ -95,7 +95,7 @@ def test_norm_over_all_heads_needs_the_group() -> None:
     ],
 )
 def test_tp_that_does_not_divide_is_refused(size: int, changes: dict[str, Any], message: str) -> None:
-    """A group size that divides nothing is refused with what it should divide."""
+    """A tp that does not fit the heads, the columns of a matrix or the vocabulary is refused with the reason."""
     config = tiny_config("llama", **changes)
     model = build_meta_model(config, torch.float32, torch.device("cpu"), 64)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -104,7 +104,7 @@ def test_tp_that_does_not_divide_is_refused(size: int, changes: dict[str, Any], 
 
 
 def test_unknown_splits_are_refused() -> None:
-    """An architecture without a plan, or with an entry that we do not know, is served alone or not at all."""
+    """With tp 2, a missing tp_plan, an unknown style in the plan and an unknown tensor of attention are refused."""
     with pytest.raises(InvalidModel, match="serve it with tp 1"):
         plan("llama", 0, 2, tp_plan={})
     with pytest.raises(InvalidModel, match="the tensor-parallel style 'diagonal', which is not supported"):
@@ -115,7 +115,7 @@ def test_unknown_splits_are_refused() -> None:
 
 
 def test_an_intersection_is_counted_from_its_start() -> None:
-    """A joined tensor's second half has the slice's second range in its own indices."""
+    """`intersect` returns indices relative to the start of the given range."""
     whole = TensorSlice(1, ((0, 4), (8, 12)))
     assert whole.intersect(0, 8) == TensorSlice(1, ((0, 4),))
     assert whole.intersect(8, 16) == TensorSlice(1, ((0, 4),))
@@ -124,7 +124,7 @@ def test_an_intersection_is_counted_from_its_start() -> None:
 
 @pytest.mark.parametrize("model_type", ["mamba", "bert", "falcon", "bloom", "recurrent_gemma"])
 def test_attention_that_does_not_come_to_us_is_refused(model_type: str) -> None:
-    """State outside of the attention interface, or attention that is not causal, is refused with the reason."""
+    """A model with state outside of the attention interface, or attention that is not causal, is refused."""
     config = CONFIG_MAPPING[model_type](num_hidden_layers=2, vocab_size=99, pad_token_id=0)  # type: ignore[call-arg]
     with pytest.raises(InvalidModel, match=f"{model_type} cannot be served"):
         probe_attention(build_meta_model(config, torch.float32, torch.device("cpu"), 64))

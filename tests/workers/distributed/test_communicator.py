@@ -1,4 +1,4 @@
-"""What ranks say to each other, between real processes."""
+"""The collectives of Communicator, between real processes."""
 
 import time
 from array import array
@@ -13,11 +13,11 @@ from coatcheck.workers.distributed.communicator import Communicator
 from tests.workers.ranks import run_ranks
 
 TIMEOUT_SECONDS = 2.0  # of a collective
-LENGTHS = (0, 1, 2047, 2048, 5000)  # around what one collective carries
+LENGTHS = (0, 1, 2047, 2048, 5000)  # around the ints that the first broadcast carries
 
 
 def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
-    """A rank's work: each collective once or more."""
+    """The work of one rank: each collective at least once. Returns the results."""
     mine = torch.full((2, 3), float(communicator.rank + 1))
     said: dict[str, Any] = {"ints": []}
     for length in LENGTHS:
@@ -35,8 +35,8 @@ def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("share_memory", [False, True])
-def test_ranks_hear_the_same(share_memory: bool) -> None:
-    """Sums, gathered tensors and broadcast ints are alike on every rank, in rank order, over gloo and shared memory."""
+def test_collectives_give_all_ranks_the_same(share_memory: bool) -> None:
+    """All ranks get the same sums, gathered tensors in rank order and broadcast ints, over gloo and shared memory."""
     for said in run_ranks(2, speak, None, share_memory=share_memory):
         assert said["shared"] == share_memory
         assert said["float16"] == [1.0] * 5
@@ -50,7 +50,7 @@ def test_ranks_hear_the_same(share_memory: bool) -> None:
 
 
 def be_late(communicator: Communicator, rank_0_gave_up: Path) -> str:
-    """Rank 1 loads for longer than a collective may take, and then skips a collective until rank 0 has given up."""
+    """Rank 1 sleeps for longer than a collective may take before a barrier, and skips a later collective."""
     if communicator.rank == 1:
         time.sleep(1.5 * TIMEOUT_SECONDS)
     communicator.barrier()
@@ -67,13 +67,13 @@ def be_late(communicator: Communicator, rank_0_gave_up: Path) -> str:
 
 
 def test_ranks_wait_longer_for_each_other_to_load_than_in_a_step(tmp_path: Path) -> None:
-    """A rank that is late to the meeting is waited for, and one that hangs in a step is not."""
+    """`barrier` waits for a late rank up to the startup timeout. Other collectives raise after the shorter timeout."""
     answers = run_ranks(2, be_late, tmp_path / "gave up", timeout_seconds=TIMEOUT_SECONDS)
     assert answers == ["[2.0]", "asleep"]
 
 
 def go_silent(communicator: Communicator, _: Any) -> str:
-    """Rank 1 leaves; rank 0 must not wait for it forever."""
+    """Rank 1 ends its process. Returns the error that rank 0 gets."""
     if communicator.rank == 1:
         return "left"
     with pytest.raises(RuntimeError) as caught:
@@ -83,14 +83,14 @@ def go_silent(communicator: Communicator, _: Any) -> str:
 
 @pytest.mark.parametrize("share_memory", [False, True])
 def test_lost_rank_is_an_error(share_memory: bool) -> None:
-    """A collective with a rank that has gone raises, long before the timeout of a day."""
+    """A collective with a rank whose process has ended raises at once, not after the timeout of a day."""
     answers = run_ranks(2, go_silent, None, share_memory=share_memory, timeout_seconds=86400.0)
     assert answers[1] == "left"
     assert answers[0]
 
 
 def test_group_of_one_never_starts_torch_distributed() -> None:
-    """Alone, every collective is the identity."""
+    """In a group of one rank every collective returns its input."""
     alone = Communicator()
     x = torch.arange(4.0)
     assert alone.all_reduce(x) is x

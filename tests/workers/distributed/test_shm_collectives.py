@@ -23,7 +23,7 @@ def part(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add_up(communicator: Communicator, dtypes: tuple[torch.dtype, ...]) -> dict[tuple[torch.dtype, int], bool]:
-    """Whether each sum is what the ranks' parts give when added in order and rounded once."""
+    """Whether each all-reduce equals the sum in rank order, rounded once."""
     right = {}
     for dtype in dtypes:
         for count in COUNTS:
@@ -39,14 +39,14 @@ def add_up(communicator: Communicator, dtypes: tuple[torch.dtype, ...]) -> dict[
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 def test_sums_are_exact_and_the_same_everywhere(size: int) -> None:
-    """Every rank gets the float32 sum in rank order, rounded once, whatever the length, in float32 and bfloat16."""
+    """Every rank gets the float32 sum in rank order, rounded once, for any length, in float32 and bfloat16."""
     dtypes = (torch.float32, torch.bfloat16)
     right = {(dtype, count): True for dtype in dtypes for count in COUNTS}
     assert run_ranks(size, add_up, dtypes) == [right] * size
 
 
 def stumble(communicator: Communicator, calls: int) -> bool:
-    """Mixed collectives, with ranks that are late at random places: by nothing, a moment, or long enough to sleep."""
+    """Random collectives with random delays: none, one shorter than the spinning, or one long enough to sleep."""
     late, shared = random.Random(communicator.rank), communicator._shared
     assert shared is not None
     right = True
@@ -67,26 +67,26 @@ def stumble(communicator: Communicator, calls: int) -> bool:
 
 
 def test_ranks_may_be_late_at_any_call() -> None:
-    """Thousands of sums, gathers and broadcasts in turn stay right although either rank dawdles."""
+    """Thousands of all-reduces, gathers and broadcasts give the right results although ranks are late at random."""
     assert run_ranks(2, stumble, 3000) == [True, True]
 
 
 def leave(communicator: Communicator, _: Any) -> list[str]:
-    """What lies in the shared directory once everybody has met."""
+    """The names of our files in /dev/shm after all ranks have joined."""
     assert communicator.uses_shared_memory
     communicator.barrier()
     return [path.name for path in Path("/dev/shm").glob("coatcheck-*") if path.stat().st_uid == os.getuid()]
 
 
 def test_nothing_is_left_behind() -> None:
-    """The memory has no name once the ranks have met, so that no kind of end can leave it behind."""
+    """The shared file is unlinked once all ranks have mapped it, so that no crash leaves it behind."""
     before = {path.name for path in Path("/dev/shm").glob("coatcheck-*")}
     for names in run_ranks(2, leave, None):
         assert not set(names) - before
 
 
 def test_ranks_of_different_hosts_do_not_share() -> None:
-    """Where one rank's host differs, or has no room, every rank is told so, and the file is gone."""
+    """If a rank is on another host, `connect` returns None and removes the file."""
     paths: list[str] = []
 
     def elsewhere(value: dict[str, Any]) -> list[dict[str, Any]]:

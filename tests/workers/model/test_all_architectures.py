@@ -1,4 +1,4 @@
-"""Every causal architecture of transformers, in many variants: equal to transformers, or refused with a reason."""
+"""Every causal architecture of transformers in many variants has transformers' results, or is refused with a reason."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES
 from tests.workers.architecture_sweep import MODEL_TYPES, Verdict, configs_of, documented_model_types, verdict_on
 
-# One for each thing that a family does in a way of its own, beyond tests/workers/model/test_other_architectures.py.
+# One variant for each peculiarity of a family that tests/workers/model/test_other_architectures.py does not have.
 _SAMPLE = {
     "afmoe/plain": "equal",
-    "bart/plain": "refused",  # learned positions that it counts by itself
+    "bart/plain": "refused",  # its learned positions ignore position_ids
     "cohere2/windows-mixed": "equal",
     "granite_swa/windows-mixed": "equal",
-    "llama4_text/plain": "equal",  # a chunk as long as the context hides nothing
+    "llama4_text/plain": "equal",  # chunked attention with a chunk as long as the context is full attention
     "modernbert-decoder/plain": "equal",
 }
 
@@ -26,13 +26,13 @@ def verdicts(model_type: str, directory: Path, only: set[str] | None = None) -> 
 
 @pytest.mark.parametrize("name", _SAMPLE)
 def test_a_sample_is_equal_or_refused(name: str, tmp_path: Path) -> None:
-    """Logits and greedy tokens of chunks beside another sequence are transformers', or the model is refused."""
+    """A chunked prompt beside another sequence has transformers' logits and greedy tokens, or the model is refused."""
     (verdict,) = verdicts(name.partition("/")[0], tmp_path, {name})
     assert verdict.outcome == _SAMPLE[name], verdict.detail
 
 
 def test_the_documented_types_are_tested() -> None:
-    """docs/models.md names the types of the parity tests, and those of the sample above that are served."""
+    """docs/models.md names the types of the parity tests, and the served types of the sample above."""
     tested, others = documented_model_types()
     assert tested == TESTED_MODEL_TYPES
     assert not tested & others
@@ -44,8 +44,10 @@ def test_the_documented_types_are_tested() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_no_architecture_is_served_wrong(model_type: str, tmp_path: Path) -> None:
-    """No variant of a family gives other logits than transformers', and none fails without a reason in words;
-    docs/models.md lists a type if its plain variant is served, and only then."""
+    """Every variant of a family has transformers' logits, or is refused with a reason.
+
+    docs/models.md lists a type if and only if its plain variant is served.
+    """
     found = verdicts(model_type, tmp_path)
     faults = [verdict for verdict in found if verdict.outcome in ("wrong", "crashed")]
     print(model_type, dict(Counter(verdict.outcome for verdict in found)))

@@ -1,4 +1,4 @@
-"""Deterministic groups: a request's bits do not depend on what shares its steps, nor on what was cached."""
+"""Deterministic mode: the bits of a request's results depend neither on the batch nor on the prefix cache."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,7 +33,7 @@ SAMPLING = SamplingParams(
 
 
 class Group:
-    """Rank 0 of a model's group, which makes one engine after the other over pools of its own."""
+    """One rank of a model's group. On rank 0, `engine` makes an engine with an empty prefix cache."""
 
     def __init__(self, model: Model, communicator: Communicator, kv_dtype: str) -> None:
         self.model = model
@@ -54,7 +54,7 @@ class Group:
 
 
 def run(engine: Engine, *names: str) -> Answers:
-    """Tokens and the bits of every log-probability, of requests submitted together."""
+    """Tokens and log-probabilities of requests that are submitted together."""
     for name in names:
         engine.submit_request(EngineRequest(name, tuple(PROMPTS[name]), SAMPLING))
     said: Answers = {name: ([], []) for name in names}
@@ -68,25 +68,25 @@ def run(engine: Engine, *names: str) -> Answers:
 
 
 def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> dict[str, Any] | None:
-    """The same requests cold, in company, chunked, cached, and preempted; None on ranks that follow."""
+    """Results of the same requests alone, in a batch, chunked, cached, and preempted; None on ranks above 0."""
     path, dtype, kv_dtype = arguments
     model = load_model(path, communicator=communicator, dtype=dtype, device="cpu", deterministic=True)
     group = Group(model, communicator, kv_dtype)
     if communicator.rank:
         follow_driver(group.runner, communicator)
         return None
-    ways: dict[str, Any] = {"cold": {}}
+    ways: dict[str, Any] = {"alone": {}}
     for name in PROMPTS:
-        ways["cold"] |= run(group.engine(), name)
-    ways["in company"] = run(group.engine(), *PROMPTS)
+        ways["alone"] |= run(group.engine(), name)
+    ways["in a batch"] = run(group.engine(), *PROMPTS)
     ways["chunked"] = run(group.engine(budget=7), *PROMPTS)
     warm = group.engine(budget=31)
     run(warm, *PROMPTS)
     ways["cached"] = run(warm, *reversed(PROMPTS))
-    assert warm.stats().cached_device_tokens > 0, "nothing was cached: this proves nothing"
+    assert warm.stats().cached_device_tokens > 0, "nothing was cached"
     small = group.engine(num_blocks=26, budget=64)
     ways["preempted"] = run(small, *PROMPTS)
-    assert small.scheduler.num_preemptions > 0, "nobody was preempted: this proves nothing"
+    assert small.scheduler.num_preemptions > 0, "nothing was preempted"
     if communicator.size > 1:
         group.group.stop_followers()  # type: ignore[union-attr]  # a TpRunner, since there are others
     return ways
@@ -104,25 +104,25 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
     ],
 )
 def test_the_same_bits_in_every_way(tmp_path: Path, arch: str, dtype: str, kv_dtype: str, tp: int) -> None:
-    """Cold, in company, chunked, cached and preempted runs agree in each token and each bit of each logprob."""
+    """Alone, in a batch, chunked, cached and preempted, requests have the same tokens and bits of log-probabilities."""
     path = tiny_checkpoint(arch, tmp_path, num_attention_heads=4)  # heads of 16
     arguments = (path, dtype, kv_dtype)
     ways = every_way(Communicator(), arguments) if tp == 1 else run_ranks(tp, every_way, arguments)[0]
     assert ways is not None
     for way, answers in ways.items():
-        for name, answer in ways["cold"].items():
-            assert answers[name] == answer, f"{name} {way} differs from {name} cold"
+        for name, answer in ways["alone"].items():
+            assert answers[name] == answer, f"{name} {way} differs from {name} alone"
 
 
 def test_a_mixture_of_experts_is_refused(checkpoint_directory: Path) -> None:
-    """A model whose products depend on the company is refused with what to change."""
+    """A mixture of experts, whose products depend on the batch, is refused, and the message says what to change."""
     path = tiny_checkpoint("mixtral", checkpoint_directory)
     with pytest.raises(InvalidConfig, match="without --deterministic"):
         load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
 
 
-def test_a_gpu_takes_what_is_fused_and_refuses_the_rest(tmp_path: Path) -> None:
-    """torch's own norms sum in an order that the number of tokens chooses, on a GPU alone: the refusal says so."""
+def test_on_a_gpu_only_fused_architectures_are_accepted(tmp_path: Path) -> None:
+    """On a GPU an architecture without fused layers is refused, because torch's norms depend on the batch's size."""
     gpu, dtype = torch.device("cuda"), torch.bfloat16
     for arch, taken in (("llama", True), ("olmo2", False)):
         config = read_config(tiny_checkpoint(arch, tmp_path / arch))
@@ -133,22 +133,22 @@ def test_a_gpu_takes_what_is_fused_and_refuses_the_rest(tmp_path: Path) -> None:
 
 
 def test_odd_heads_on_cpu_are_refused(checkpoint_directory: Path) -> None:
-    """Heads that only the reference attends over are refused with their size."""
+    """A head size that the C library lacks is refused, and the message has the size."""
     path = tiny_checkpoint("llama", checkpoint_directory)
     with pytest.raises(InvalidConfig, match="here: 8"):
         load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
 
 
 def test_float16_on_cpu_is_refused(checkpoint_directory: Path) -> None:
-    """What only the references compute is refused with what to change."""
+    """float16, which the C library lacks, is refused, and the message says what to change."""
     path = tiny_checkpoint("llama", checkpoint_directory)
     with pytest.raises(InvalidConfig, match="set --dtype"):
         load_model(path, communicator=Communicator(), dtype="float16", device="cpu", deterministic=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_in_tiles_do_not_know_each_other(dtype: torch.dtype) -> None:
-    """With fixed rows, a library's product of one row is the same bits in any company."""
+def test_rows_in_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
+    """With `batch_invariant` and a library's product, a row has the same bits in any batch."""
     torch.manual_seed(0)
     linear = PackedLinear(torch.randn(200, 130).to(dtype), torch.randn(200).to(dtype), batch_invariant=True)
     if linear.form == "native":

@@ -1,4 +1,4 @@
-"""The three ways in which servers classically run out of memory, over a pool that is too small for each."""
+"""Three common ways to run out of KV memory, each with a pool that is too small."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.workers.kv.two_tier_engine import make_engine
 
 @pytest.mark.parametrize("host_blocks", [0, 64])
 def test_long_context_crash(host_blocks: int) -> None:
-    """One document longer than the pool is refused at once with what to change; who is being answered never notices."""
+    """A prompt longer than the pool is refused at once with what to change. The running request is not disturbed."""
     engine, _ = make_engine(20, host_blocks)
     engine.submit_request(request("chat", [1, 2, 3], 30, ignore_eos=True))
     collector = Collector(engine)
@@ -27,7 +27,7 @@ def test_long_context_crash(host_blocks: int) -> None:
 
 @pytest.mark.parametrize("host_blocks", [0, 64])
 def test_batch_size_wall(host_blocks: int) -> None:
-    """Of 50 users where 10 fit, ten run, the others wait their turn, and every one gets the answer that is his."""
+    """Of 50 requests over a pool for ten, at least ten run and others wait. Each request gets its own answer."""
     engine, _ = make_engine(10 * 8 + 10, host_blocks, seqs=50)
     prompts = {f"user{i}": [i + 1, *range(100, 123)] for i in range(50)}  # 24 tokens, and 8 more: eight blocks
     for name, prompt in prompts.items():
@@ -44,7 +44,7 @@ def test_batch_size_wall(host_blocks: int) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_multi_turn_creep(elsewhere: bool) -> None:
-    """Of one chat of 40 turns each computes only what is new; with others in between, the host tier has the rest."""
+    """Each of 40 turns of a chat computes only its new tokens, also if other requests push its blocks to the host."""
     engine, runner = make_engine(200, 400 if elsewhere else 0)
     history: list[int] = []
     computed, steps = [], []

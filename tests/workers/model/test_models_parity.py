@@ -16,7 +16,7 @@ from tests.workers.ranks import run_ranks
 
 MAX_TOKENS = 8
 CHUNK = 16
-# Longer than a window (16) and several chunks, or inside of one.
+# Longer than a window (16) and than several chunks, or shorter than both.
 PROMPT_LENGTHS = (50, 7, 37)
 # With longrope the whole of every prompt must lie past the original length, or transformers itself changes frequencies.
 LONGROPE_LENGTHS = (50, 34, 40)
@@ -41,7 +41,7 @@ def prompts_of(arch: str) -> list[list[int]]:
 
 @cache
 def expected(path: Path, arch: str) -> list[list[int]]:
-    """What transformers.generate gives for each prompt alone."""
+    """The tokens of transformers.generate for each prompt alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     tokens = []
@@ -57,7 +57,7 @@ def load(path: Path, communicator: Communicator) -> Model:
 
 
 def run_models(communicator: Communicator, paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """A rank's work: every architecture in one process group, since starting processes costs seconds."""
+    """The work of one rank: every architecture in one process group, because starting processes takes seconds."""
     outcomes = {}
     for arch, path in paths.items():
         model = load(path, communicator)
@@ -73,7 +73,7 @@ def run_models(communicator: Communicator, paths: dict[str, Path]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def group_outcomes(request: pytest.FixtureRequest, checkpoint_directory: Path) -> Any:
-    """Outcomes of all ranks by tp, run on first use with just the architectures that this session selected."""
+    """Outcomes of all ranks by tp, computed at first use, for the architectures that this pytest session selected."""
     selected: dict[int, set[str]] = {}
     for item in request.session.items:
         if item.path == request.path and (params := getattr(item, "callspec", None)) and "tp" in params.params:
@@ -89,16 +89,16 @@ def group_outcomes(request: pytest.FixtureRequest, checkpoint_directory: Path) -
 
 @pytest.mark.parametrize(("arch", "tp"), CASES)
 def test_greedy_tokens_equal_transformers(arch: str, tp: int, group_outcomes: Any, checkpoint_directory: Path) -> None:
-    """Chunked prompts beside others' decodes give, on every rank, the tokens that each prompt alone gives."""
+    """Chunked prompts beside decodes give on every rank the tokens of each prompt alone."""
     wanted = expected(tiny_checkpoint(arch, checkpoint_directory), arch)
-    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # prompts that all end alike would prove little
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # else mixed-up prompts would not show
     for rank, outcome in enumerate(group_outcomes(tp)):
         assert outcome[arch]["tokens"] == wanted, f"rank {rank}"
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_weights_and_pool_shrink_with_ranks(tp: int, group_outcomes: Any) -> None:
-    """A rank holds its share of the weights, and of the KV pool until every rank holds just one KV head."""
+    """A rank holds its part of the weights, and of the KV pool up to as many ranks as KV heads."""
     (alone,) = group_outcomes(1)
     ranks = group_outcomes(tp)
     whole = alone["llama"]
@@ -114,7 +114,7 @@ def test_weights_and_pool_shrink_with_ranks(tp: int, group_outcomes: Any) -> Non
 
 
 def test_neighbours_do_not_move_longrope(checkpoint_directory: Path) -> None:
-    """A short sequence's logits do not change by a bit when a long one joins its batch."""
+    """With longrope, a short sequence has the same logits alone and beside a long one."""
     model = load(tiny_checkpoint("phi3-longrope", checkpoint_directory), Communicator())
     short, long = prompts_of("phi3-longrope")[0][:9], prompts_of("phi3-longrope")[0]
     driver = Driver(model)
@@ -124,7 +124,7 @@ def test_neighbours_do_not_move_longrope(checkpoint_directory: Path) -> None:
 
 
 def test_longrope_takes_short_factors_for_a_short_limit(checkpoint_directory: Path) -> None:
-    """With max_model_len inside of the original length, answers are transformers' for short prompts."""
+    """If max_model_len is at most the original length, logits are those of transformers for short prompts."""
     path = tiny_checkpoint("phi3-longrope", checkpoint_directory)
     model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=32)
     prompt = prompts_of("phi3-longrope")[0][:20]
@@ -136,7 +136,7 @@ def test_longrope_takes_short_factors_for_a_short_limit(checkpoint_directory: Pa
 
 
 def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
-    """Asked for twice its length, a dynamic NTK model takes transformers' frequencies for that length."""
+    """With max_model_len twice its own length, a dynamic NTK model has transformers' frequencies for that length."""
     path = tiny_checkpoint("dynamic-rope", checkpoint_directory)
     model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=512)
     assert model.spec.max_model_len == 512
@@ -150,7 +150,7 @@ def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
 def test_bfloat16_rounds_no_worse_than_transformers(arch: str, checkpoint_directory: Path) -> None:
-    """In bfloat16 our logits are about as far from float32's as transformers' own bfloat16 logits are."""
+    """In bfloat16 our logits differ from those in float32 about as much as transformers' bfloat16 logits do."""
     path = tiny_checkpoint(arch, checkpoint_directory)
     prompt = prompts_of(arch)[0]
 

@@ -1,4 +1,4 @@
-"""Architectures beyond those that we promise: served right or refused with a reason, never served wrong."""
+"""Architectures beyond those of the parity tests: served with transformers' results, or refused with a reason."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ PROMPT = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(
 
 
 def logits_of(path: Path, communicator: Communicator) -> torch.Tensor:
-    """After two chunks and after a decode."""
+    """The logits after two chunks and after a decode."""
     driver = Driver(load_model(path, communicator=communicator, dtype="float32", device="cpu"))
     sequence = driver.start(PROMPT, 1)
     return torch.stack([driver.step([(sequence, n)])[0] for n in (20, 29, 1)])
@@ -36,13 +36,13 @@ def wanted(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("model_type", SERVED)
 def test_served_architecture_equals_transformers(model_type: str, tmp_path: Path) -> None:
-    """Logits of chunks and of a decode equal transformers' for the whole sequence at once."""
+    """The logits of chunks and of a decode equal transformers' logits for the whole sequence."""
     path = write(model_type, tmp_path, **SERVED[model_type])
     torch.testing.assert_close(logits_of(path, Communicator()), wanted(path), rtol=1e-3, atol=1e-3)
 
 
 def serve_all(communicator: Communicator, paths: dict[str, Path]) -> dict[str, list[list[float]] | str]:
-    """A rank's work: each architecture's logits, or why it is refused at this size."""
+    """The work of one rank: the logits of each architecture, or the reason why it is refused at this size."""
     answers: dict[str, list[list[float]] | str] = {}
     for model_type, path in paths.items():
         try:
@@ -54,7 +54,7 @@ def serve_all(communicator: Communicator, paths: dict[str, Path]) -> dict[str, l
 
 @pytest.mark.full
 def test_two_ranks_equal_transformers_or_refuse(tmp_path: Path) -> None:
-    """Split over two ranks an architecture gives the same logits, or says that it is to be served with tp 1."""
+    """With tp 2 an architecture has the same logits, or is refused with the advice to use tp 1."""
     paths = {model_type: write(model_type, tmp_path, **SERVED[model_type]) for model_type in SERVED}
     for answers in run_ranks(2, serve_all, paths):
         refused = {model_type for model_type, answer in answers.items() if isinstance(answer, str)}
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_base_model_is_served(tmp_path: Path) -> None:
 
 
 def test_a_head_that_needs_more_than_hidden_states_is_refused() -> None:
-    """A head that computes with anything else that its base model returns is refused before weights are read."""
+    """A head that reads another output of its base model than hidden states is refused before weights are read."""
 
     class GreedyHead(LlamaForCausalLM):
         def forward(self, **arguments: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_head_that_needs_more_than_hidden_states_is_refused() -> None:
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_unservable_architecture_is_refused(model_type: str, tmp_path: Path) -> None:
-    """What keeps state elsewhere, or attends in another way, is refused before its weights are read."""
+    """A model with state outside of attention, or another kind of attention, is refused before its weights are read."""
     path = write(model_type, tmp_path, **REFUSED_SHAPES.get(model_type, {}))
     with pytest.raises(InvalidModel, match=REFUSED[model_type]):
         load_model(path, communicator=Communicator(), dtype="float32", device="cpu")

@@ -1,4 +1,4 @@
-"""Decode steps padded to a captured size: which steps are, and that padding changes no result."""
+"""Decode steps padded to a captured size: which steps are padded, and that padding changes no result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers.runner.padded_steps import load, make_runner, padded_beside_p
 
 @given(max_num_seqs=st.integers(1, 1000), count=st.integers(1, 300))
 def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
-    """Sizes ascend to what may run at once, 256 at most, and waste at most half of a step's rows."""
+    """Sizes ascend to max_num_seqs, 256 at most. At most half of the rows of a step are padding."""
     sizes = capture_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
     rows = [ScheduledSequence(slot, 5, 1, sample=True) for slot in range(count)]
@@ -53,7 +53,7 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
     ],
 )
 def test_only_decodes_that_fit_take_a_graph(rows: list[ScheduledSequence], size: int | None) -> None:
-    """A step goes to the smallest size that holds it, if all of it decodes and its contexts have room."""
+    """A step takes the smallest size that holds its rows, if all rows decode and the pool could hold their contexts."""
     assert pick_capture_size(rows, (2, 4), 100) == size
 
 

@@ -1,4 +1,4 @@
-"""Every kernel that serving can ask for is launched before readiness, so that nothing is compiled after it."""
+"""The warm-up launches every kernel variant that serving can launch, so that none is compiled later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.workers.runner.recorded_keys import ClaimedGpu, record
 def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
     checkpoint_directory: Path, arch: str, dtype: str, kv_dtype: str
 ) -> None:
-    """Chunks, decodes, samplings and copies of every mix find each kernel's key among those of the warm-up."""
+    """Random steps of chunks, decodes, samplings and copies launch only kernels with a key of the warm-up."""
     path = tiny_checkpoint(arch, checkpoint_directory)
     ((warmed, served),) = run_ranks(1, record, (path, dtype, kv_dtype))
     assert served <= warmed, served - warmed
@@ -44,7 +44,7 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
 def test_chunk_lengths_take_every_launch(
     gpu: GpuProperties, group: int, dim: int, quantised: bool, element_size: int
 ) -> None:  # fmt: skip
-    """Whatever a chunk's length, its launch is that of one of the lengths that are warmed."""
+    """Every chunk length has the launch parameters of one of the lengths of the warm-up."""
     pack = paged_prefill.pick_pack(group)
     launches = {
         length: paged_prefill.pick_launch(length * pack, dim, dim, element_size, quantised, gpu)
@@ -54,7 +54,7 @@ def test_chunk_lengths_take_every_launch(
 
 
 def test_a_late_compilation_is_counted() -> None:
-    """Kernels that Triton compiles before readiness do not count; one that comes after it does, by its name."""
+    """Kernels compiled before `mark_ready` are not counted. A kernel compiled after that is counted, with its name."""
     from coatcheck.kernels.sampling.token_mask import _token_mask
 
     watch = CompileWatch()

@@ -1,4 +1,4 @@
-"""How large a rank's host memory is, and that it is all there from the start."""
+"""The number of host blocks, the allocation of host memory, and the views of the pool."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_p
     ("host_kv_memory", "sharing", "blocks"), [(0.0, 2, 0), (5_500.0, 2, 5), (0.5, 1, 50), (0.5, 4, 12), (1.0, 1, 100)]
 )
 def test_bytes_are_per_rank_and_shares_are_shared(host_kv_memory: float, sharing: int, blocks: int) -> None:
-    """Above 1 it is bytes for each rank; below, a share that all ranks of the host divide; 0 is none."""
+    """Above 1 the value is bytes per rank, up to 1 a share that the ranks of the host divide; 0 is no host tier."""
     assert choose_host_blocks(host_kv_memory, free_bytes=100_000, sharing_ranks=sharing, bytes_per_block=1000) == blocks
 
 
@@ -29,13 +29,13 @@ def test_bytes_are_per_rank_and_shares_are_shared(host_kv_memory: float, sharing
     ],
 )
 def test_a_host_tier_that_cannot_be_is_refused(host_kv_memory: float, free: int, message: str) -> None:
-    """More than the machine's memory, or less than a block, is an InvalidConfig that says what to change."""
+    """More bytes than are free, or less than one block, raises InvalidConfig with what to change."""
     with pytest.raises(InvalidConfig, match=message):
         choose_host_blocks(host_kv_memory, free_bytes=free, sharing_ranks=2, bytes_per_block=1000)
 
 
 def test_host_memory_is_zeroed_rows() -> None:
-    """One row a block, nothing in it."""
+    """Host memory has one row of zeros per block."""
     memory = allocate_host_pool(3, 128, torch.device("cpu"))
     assert memory.shape == (3, 128) and memory.dtype == torch.uint8 and not memory.any()
 

@@ -1,4 +1,4 @@
-"""A rank of a GPU on a simulated one: that it waits where a GPU needs it, and nowhere else."""
+"""A rank on a simulated GPU: it synchronises where a GPU needs it, and nowhere else."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ full = pytest.mark.full
     ],
 )
 def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: str, more: str) -> None:
-    """Through Triton's kernels, graphs, transfers and the copier's stream a model says what it says on the CPU; the
-    host waits for tokens alone, streams wait for each other, and a run that forgets one of these waits is found out."""
+    """With Triton's kernels, graphs, transfers and the copier's stream a model gives the tokens of the CPU path.
+
+    The host waits only for tokens, and streams wait for each other. A run without one of these waits fails.
+    """
     path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=2, num_attention_heads=4)
     runner = make(path, torch.device("cpu"), kv_dtype, deterministic=more == "deterministic")
     want, restored = serve(runner)
@@ -44,9 +46,11 @@ def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: s
 
 
 @full
-def test_a_whole_life_of_a_rank(tmp_path: Path) -> None:
-    """It warms, captures, serves over gRPC the same twice, though blocks went to the host meanwhile, and ends; no
-    kernel is compiled late."""
+def test_a_rank_from_start_to_end(tmp_path: Path) -> None:
+    """A rank warms up, captures graphs, serves over gRPC and ends. No kernel is compiled late.
+
+    A request that is repeated after its blocks were demoted to the host gets the same answer.
+    """
     path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
     settings = dict(kv_memory=1 << 20, dtype="float32", device="cpu", threads=1)
     group = RankGroup(GroupConfig("g", str(path), "tiny", **settings))  # type: ignore[arg-type]
@@ -59,7 +63,7 @@ def test_a_whole_life_of_a_rank(tmp_path: Path) -> None:
 
 @full
 def test_two_ranks_of_one_gpu(tmp_path: Path) -> None:
-    """Each with half of the heads and of every block, a host tier too, they say what one rank says."""
+    """Two ranks, each with half of the heads and a host tier, give the tokens of one rank."""
     path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
     want, _ = serve(make(path, torch.device("cpu"), "auto"))
     address = free_address()
@@ -70,13 +74,13 @@ def test_two_ranks_of_one_gpu(tmp_path: Path) -> None:
 
 
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
-    """No pass of a model's code, of those that count shapes only either, mixes the GPU's tensors with others'."""
+    """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices."""
     paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in ARCHITECTURES]
     assert len(simulated("simulated_load", *paths)) == len(paths)
 
 
 def simulated(module: str, *arguments: str) -> list[str]:
-    """What it prints, in a process in which the simulated GPU can take the real one's place."""
+    """The lines that `module` prints, run in a process where the simulated GPU replaces a real one."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.simulated_gpu.{module}", *arguments],
         cwd=Path(__file__).parents[3],
