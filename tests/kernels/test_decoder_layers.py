@@ -123,7 +123,7 @@ def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: 
 def test_wrong_arguments_are_refused_by_name() -> None:
     """A wrong shape, dtype or stride of any tensor is refused before anything is computed.
 
-    Another half with another hidden size took `narrow` before.
+    `narrow` was accepted before by a half with its hidden size, 64.
     """
     batch = Batch([(4, 1), (9, 1)], torch.float32)
     qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, torch.float32), linear(96, HEADS * DIM, torch.float32)

@@ -76,7 +76,7 @@ _SIZES: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-# The values of fields that config.json may omit; None for fields without a default.
+# Defaults of the fields that the checks read and config.json may omit; None for a field without a default.
 CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     model_type: dict(zip(_SIZES, sizes, strict=True)) | others
     for model_type, sizes, others in (
@@ -90,12 +90,13 @@ CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         ("mixtral", (32000, 4096, 14336, 32, 32, 8, 131072), dict(num_experts_per_tok=2, num_local_experts=8)),
         ("olmo2", (50304, 4096, 11008, 32, 32, None, 2048), {}),
         ("phi3", (32064, 3072, 8192, 32, 32, None, 4096), dict(original_max_position_embeddings=4096)),
-        ("qwen2", (151936, 4096, 22016, 32, 32, 32, 32768), dict(sliding_window=4096, max_window_layers=28)),
+        ("qwen2", (151936, 4096, 22016, 32, 32, 32, 32768),
+         dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
         ("qwen3", (151936, 4096, 22016, 32, 32, 32, 32768),
-         dict(head_dim=128, sliding_window=4096, max_window_layers=28)),
+         dict(head_dim=128, use_sliding_window=False, sliding_window=4096, max_window_layers=28)),
         ("qwen3_moe", (151936, 2048, 6144, 24, 32, 4, 32768),
-         dict(sliding_window=4096, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-              decoder_sparse_step=1)),
+         dict(use_sliding_window=False, sliding_window=4096, moe_intermediate_size=768, num_experts=128,
+              num_experts_per_tok=8, decoder_sparse_step=1)),
     )
 }  # fmt: skip
 

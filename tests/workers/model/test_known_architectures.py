@@ -8,6 +8,9 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_shape import ModelShape
+from coatcheck.cluster.preflight.config_json import fill_defaults
 from coatcheck.workers.model.known_architectures import (
     ACTIVATIONS,
     CONFIG_DEFAULTS,
@@ -39,3 +42,11 @@ def test_names_are_those_of_transformers() -> None:
     """Activations and rope types are those that transformers looks up."""
     assert set(ACT2CLS) == ACTIVATIONS
     assert {"default", *ROPE_INIT_FUNCTIONS} == ROPE_TYPES
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_sliding_window_that_is_not_switched_on_is_off(model_type: str) -> None:
+    """qwen's config classes have a sliding window by default, which layers use only with use_sliding_window."""
+    for switch, window in (({}, 0), ({"use_sliding_window": True}, 4096)):
+        config = fill_defaults(ModelConfig("m", {"model_type": model_type, "num_hidden_layers": 40, **switch}))
+        assert ModelShape.of(config).layers[-1].sliding_window == window
