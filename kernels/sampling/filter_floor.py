@@ -38,7 +38,7 @@ def _unordered(key):
 
 @triton.jit
 def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count (MASS: softmax mass) of the elements that reach each of the keys a, b and c, and also `low`."""
+    """For each of a, b and c: the number (MASS: softmax mass) of elements at or above both that key and `low`."""
     sum_a = tl.zeros([BLOCK], tl.float32)
     sum_b, sum_c = sum_a, sum_a
     for first in range(0, vocab, BLOCK):

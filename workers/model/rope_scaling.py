@@ -2,7 +2,8 @@
 
 transformers' longrope and dynamic NTK choose their frequencies by the largest position in the batch. An answer would
 then depend on the other requests, and cached keys would not match new ones. Here `max_model_len` decides: longrope
-takes its long factors if max_model_len exceeds the original length, dynamic NTK the base for max_model_len.
+takes its long factors if max_model_len exceeds the original length, and dynamic NTK computes its base for
+max_model_len.
 """
 
 from typing import Any

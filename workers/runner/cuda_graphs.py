@@ -2,8 +2,8 @@
 
 A graph replays the kernels that were launched during its capture, on the same addresses. So a step writes the slot and
 position of each row into one fixed tensor. The graph computes all other inputs on the device, from this tensor and the
-runner's batch state. The rows that a step has fewer than the graph are padding: position -1, so slot_mapping is -1
-(nothing is stored) and seq_len is 0 (nothing is read).
+runner's batch state. A step with fewer rows than the graph is padded with rows at position -1: their slot_mapping is -1
+(nothing is stored) and their seq_len is 0 (nothing is read).
 
 Without a GPU, the same padded step runs without a graph, for tests.
 """
