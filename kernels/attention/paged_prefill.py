@@ -65,6 +65,13 @@ def pick_launch(
     return PrefillLaunch(block_m, block_n, block_d, num_warps, stages)
 
 
+def has_cap_branch(softcap: bool, head_dim: int, element_size: int, quantised: bool, gpu: GpuProperties) -> bool:
+    """Whether the kernel is compiled with the softcap's branch: also without a softcap for float32, and for wide heads
+    over quantised pools. There the branch keeps the compiler from loading more operands than there are registers (on
+    sm_90, heads of 256 over fp8 spilled 168 bytes without it)."""
+    return softcap or element_size == 4 or (quantised and head_dim > 128 and gpu.wide_tiles)
+
+
 def pick_pack(group: int) -> int:
     """The number of heads of a KV head in one tile: the largest divisor of `group` that fits the smallest tile."""
     return max(pack for pack in range(1, 17) if group % pack == 0)
@@ -201,7 +208,6 @@ def launch_prefill(
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         KIND=KINDS.get(cache.dtype, 0), CONVERT=gpu.prefill_convert, SINGLE=batch_invariant,
-        # Always in float32. The branch keeps the compiler from loading more operands than there are registers.
-        CAPPED=softcap > 0 or q.dtype == torch.float32,
+        CAPPED=has_cap_branch(softcap > 0, dim, q.element_size(), cache.is_quantised, gpu),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

@@ -90,7 +90,8 @@ def prefill(dim: int, pool: Pool, gpu: GpuProperties, *, capped: bool = False, b
     constants = dict(
         DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True,
-        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped or pool.q == "fp32", SINGLE=batch_invariant,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", SINGLE=batch_invariant,
+        CAPPED=paged_prefill.has_cap_branch(capped, dim, pool.q_bytes, pool.quantised > 0, gpu),
         CONVERT=gpu.prefill_convert, **pool.constants,
     )  # fmt: skip
     return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
