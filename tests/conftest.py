@@ -1,5 +1,5 @@
 """What every test shares: hypothesis without deadlines, limits for hangs, a Ray folder for each worker, and what a run
-reports: its progress, seconds per room and outcomes."""
+reports: its progress, seconds per folder and outcomes."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from _pytest.unraisableexception import collect_unraisable  # public nowhere
 from hypothesis import settings
 
 from tests.outcomes import Outcomes
-from tests.progress import ProgressFile, room_of
+from tests.progress import ProgressFile, folder_of
 
 # Tests pass settings to each Ray that they start. A token or an address from the environment would reach Ray too.
 for name in list(os.environ):
@@ -37,7 +37,7 @@ RAY_TEST_SECONDS = 1800
 
 # If several processes run tests side by side, only the controller reports.
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-# `make test` names the folder of what a run reports, and the run.
+# `make test` sets the folder for the reports of a run (TEST_OUTCOMES) and the name of the run (TEST_PART).
 _REPORTS = Path(os.environ["TEST_OUTCOMES"]) if "TEST_OUTCOMES" in os.environ and not _IS_WORKER else None
 
 _seconds: dict[str, float] = {}
@@ -104,18 +104,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    room = room_of(report.nodeid)
-    _seconds[room] = _seconds.get(room, 0.0) + report.duration
-    _tests[room] += report.when == "call"
+    folder = folder_of(report.nodeid)
+    _seconds[folder] = _seconds.get(folder, 0.0) + report.duration
+    _tests[folder] += report.when == "call"
     _outcomes.add(report)
     if _progress:
         _progress.add(report)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("seconds per room")
-    for room, seconds in sorted(_seconds.items()):
-        terminalreporter.write_line(f"{room:>10}  {seconds:7.1f} s  {_tests[room]:5d} tests")
+    terminalreporter.section("seconds per folder")
+    for folder, seconds in sorted(_seconds.items()):
+        terminalreporter.write_line(f"{folder:>10}  {seconds:7.1f} s  {_tests[folder]:5d} tests")
     if _progress and _REPORTS:
         _progress.save()
         _outcomes.save(_REPORTS / f"outcomes-{os.environ['TEST_PART']}.json")

@@ -1,4 +1,4 @@
-"""Progress: how many tests of each room have ended in one pytest run, and how long they took.
+"""Progress: how many tests of each folder have ended in one pytest run, and how long they took.
 
 A run writes its progress to a file, and `make test` shows the files of all its runs (tests/run.py).
 """
@@ -14,14 +14,14 @@ import pytest
 _SAVE_SECONDS = 0.5
 
 
-def room_of(node_id: str) -> str:
-    """The folder below tests/ that a test is in; `house` for the files of tests/ itself."""
+def folder_of(node_id: str) -> str:
+    """The folder below tests/ that a test is in; `tests` for the files of tests/ itself."""
     parts = Path(node_id.partition("::")[0]).parts
-    return parts[1] if len(parts) > 2 else "house"
+    return parts[1] if len(parts) > 2 else "tests"
 
 
 @dataclass
-class RoomProgress:
+class FolderProgress:
     """`seconds`: the sum over the tests that have ended, with their fixtures."""
 
     total: int = 0
@@ -33,34 +33,34 @@ class RoomProgress:
 class Progress:
     """`failed`: the ids of the failed tests, in the order in which they failed."""
 
-    rooms: dict[str, RoomProgress] = field(default_factory=dict)
+    folders: dict[str, FolderProgress] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     def set_tests(self, node_ids: Iterable[str]) -> None:
         """Set the tests that will run."""
-        self.rooms = {}
+        self.folders = {}
         for node_id in node_ids:
-            self.rooms.setdefault(room_of(node_id), RoomProgress()).total += 1
+            self.folders.setdefault(folder_of(node_id), FolderProgress()).total += 1
 
     def add(self, report: pytest.TestReport) -> None:
         """Count one phase of a test. A test has ended with its teardown."""
-        room = self.rooms.setdefault(room_of(report.nodeid), RoomProgress())
-        room.seconds += report.duration
-        room.ended += report.when == "teardown"
+        folder = self.folders.setdefault(folder_of(report.nodeid), FolderProgress())
+        folder.seconds += report.duration
+        folder.ended += report.when == "teardown"
         if report.failed:
             self.failed.append(report.nodeid)
 
     def save(self, file: Path) -> None:
         """Replace the file, so that a reader never sees half of one."""
-        made = file.with_suffix(".new")
-        made.write_text(json.dumps(asdict(self)))
-        made.replace(file)
+        temporary = file.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(file)
 
     @classmethod
     def load(cls, file: Path) -> "Progress":
         """Read what `save` has written."""
         read = json.loads(file.read_text())
-        return cls({name: RoomProgress(**room) for name, room in read["rooms"].items()}, read["failed"])
+        return cls({name: FolderProgress(**folder) for name, folder in read["folders"].items()}, read["failed"])
 
 
 class ProgressFile:

@@ -1,8 +1,8 @@
 """Runs the parts of `make test` and shows their progress: `python -m tests.run`.
 
-The first line says how long it will take. Then there is a line when a room's tests or a part have ended, and when a
-test fails. A line of totals is renewed in place, or printed every 30 s where there is no terminal. The output of a part
-is printed when the part fails. The last lines say what was skipped and whether all passed.
+The first line says how long it will take. Then there is a line when the tests of a folder have ended, when a part has
+ended, and when a test fails. A line of totals is renewed in place, or printed every 30 s if there is no terminal. The
+output of a part is printed when the part fails. The last lines say what was skipped and whether all passed.
 
 Arguments go to make, such as SAMPLE= for the full matrices. After a stage in which a part fails, no further stage runs.
 """
@@ -20,9 +20,9 @@ from tests.progress import Progress
 
 # Targets of the Makefile. Those of one stage run side by side.
 STAGES = (("lint",), ("types", "tests-together", "tests-ray"))
-# By make's arguments: how long it takes on 2 cores.
+# Duration on 2 cores, by make's arguments.
 STATED_SECONDS = {"": 9 * 60.0, "SAMPLE=": 60 * 60.0}
-# How long it took when all passed for the last time.
+# Holds the duration of the last run that passed, by make's arguments.
 RECORD = Path(".pytest_cache", "make_test_seconds.json")
 _POLL_SECONDS = 0.2
 _TOTALS_SECONDS = 30.0  # between two lines of totals where there is no terminal
@@ -105,7 +105,7 @@ def run_stage(
 
 
 class Display:
-    """Prints what the progress files in a folder say, as far as it has not been printed."""
+    """Prints the news of the progress files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -119,22 +119,22 @@ class Display:
         return time.monotonic() - self._begun
 
     def show_progress(self) -> None:
-        """Print rooms that have ended and tests that have failed; then the totals, if it is time for them."""
+        """Print the folders whose tests have ended and the tests that have failed, then the totals if they are due."""
         parts = {file.stem.removeprefix("progress-"): Progress.load(file) for file in self._progress_files()}
         for part, progress in parts.items():
             for test in progress.failed:
                 self._print_once(test, f"FAILED {test}")
-            for name, room in progress.rooms.items():
-                if room.ended == room.total:
-                    line = f"{part}: {name} {room.ended} of {room.total} tests, {room.seconds:.0f} s"
+            for name, tests in progress.folders.items():
+                if tests.ended == tests.total:
+                    line = f"{part}: {name} {tests.ended} of {tests.total} tests, {tests.seconds:.0f} s"
                     self._print_once(f"{part} {name}", line)
-        rooms = [(name, room) for progress in parts.values() for name, room in progress.rooms.items()]
+        folders = [item for progress in parts.values() for item in progress.folders.items()]
         now = time.monotonic()
-        if rooms and now - self._totals_at > (1.0 if self._is_terminal else _TOTALS_SECONDS):
+        if folders and now - self._totals_at > (1.0 if self._is_terminal else _TOTALS_SECONDS):
             self._totals_at = now
-            ended, total = (sum(getattr(room, count) for _, room in rooms) for count in ("ended", "total"))
-            open_rooms = [f"{name} {room.ended}/{room.total}" for name, room in rooms if room.ended < room.total]
-            self._show_totals(f"{ended} of {total} tests; {', '.join(open_rooms)}")
+            ended, total = (sum(getattr(tests, count) for _, tests in folders) for count in ("ended", "total"))
+            unfinished = [f"{name} {tests.ended}/{tests.total}" for name, tests in folders if tests.ended < tests.total]
+            self._show_totals(f"{ended} of {total} tests; {', '.join(unfinished)}")
 
     def print_line(self, text: str) -> None:
         """Print a line with the seconds since the beginning."""

@@ -177,5 +177,5 @@ def test_tests_that_run_side_by_side_are_counted_once(tmp_path: Path) -> None:
     files = {f"test_{name}.py": f"def test_{name}(): pass" for name in ("one", "two")}
     run(tmp_path, files, "-n", "2", TEST_OUTCOMES=str(tmp_path), TEST_PART="part")
     assert Outcomes.load(tmp_path / "outcomes-part.json") == Outcomes(passed=2)
-    (room,) = Progress.load(tmp_path / "progress-part.json").rooms.values()
-    assert (room.total, room.ended) == (2, 2) and room.seconds > 0
+    (folder,) = Progress.load(tmp_path / "progress-part.json").folders.values()
+    assert (folder.total, folder.ended) == (2, 2) and folder.seconds > 0

@@ -18,12 +18,12 @@ never: ; touch never
 said: ; @echo 'WORD is $(WORD)' > said
 ENDED = "router": {"total": 2, "ended": 2, "seconds": 3.2}
 OPEN = "proto": {"total": 9, "ended": 4, "seconds": 1.0}
-rooms: ; @echo '{"rooms": {$(ENDED), $(OPEN)}, "failed": ["tests/proto/test_a.py::test_b"]}' > $(PROGRESS)
+folders: ; @echo '{"folders": {$(ENDED), $(OPEN)}, "failed": ["tests/proto/test_a.py::test_b"]}' > $(PROGRESS)
 """
 
 
 def run(folder: Path, stages: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """tests.run with these stages, on a Makefile of this test's own."""
+    """Run tests.run with these stages and the Makefile of this file."""
     (folder / "Makefile").write_text(_MAKEFILE)
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.run import main; sys.exit(main({stages}, "
     command = [sys.executable, "-c", f"{program}{[*arguments]}))"]
@@ -47,13 +47,13 @@ def test_the_first_line_says_how_long_it_takes(tmp_path: Path) -> None:
     assert run(tmp_path, "()", "SAMPLE=").stdout.startswith("This takes about 60 minutes on 2 cores.\n")
 
 
-def test_progress_is_shown_by_room(tmp_path: Path) -> None:
-    """There is a line for each room whose tests have ended, for each test that failed, and for each part."""
-    lines = [line.partition(" s  ")[2] for line in run(tmp_path, '(("rooms",),)').stdout.splitlines()]
+def test_progress_is_shown_by_folder(tmp_path: Path) -> None:
+    """There is a line for each folder whose tests have ended, for each test that failed, and for each part."""
+    lines = [line.partition(" s  ")[2] for line in run(tmp_path, '(("folders",),)').stdout.splitlines()]
     assert [line for line in lines if line] == [
         "FAILED tests/proto/test_a.py::test_b",
-        "rooms: router 2 of 2 tests, 3 s",
-        "rooms passed",
+        "folders: router 2 of 2 tests, 3 s",
+        "folders passed",
     ]
 
 

@@ -10,7 +10,8 @@ from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.failure_cases.chaos_strike import Striker
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from tests.cluster.serving import coatcheck, kill, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import kill
 
 pytestmark = pytest.mark.ray
 

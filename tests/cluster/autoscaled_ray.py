@@ -17,7 +17,7 @@ from typing import Final, Self
 from coatcheck.bench.setup.ray_nodes import ENVIRONMENT, listens
 from coatcheck.bench.setup.servers import free_port
 from coatcheck.cluster.ray_cluster.process_tree import descendants
-from tests.cluster.serving import until
+from tests.cluster.running_server import until
 
 _HEAD: Final = "f" * 51 + "00000"  # the id that the provider gives the head
 

@@ -15,7 +15,8 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from tests.cluster.serving import Serving, coatcheck
+from tests.cluster.running_server import coatcheck
+from tests.cluster.serving import Serving
 from tests.router.certificates import Leaf, TestAuthority
 
 

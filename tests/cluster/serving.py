@@ -11,12 +11,10 @@ from typing import Self
 import psutil
 
 from coatcheck.cluster.ray_cluster.process_tree import descendants
-from tests.cluster.running_server import COMMAND, RunningServer, coatcheck, until
+from tests.cluster.running_server import COMMAND, RunningServer
 
 # Limit for the end of killed processes. Ray's agents, if they were not killed, would run for another minute.
 END_SECONDS = 30.0
-
-__all__ = ["COMMAND", "END_SECONDS", "Serving", "coatcheck", "kill", "listening", "lives", "still_running", "until"]
 
 
 class Serving(RunningServer):

@@ -20,7 +20,7 @@ from coatcheck.cluster.flag_hints import find_hint
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.command_line import run_here
-from tests.cluster.serving import COMMAND, coatcheck
+from tests.cluster.running_server import COMMAND, coatcheck
 
 
 def test_version() -> None:

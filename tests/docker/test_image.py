@@ -76,7 +76,7 @@ def confined() -> list[str]:
 
 @pytest.mark.full  # forty seconds of a core for the C kernels
 def test_the_tree_is_whole(tree: Path) -> None:
-    """It has the command, the rooms with their protos and native kernels, the demo's model, and no tests."""
+    """It has the command, the packages with their protos and native kernels, the demo's model, and no tests."""
     package = next(tree.glob("lib/python3*/site-packages/coatcheck"))
     there = {str(file.relative_to(package)) for file in package.rglob("*")}
     assert {"proto/stubs/coatcheck.proto", "py.typed", "router/openai/routes.py", "cluster/commands/serve.py"} <= there

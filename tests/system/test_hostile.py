@@ -29,7 +29,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.router.config import MESSAGE_BYTES
 from tests.cluster.fortress import Fortress, fortress, vanish
-from tests.cluster.serving import until
+from tests.cluster.running_server import until
 from tests.examples import examples
 from tests.router.openai.mutations import mutated
 

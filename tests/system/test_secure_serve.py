@@ -19,7 +19,8 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_ca import sign_certificates
 from coatcheck.proto.internal_tls import GROUP
-from tests.cluster.serving import COMMAND, END_SECONDS, Serving, coatcheck, listening, lives, until
+from tests.cluster.running_server import COMMAND, coatcheck, until
+from tests.cluster.serving import END_SECONDS, Serving, listening, lives
 from tests.router.certificates import TestAuthority
 from tests.router.http.browser import Browser
 from tests.workers.rank_client import read_registration

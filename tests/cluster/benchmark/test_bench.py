@@ -15,7 +15,7 @@ from coatcheck.cluster.benchmark.workload import Workload
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.command_line import run_here
 from tests.cluster.fake_router import FakeRouter, in_background
-from tests.cluster.serving import COMMAND, coatcheck
+from tests.cluster.running_server import COMMAND, coatcheck
 
 
 def recording(due: float, times: list[float], counts: list[int], **final: int) -> Recording:

@@ -16,7 +16,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.cluster.command_line import run_here
 from tests.cluster.fake_router import FakeRouter
-from tests.cluster.serving import COMMAND
+from tests.cluster.running_server import COMMAND
 
 NOBODY = "127.0.0.1:1"
 ASKS_A_ROUTER = ("generate", "status", "drain", "top", "explain", "bench")

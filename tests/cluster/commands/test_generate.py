@@ -13,7 +13,7 @@ from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.command_line import CommandResult, run_here
 from tests.cluster.fake_router import PIECES, FakeRouter, token
-from tests.cluster.serving import COMMAND, coatcheck
+from tests.cluster.running_server import COMMAND, coatcheck
 
 
 async def run(*arguments: str, stdin: str = "") -> CommandResult:

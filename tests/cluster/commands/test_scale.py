@@ -9,7 +9,8 @@ import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
-from tests.cluster.serving import Serving, coatcheck, kill, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import Serving, kill
 from tests.cluster.streaming_clients import STREAMS, StreamingClients
 
 

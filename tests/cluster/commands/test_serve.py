@@ -17,7 +17,8 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
-from tests.cluster.serving import COMMAND, END_SECONDS, Serving, coatcheck, kill, lives, until
+from tests.cluster.running_server import COMMAND, coatcheck, until
+from tests.cluster.serving import END_SECONDS, Serving, kill, lives
 
 pytestmark = pytest.mark.ray
 

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from tests.cluster.serving import END_SECONDS, Serving, coatcheck, still_running, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import END_SECONDS, Serving, still_running
 
 
 @pytest.mark.parametrize(

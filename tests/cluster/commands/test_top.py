@@ -19,7 +19,7 @@ from coatcheck.cluster.commands.top import History, draw_bar, draw_sparkline, sc
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.cluster.command_line import run_here
-from tests.cluster.serving import COMMAND
+from tests.cluster.running_server import COMMAND
 
 GROUP = pb.GroupStatus(
     name="group-0",

@@ -20,7 +20,7 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.model import known_architectures
 from tests.cluster import broken_models as broken
 from tests.cluster.broken_models import NULL, copy_model, edit_config, set_fields, whole_model
-from tests.cluster.serving import coatcheck
+from tests.cluster.running_server import coatcheck
 from tests.router.tiny_tokenizer import write_model
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
 

@@ -8,7 +8,8 @@ import pytest
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from coatcheck.bench.setup.redis_server import redis_server
 from coatcheck.proto.errors import CoatcheckError
-from tests.cluster.serving import Serving, kill, until
+from tests.cluster.running_server import until
+from tests.cluster.serving import Serving, kill
 from tests.programs.find import need_program
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]

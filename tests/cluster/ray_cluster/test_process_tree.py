@@ -7,7 +7,8 @@ from pathlib import Path
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.process_tree import descendants
-from tests.cluster.serving import lives, until
+from tests.cluster.running_server import until
+from tests.cluster.serving import lives
 
 _SLEEPER = "import time; time.sleep(300)"
 # It starts a process, says which, and waits for the end of its input, then ends.

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.ray_head import ENVIRONMENT, ray_head
-from tests.cluster.serving import Serving, coatcheck, kill, still_running, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import Serving, kill, still_running
 
 pytestmark = pytest.mark.ray
 

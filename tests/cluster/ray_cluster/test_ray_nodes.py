@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from coatcheck.bench.setup.ray_nodes import RayNode, RayNodes
-from tests.cluster.serving import Serving, coatcheck, kill, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import Serving, kill
 
 pytestmark = pytest.mark.ray
 

@@ -16,7 +16,8 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.ray_log import find_session, last_error, last_line
 from coatcheck.cluster.ray_cluster.ray_start import RayStart
 from coatcheck.cluster.ray_cluster.raylet_suspender import RayletSuspender
-from tests.cluster.serving import Serving, coatcheck, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import Serving
 from tests.cluster.slow_ray import SlowRay, slow_ray
 
 _RAYLET = """\

@@ -14,7 +14,8 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.autoscaled_ray import AutoscaledRay
-from tests.cluster.serving import Serving, until
+from tests.cluster.running_server import until
+from tests.cluster.serving import Serving
 
 _CLIENTS = 12  # one is answered, four are ready behind it, the others wait in line
 

@@ -10,10 +10,11 @@ import pytest
 from coatcheck import __version__
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
-from tests.cluster.serving import Serving, coatcheck, until
+from tests.cluster.running_server import coatcheck, until
+from tests.cluster.serving import Serving
 
 ROOT = Path(__file__).parents[3]
-_ROOMS = ("proto", "kernels", "workers", "router", "cluster")
+_PACKAGES = ("proto", "kernels", "workers", "router", "cluster")
 
 
 _EVOLUTION = (
@@ -40,8 +41,8 @@ class Installed:
         has (file, pattern, replacement); _EVOLUTION adds a setting and a field of GroupConfig, and uses both."""
         made = self.folder.with_name(f"coatcheck-{version}")
         made.mkdir()
-        for room in _ROOMS:
-            shutil.copytree(ROOT / room, made / room, ignore=shutil.ignore_patterns("__pycache__", "csrc"))
+        for package in _PACKAGES:
+            shutil.copytree(ROOT / package, made / package, ignore=shutil.ignore_patterns("__pycache__", "csrc"))
         _rewrite(ROOT / "__init__.py", made / "__init__.py", r'__version__ = "\S+"', f'__version__ = "{version}"')
         number = made / "proto" / "contract.py"
         _rewrite(number, number, r"CONTRACT: Final = \d+", f"CONTRACT: Final = {contract}")

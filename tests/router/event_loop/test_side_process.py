@@ -11,7 +11,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidRequest, Overloaded, Unavailable
 from coatcheck.router.event_loop.side_process import SideProcesses
-from tests.cluster.serving import until
+from tests.cluster.running_server import until
 
 
 @pytest.fixture
