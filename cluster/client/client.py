@@ -58,10 +58,10 @@ class GenerationStream:
 class ClientOptions(TypedDict, total=False):
     """See AsyncClient."""
 
-    api_key: str
-    tls_ca: str
-    tls_cert: str
-    tls_key: str
+    api_key: str | None
+    tls_ca: str | None
+    tls_cert: str | None
+    tls_key: str | None
     max_resumes: int
     resume_timeout: float
 

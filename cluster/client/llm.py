@@ -24,7 +24,7 @@ from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.member_config import group_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.kernels.compile_watch import CompileWatch
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig, InvalidRequest
 from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -111,8 +111,9 @@ class LLM:
         A prompt is a text or a list of token ids. `sampling` fixes every sampling field, and `options` sets single
         fields; both hold for all prompts. `progress` shows a progress bar; default: if stderr is a terminal.
 
-        Raises InvalidRequest before anything is generated.
+        Raises InvalidRequest, before anything is generated.
         """
+        _check_options(options)
         batch: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else prompts
         requests = [build_request(prompt, sampling=sampling, options=options) for prompt in batch]
         return self._run(requests, progress)
@@ -126,6 +127,7 @@ class LLM:
         **options: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
         """Answer each conversation by the model's chat template. One conversation is a list of messages."""
+        _check_options(options)
         is_one = not conversations or isinstance(conversations[0], Mapping)
         batch: Sequence[Any] = [conversations] if is_one else conversations
         requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in batch]
@@ -215,6 +217,12 @@ class _Answer:
 
     def _record(self, event: pb.GenerateEvent) -> None:
         self.result.add(event, time.perf_counter())
+
+
+def _check_options(options: SamplingOptions) -> None:
+    """Raise InvalidRequest for an option that is not a sampling option. Ignoring a cache_salt would share blocks."""
+    if unknown := options.keys() - SamplingOptions.__annotations__.keys():
+        raise InvalidRequest(f"LLM has no option {min(unknown)}; it has {', '.join(SamplingOptions.__annotations__)}")
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:

@@ -41,12 +41,10 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
-_ANSWER_SECONDS = 10.0  # time for one call to the supervisor; then the call is repeated
-# Time for a call with all repetitions: usually, because a busy host may need minutes to start the supervisor's process;
-# if Ray does not start that process; and once a signal has come.
-_SILENT_SECONDS = 300.0
-_DEAD_SECONDS = 60.0
-_SIGNALLED_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0  # a call to the supervisor that takes longer is repeated
+_SILENT_SECONDS = 300.0  # limit of all repetitions: a busy host may need minutes to start the supervisor's process
+_DEAD_SECONDS = 60.0  # the same limit if Ray does not start that process
+_SIGNALLED_SECONDS = 5.0  # the same limit once a signal has come
 _STOP_SECONDS = 15.0
 _KILL_GRACE_SECONDS = 1.0  # for processes that end by themselves because Ray has ended
 _CONNECT_SECONDS = 3.0  # a router normally needs less to connect to a serving group

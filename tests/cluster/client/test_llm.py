@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -105,6 +106,16 @@ def test_a_refused_prompt_costs_the_others_nothing(llm: coatcheck.LLM) -> None:
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         llm.generate("good", structured=coatcheck.Grammar("regex", "(["), max_tokens=4)
     assert llm.generate("good", max_tokens=2, temperature=0.0)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("option", ["cache_salt", "request_id", "timeout", "temprature"])
+def test_an_option_that_would_have_no_effect_is_refused(llm: coatcheck.LLM, option: str) -> None:
+    """Options of a request to a server, and unknown names, are refused instead of ignored."""
+    options: dict[str, Any] = {option: "1"}
+    with pytest.raises(InvalidRequest, match=f"LLM has no option {option}; it has max_tokens, "):
+        llm.generate("good", **options)
+    with pytest.raises(InvalidRequest, match=f"LLM has no option {option}; "):
+        llm.chat([{"role": "user", "content": "good"}], **options)
 
 
 def test_structured_output(llm: coatcheck.LLM) -> None:
