@@ -170,10 +170,6 @@ def break_config(directory: Path) -> None:
     (directory / "config.json").write_text("{")
 
 
-def lose_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
 def copy_model(model: Path, directory: Path) -> Path:
     """A copy that a test may break."""
     return Path(shutil.copytree(model, directory / "model"))

@@ -11,9 +11,9 @@ import pytest
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
-from tests.cluster.observed import Collector
 from tests.cluster.running_server import until
 from tests.cluster.serving import Serving, kill
+from tests.system.traced_router import Collector
 
 pytestmark = [pytest.mark.full, pytest.mark.ray]
 DEMO, TOKENS = Path(__file__).parents[2] / "demo" / "model", 1500

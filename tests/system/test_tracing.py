@@ -16,8 +16,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams,
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.tracing import Tracing, check_endpoint
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.cluster.observed import Collector, Group, MortalRunner, Seen, observed
 from tests.router.tiny_tokenizer import write_model
+from tests.system.traced_router import Collector, FailingRunner, Group, Span, traced_router
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -37,7 +37,7 @@ def question(**more: object) -> GenerateRequest:
     return GenerateRequest(token_ids=ids, sampling=SamplingParams(max_tokens=6, seed=1, ignore_eos=True), **more)  # type: ignore[arg-type]
 
 
-def check_tree(collector: Collector, trace: str, parent: str) -> dict[str, Seen]:
+def check_tree(collector: Collector, trace: str, parent: str) -> dict[str, Span]:
     """Check the spans of one request: each exists once, below its parent and within the parent's time."""
     assert sorted(span.name for span in collector.spans) == sorted((*ROUTER, *ENGINE))
     spans = {span.name: span for span in collector.spans}
@@ -62,7 +62,7 @@ async def test_from_a_grpc_client_to_the_engine(tokenizer: TokenizerJson) -> Non
     stream."""
     async with Collector() as collector:
         async with (
-            observed(tokenizer, collector.endpoint) as (_, address),
+            traced_router(tokenizer, collector.endpoint) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             call = GenerationStub(channel).GenerateStream(
@@ -82,7 +82,7 @@ async def test_from_a_grpc_client_to_the_engine(tokenizer: TokenizerJson) -> Non
 async def test_from_an_http_client_to_the_engine(tokenizer: TokenizerJson, stream: bool) -> None:
     """With a W3C traceparent header from OpenAI's client, the spans are below the client's span."""
     async with Collector() as collector:
-        async with observed(tokenizer, collector.endpoint) as (router, _):
+        async with traced_router(tokenizer, collector.endpoint) as (router, _):
             async with openai.AsyncOpenAI(base_url=f"http://{router.http_address}/v1", api_key="none") as client:
                 answer = await client.completions.create(
                     model="tiny",
@@ -102,21 +102,21 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
     submission. The router and both groups log the same request id."""
     caplog.set_level(logging.INFO)
     async with Collector() as collector:
-        runner = MortalRunner(steps=3)
-        mortal = Group("mortal", Tracing.export_to(collector.endpoint, "coatcheck-group", "mortal"), runner)
+        runner = FailingRunner(steps=3)
+        failing = Group("failing", Tracing.export_to(collector.endpoint, "coatcheck-group", "failing"), runner)
         async with (
-            observed(tokenizer, collector.endpoint, mortal) as (router, address),
+            traced_router(tokenizer, collector.endpoint, failing) as (router, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             metadata = (("traceparent", PARENT),)
             call = aiter(GenerationStub(channel).GenerateStream(question(request_id="mine"), metadata=metadata))
             events = [await anext(call), await anext(call)]
-            assert events[0].started.group == "mortal" and events[1].delta.token_ids
+            assert events[0].started.group == "failing" and events[1].delta.token_ids
             other = Group("other", Tracing.export_to(collector.endpoint, "coatcheck-group", "other"))
-            await router.set_groups([mortal.address, other.address])
+            await router.set_groups([failing.address, other.address])
             while len(router.groups.serving()) < 2:
                 await router.groups.next_change.wait()
-            runner.may.set()
+            runner.may_raise.set()
             events += [event async for event in call]
             assert (events[-1].final.group, events[-1].final.moves) == ("other", 1)
         await asyncio.to_thread(other.stop)
@@ -126,10 +126,10 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
     assert whole.parent == SPAN and whole.attributes["moves"] == 1 and not whole.failed
     submits = {str(span.attributes["group"]): span for span in collector.named("group.submit")}
     assert {(name, span.parent, span.failed) for name, span in submits.items()} == {
-        ("mortal", whole.id, True),
+        ("failing", whole.id, True),
         ("other", whole.id, False),
     }
-    assert submits["mortal"].ended <= submits["other"].began
+    assert submits["failing"].ended <= submits["other"].began
     for group, submit in submits.items():
         parts = [span for span in spans if span.service == "coatcheck-group" and span.attributes["group"] == group]
         assert {span.parent for span in parts} == {submit.id} and {"engine.queue", "engine.prefill"} <= {
@@ -140,9 +140,9 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
     lines = [vars(line) for line in caplog.records if "request_id" in vars(line)]
     assert {line["request_id"] for line in lines} == {"mine"}
     assert sorted((line["message"], line["group"]) for line in lines) == [
-        ("a request lost its group", "mortal"),
+        ("a request lost its group", "failing"),
         ("request ended", "other"),
-        ("submission ended", "mortal"),
+        ("submission ended", "failing"),
         ("submission ended", "other"),
     ]
 
@@ -151,7 +151,7 @@ async def test_a_request_without_context_begins_a_trace(tokenizer: TokenizerJson
     """Without a trace context, or with a malformed one, the router's span is the root."""
     async with Collector() as collector:
         async with (
-            observed(tokenizer, collector.endpoint) as (_, address),
+            traced_router(tokenizer, collector.endpoint) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             await GenerationStub(channel).Generate(question(), metadata=(("traceparent", "nonsense"),))
@@ -162,7 +162,7 @@ async def test_what_is_refused_is_a_span_that_failed(tokenizer: TokenizerJson) -
     """A refused request has no group span, and the router's span has the error."""
     async with Collector() as collector:
         async with (
-            observed(tokenizer, collector.endpoint) as (_, address),
+            traced_router(tokenizer, collector.endpoint) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             with pytest.raises(grpc.aio.AioRpcError):
@@ -174,7 +174,7 @@ async def test_what_is_refused_is_a_span_that_failed(tokenizer: TokenizerJson) -
 async def test_nobody_traces_unless_asked(tokenizer: TokenizerJson) -> None:
     """Without an endpoint nothing is sent, the group gets no trace context, and the OpenTelemetry libraries are not
     imported."""
-    async with observed(tokenizer, None) as (router, address), grpc.aio.insecure_channel(address) as channel:
+    async with traced_router(tokenizer, None) as (router, address), grpc.aio.insecure_channel(address) as channel:
         await GenerationStub(channel).Generate(question(), metadata=(("traceparent", PARENT),))
         assert router.traffic.active == 0
     program = (

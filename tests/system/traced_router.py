@@ -36,7 +36,7 @@ BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Seen:
+class Span:
     """One span, as the collector received it."""
 
     name: str
@@ -54,7 +54,7 @@ class Collector(TraceServiceServicer):
     """An OpenTelemetry collector on a gRPC port. An async context manager; `spans` has every received span."""
 
     def __init__(self) -> None:
-        self.spans: list[Seen] = []
+        self.spans: list[Span] = []
 
     async def __aenter__(self) -> "Collector":
         self._server = grpc.aio.server()
@@ -76,7 +76,7 @@ class Collector(TraceServiceServicer):
                         one.key: getattr(one.value, one.value.WhichOneof("value") or "") for one in span.attributes
                     }
                     self.spans.append(
-                        Seen(
+                        Span(
                             span.name,
                             service,
                             span.trace_id.hex(),
@@ -90,24 +90,24 @@ class Collector(TraceServiceServicer):
                     )
         return ExportTraceServiceResponse()
 
-    def named(self, name: str) -> list[Seen]:
+    def named(self, name: str) -> list[Span]:
         """The spans called `name`, in order of their start."""
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.began)
 
 
-class MortalRunner(FakeRunner):
-    """Computes `steps` steps. The next one raises once the event `may` is set."""
+class FailingRunner(FakeRunner):
+    """Computes `steps` steps. The next step raises once the event `may_raise` is set."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(64, BLOCK)
-        self.may = threading.Event()
+        self.may_raise = threading.Event()
         self._left = steps
 
     def launch(self, plan: StepPlan) -> FakeStep:
         self._left -= bool(plan.scheduled)
         if self._left < 0:
-            assert self.may.wait(MAX_WAIT_SECONDS)
-            raise RuntimeError("it was to die")
+            assert self.may_raise.wait(MAX_WAIT_SECONDS)
+            raise RuntimeError("the step fails, as the test wants")
         return super().launch(plan)
 
 
@@ -142,11 +142,14 @@ class Group:
 
 
 @asynccontextmanager
-async def observed(
+async def traced_router(
     tokenizer: TokenizerJson, endpoint: str | None, group: Group | None = None
 ) -> AsyncIterator[tuple[Router, str]]:
-    """(router, its gRPC address) in front of one group. All spans have been sent when the context ends."""
-    mortal, group = group is not None, group or Group("g0", Tracing.export_to(endpoint, "coatcheck-group", "g0"))
+    """(router, its gRPC address) in front of one group. All spans have been sent when the context ends.
+
+    `group`: a group whose engine may fail; without one the engine of the group must not fail.
+    """
+    may_fail, group = group is not None, group or Group("g0", Tracing.export_to(endpoint, "coatcheck-group", "g0"))
     router = Router(RouterConfig(model="tiny", http_port=0, otlp_endpoint=endpoint), tokenizer)
     address = await router.start()
     try:
@@ -157,4 +160,4 @@ async def observed(
     finally:
         await router.stop()
         await asyncio.to_thread(group.stop)
-        assert mortal or group.deaths == []
+        assert may_fail or group.deaths == []

@@ -1,4 +1,4 @@
-"""Fortress: a cluster with TLS, client certificates and keys, and clients that attack it."""
+"""SecureCluster: `coatcheck serve` with TLS, client certificates and keys, and connections to it."""
 
 import contextlib
 import http.client
@@ -21,7 +21,7 @@ from tests.router.certificates import Leaf, TestAuthority
 
 
 @dataclass
-class Fortress:
+class SecureCluster:
     """`keys`: a key for each tenant. `known`: a client certificate that is accepted; `bad`: certificates that are
     refused. `secrets`: texts that must not be written anywhere."""
 
@@ -113,8 +113,8 @@ def vanish(connection: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def fortress(model: str, folder: Path, *arguments: str) -> Iterator[Fortress]:
-    """A running Fortress, on ports of its own."""
+def secure_cluster(model: str, folder: Path, *arguments: str) -> Iterator[SecureCluster]:
+    """A running SecureCluster, on free ports."""
     authority = TestAuthority(folder)
     server, file = authority.leaf("server"), folder / "keys.yaml"
     keys = {}
@@ -140,4 +140,4 @@ def fortress(model: str, folder: Path, *arguments: str) -> Iterator[Fortress]:
         environment = Path(f"/proc/{serving.actor('RouterActor')}/environ").read_bytes().split(b"\0")
         token = next(part for part in environment if part.startswith(b"RAY_AUTH_TOKEN="))
         secrets.add(token.partition(b"=")[2].decode())
-        yield Fortress(serving, authority, keys, file, known, bad, secrets)
+        yield SecureCluster(serving, authority, keys, file, known, bad, secrets)
