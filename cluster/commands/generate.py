@@ -140,7 +140,8 @@ def _parse_ids(written: str) -> list[int]:
 def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
     bias = {}
     for entry in written or ():
-        token, _, value = entry.replace(":", "=", 1).partition("=")
+        match = re.fullmatch(r"\s*(\d{1,9})\s*[=:](.+)", entry)
+        token, value = match.groups() if match else ("", "")
         try:
             bias[int(token)] = float(value)
         except ValueError:

@@ -183,7 +183,7 @@ class RankActors:
                 for answer in answered:
                     if error := answer.exception():
                         if self._exits:
-                            await self.wait_for_exit(_WAIT_SECONDS)  # its error says more
+                            await self.wait_for_exit(_WAIT_SECONDS)  # raises the error of the rank itself
                         rank = answers.index(answer)
                         raise RankEnded(f"rank {rank} has ended: {_summarize(error)}{self._full_disk_clause(rank)}")
                 if not pending:

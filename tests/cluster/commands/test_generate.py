@@ -155,6 +155,8 @@ async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None
         (["x", "--system", "s"], "--system needs --chat"),
         (["x", "--logit-bias", "3"], "is not ID=VALUE"),
         (["x", "--logit-bias", "3=a"], "is not ID=VALUE"),
+        (["x", "--logit-bias", "-3=1"], "is not ID=VALUE"),
+        (["x", "--logit-bias", "9999999999=1"], "is not ID=VALUE"),
         (["x", "--max-tokens", "many"], "max-tokens"),
         (["x", "--logprobs", "1"], "need --json"),
         (["x", "--address", "http://127.0.0.1:50051"], "has a scheme"),
