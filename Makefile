@@ -16,7 +16,7 @@ export TEST_ALL := 1
 endif
 # Triton 3.6's interpreter breaks on numpy 2.4.
 FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
-# What these bring in versions of their own, and so cannot take from constraints.txt.
+# Packages whose versions depend on FLOOR, so that constraints.txt must not fix them.
 FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors
 
 .PHONY: demo test test-all test-floor tests-together tests-ray programs bench lint types clean
@@ -60,9 +60,9 @@ lint: .venv/installed
 types: .venv/installed
 	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 
-# torch goes first and alone, so that nothing else's range decides which build of it comes. Most of what comes is never
-# imported, so pip compiles nothing. The last command compiles what ranks, routers and the supervisor import: otherwise
-# several processes that start at once would each compile all of that.
+# torch is installed first and alone, so that no version range of another package decides its build. Most installed
+# modules are never imported, so pip compiles nothing. The last command compiles the modules that ranks, routers and the
+# supervisor import: otherwise several processes that start at once would each compile all of these modules.
 # mypy does not follow an editable install's finder, so a link gives the root its import name.
 .venv/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
 	@echo "Installing into .venv, which takes a few minutes: 2.8 GB with PyTorch's CPU build, several GB more with CUDA's."
