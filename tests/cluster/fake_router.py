@@ -132,8 +132,8 @@ def in_background(*routers: FakeRouter) -> Iterator[None]:
 
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
+        asyncio.run_coroutine_threadsafe(start(), loop).result()
         yield
     finally:
         asyncio.run_coroutine_threadsafe(servers.aclose(), loop).result()

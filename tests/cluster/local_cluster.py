@@ -20,7 +20,7 @@ from tests.workers.rank_group import RankGroup
 
 
 class LocalCluster(RunningServer):
-    """A context manager. The router is of this process, in an event loop of its own.
+    """A context manager. The router runs in this process, on the event loop of a thread.
 
     `groups`: the settings of each group. `log_folder`: each rank writes its log to the file NAME-RANK.log there.
     """
@@ -37,7 +37,8 @@ class LocalCluster(RunningServer):
     def __enter__(self) -> Self:
         self._thread.start()
         try:
-            self._groups += [RankGroup(config, log_folder=self._log_folder) for config in self._configs]
+            for config in self._configs:
+                self._groups.append(RankGroup(config, log_folder=self._log_folder))
             endpoints = [
                 GroupEndpoint(config.name, group.wait_ready())
                 for config, group in zip(self._configs, self._groups, strict=True)
@@ -49,13 +50,15 @@ class LocalCluster(RunningServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._router is not None:
-            self._run(self._router.stop())
-        for group in self._groups:
-            group.kill()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            if self._router is not None:
+                self._run(self._router.stop())
+        finally:
+            for group in self._groups:
+                group.kill()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def read_log(self, group: str, rank: int) -> str:
         """What the rank has logged so far."""
@@ -63,7 +66,7 @@ class LocalCluster(RunningServer):
         return (self._log_folder / f"{group}-{rank}.log").read_text()
 
     async def _start_router(self, groups: Sequence[GroupEndpoint]) -> None:
-        """gRPC's server belongs to the event loop in which it is made."""
+        """A coroutine, because gRPC's server belongs to the event loop in which the router is made."""
         config = self._configs[0]
         self._router = Router(RouterConfig(config.model, config.served_model_name, http_port=0))
         self.address = await self._router.start()

@@ -52,7 +52,7 @@ class RunningServer:
     def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> GenerationResult:
         """Send one request with the Python client."""
         with Client(self.address) as client:
-            return client.generate(prompt, **options)
+            return client.generate(prompt, timeout=MAX_WAIT_SECONDS, **options)
 
     def status(self) -> dict[str, Any]:
         """What `coatcheck status --json` prints, without a new process, which needs half a second of CPU time. Waits

@@ -24,7 +24,7 @@ from tests.workers.engine_thread import EngineThread
 from tests.workers.fake_runner import SPEC
 from tests.workers.served_group import PacedRunner
 
-SEATS, READY = 8, 4  # at most so many run, and wait behind them
+SEATS, READY = 8, 4  # limits of running and of waiting sequences in a group
 BLOCKS, BLOCK = 256, 8
 REQUESTS, QUEUED = 600, 200
 

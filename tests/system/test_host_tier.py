@@ -23,7 +23,7 @@ from tests.cluster.local_cluster import LocalCluster
 from tests.cluster.running_server import until
 from tests.cluster.serving import kill
 
-HOST_BYTES = 11_271 * 3072  # so much is mapped by itself, and its size found again in the process's memory
+HOST_BYTES = 11_271 * 3072  # large enough for a mapping of its own, whose size finds it in the process's memory
 PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
 
 

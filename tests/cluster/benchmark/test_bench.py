@@ -92,7 +92,7 @@ def test_percentiles() -> None:
 
 
 async def test_closed_loop_keeps_its_concurrency() -> None:
-    """So many clients run at once and no more, until every request is answered."""
+    """At most `concurrency` clients run at once, until every request is answered."""
     async with FakeRouter() as router, LoadGenerator([router.address]) as load:
         router.crowd, ended = 3, list[None]()
         load.on_end = lambda: ended.append(None)

@@ -216,7 +216,7 @@ def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: 
         "--max-tokens",
         "150",
         "--ignore-eos",
-        "--n",  # so many that it still runs when the commands below have looked
+        "--n",  # enough choices that the request still runs during the commands below
         "16",
         "--json",
     ]

@@ -42,7 +42,7 @@ def test_memory_is_bytes_or_a_share(written: object, meant: float | None) -> Non
 
 @pytest.mark.parametrize("written", ["200%", "0%", "nan%", "inf%"])
 def test_a_share_is_of_the_whole(written: str) -> None:
-    """A share above all of the memory is refused, and not taken for so many bytes."""
+    """A share above 100% is refused. It is not read as a number of bytes."""
     with pytest.raises(InvalidConfig, match="at most 100%"):
         ServeConfig.build({"model": "m", "kv_memory": written})
 
@@ -112,7 +112,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """Every mistake is answered with the setting's name and what it may be."""
+    """The error names the file, the setting and its allowed values."""
     file = tmp_path / "serve.yaml"
     file.write_text(text)
     with pytest.raises(InvalidConfig) as refused:

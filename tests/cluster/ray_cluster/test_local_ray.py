@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_of_several_that_run_one_must_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If two local Rays listen, a command without an address contacts neither and names both. If one listens, it
-    contacts that one. A Ray that was ended by kill -9 does not count."""
+    contacts that Ray. A Ray that was ended by kill -9 does not count."""
     monkeypatch.setattr(ray_address, "_CONNECT_SECONDS", 0.5)  # the servers of this test never answer
     with (
         socket.create_server(("127.0.0.1", 0)) as one,
