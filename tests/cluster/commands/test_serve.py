@@ -110,7 +110,7 @@ def test_status_shows_every_rank(serving: Serving) -> None:
 
 
 def test_a_killed_rank_costs_no_request(serving: Serving) -> None:
-    """kill -9 of a rank amid a gRPC stream and an HTTP stream with a guided regex: another group ends both with the
+    """kill -9 of rank 0 amid a gRPC stream and an HTTP stream with a guided regex: another group ends both with the
     tokens of an undisturbed run, the text matches the regex, and the group comes back."""
     before = serving.group("group-0")
     request = GenerateRequest(text=PROMPT, sampling=SamplingParams(max_tokens=150, seed=5, ignore_eos=True))
@@ -130,7 +130,7 @@ def test_a_killed_rank_costs_no_request(serving: Serving) -> None:
         assert next(events).started.group == "group-0"
         chunks = iter(client.completions.create(**guided))
         texts = [next(chunks).choices[0].text]
-        kill(before["ranks"][1]["pid"])
+        kill(before["ranks"][0]["pid"])
         coatcheck("drain", "group-1", "--undo", "--address", serving.address)
         texts += [chunk.choices[0].text for chunk in chunks]
         rest = list(events)
@@ -139,6 +139,7 @@ def test_a_killed_rank_costs_no_request(serving: Serving) -> None:
     assert "".join(texts) == undisturbed_text and re.match(r"([a-z]{3}[0-9]{3}-)+", undisturbed_text)
     until(lambda: serving.group("group-0")["restarts"] == before["restarts"] + 1, "the group is started again")
     until(lambda: serving.group("group-0")["state"] == "serving", "the group is back")
+    until(lambda: not lives(before["ranks"][1]["pid"]), "the former rank 1 has ended")
 
 
 def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
