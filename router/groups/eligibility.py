@@ -14,8 +14,8 @@ class EligibleGroups(NamedTuple):
     """The names of the groups that can run a request: the request's scheduling class in the admission queue.
 
     If the first of several requests of one class finds no room, the others find none either, so the queue tries only
-    the first. `has_begun`: the request was running on a group that was lost. Such a request waits until a group serves
-    that computes the same tokens. A request that has not begun is refused if no serving group can hold it.
+    the first. `has_begun`: the request was running on a group that was lost. Such a request waits until a compatible
+    group serves. A request that has not begun is refused if no serving group can hold it.
     """
 
     names: frozenset[str]
@@ -64,10 +64,11 @@ def can_hold(group: GroupConnection, request: Request) -> bool:
 
 
 def compatibility_key(model: GetModelResponse) -> tuple[str, str, str, str, int]:
-    """A key that is equal for groups that compute the same tokens."""
+    """A key that is equal for groups between which a stream may move. Up to rounding they compute the same logits; with
+    --deterministic, the same tp and the same kind of machine the logits are equal bit for bit."""
     return model.name, model.fingerprint, model.dtype, model.kv_dtype, model.block_size
 
 
-def compute_same_tokens(one: GetModelResponse, other: GetModelResponse) -> bool:
+def are_compatible(one: GetModelResponse, other: GetModelResponse) -> bool:
     """Whether a stream may move from one group to the other."""
     return compatibility_key(one) == compatibility_key(other)

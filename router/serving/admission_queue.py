@@ -46,8 +46,8 @@ class Attempt:
     """A request as it is sent to its next group. `number`: how many groups had the request before. `delivered`: the
     output tokens that the client has, by choice.
 
-    `only_compatible_with`: the model of the group that had the request before; only groups that compute the same tokens
-    can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.
+    `only_compatible_with`: the model of the group that had the request before; only groups with an equal
+    compatibility_key can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.
     """
 
     request: Request

@@ -15,9 +15,9 @@ from coatcheck.proto.errors import DeadlineExceeded, Unavailable
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import (
     EligibleGroups,
+    are_compatible,
     can_hold,
     compatibility_key,
-    compute_same_tokens,
     groups_that_can_hold,
     require_deadline,
 )
@@ -190,7 +190,7 @@ class Dispatcher:
         return [
             group
             for group in self._groups.serving()
-            if can_hold(group, attempt.request) and (model is None or compute_same_tokens(model, group.model))
+            if can_hold(group, attempt.request) and (model is None or are_compatible(model, group.model))
         ]
 
     def _prompt_seconds(self, attempt: Attempt) -> float:

@@ -1,8 +1,7 @@
 """Relay: one request from its first group to its last token.
 
 It sends the request, and turns its group's outputs into events for the client. When the group is lost, it sends the
-request again, with the tokens that were delivered, to a group that computes the same tokens; the client sees one
-stream without a break.
+request again, with the tokens that were delivered, to a compatible group; the client sees one stream without a break.
 """
 
 import asyncio
