@@ -28,8 +28,9 @@ CONCURRENCY = 8
 
 
 class RankActor:
-    """`incarnation`: how many times this group was started before. `ranks_on_host`: ranks of all groups on this host.
-    `loopback`: whether all ranks of the group are on this host, and connect on 127.0.0.1."""
+    """`incarnation`: earlier starts of the group in which the ranks came to run (see GroupEndpoint). `ranks_on_host`:
+    ranks of all groups on this host. `loopback`: whether all ranks of the group are on this host, and connect on
+    127.0.0.1."""
 
     def __init__(self, config: GroupConfig, rank: int, incarnation: int, *, ranks_on_host: int, loopback: bool) -> None:
         self._config = config
