@@ -16,8 +16,8 @@ class GroupState:
     """One tensor-parallel group.
 
     `state` is "starting", "serving", "draining", "lost" (it will be started again) or "failed" (it has never served and
-    is not started again; see `reason`). `restarts` counts every start after the first. `incarnation` and
-    `previous_crash`: see GroupEndpoint.
+    is not started again; see `reason`). `restarts` counts every start after the first, so it is also the number
+    of the newest start. `incarnation` and `previous_crash`: see GroupEndpoint.
     """
 
     name: str

@@ -30,7 +30,7 @@ from coatcheck.cluster.ray_cluster.actor_handles import RankHandle, RouterHandle
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole, sign_certificates
 from coatcheck.cluster.ray_cluster.placement_plan import Node, PlacementPlan
 from coatcheck.cluster.ray_cluster.ray_connection import NAMESPACE
-from coatcheck.cluster.ray_cluster.ray_kv import read_number, start_number
+from coatcheck.cluster.ray_cluster.ray_kv import read_number, start_number_key
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.actor import RouterActor
 from coatcheck.router.config import RouterConfig
@@ -87,7 +87,7 @@ def start_router(config: RouterConfig, resource: str | None = None, node: str | 
 def start_rank(
     config: GroupConfig,
     rank: int,
-    start: int,
+    start_number: int,
     incarnation: int,
     placement_group: PlacementGroup,
     *,
@@ -96,12 +96,12 @@ def start_rank(
 ) -> RankHandle:
     """Start one rank of a group in its bundle of `placement_group`. Rank 0 also schedules and serves gRPC.
 
-    Ray does not restart a rank alone: the ranks of a group end and start together. `start` is the number in the actor's
-    name; `incarnation`, `ranks_on_host` and `loopback`: see RankActor.
+    Ray does not restart a rank alone: the ranks of a group end and start together. `start_number` is part of the
+    actor's name; `incarnation`, `ranks_on_host` and `loopback`: see RankActor.
     """
     bundle = placement_group.bundle_specs[rank]
     options = ray.remote(RankActor).options(
-        name=_rank_name(config.name, start, rank),
+        name=_rank_name(config.name, start_number, rank),
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=bundle.get("CPU", 0),
@@ -129,12 +129,12 @@ def find_router(name: str) -> RouterHandle | None:
 
 
 def find_ranks(group: str, tp: int) -> tuple[int | None, list[RankHandle]]:
-    """The number of the group's newest start (None if it was never started), and its ranks that still run, in order."""
-    newest = read_number(start_number(group))
-    if newest is None:
+    """The start number of the group's newest start (None if there was none), and its ranks that still run, in order."""
+    start_number = read_number(start_number_key(group))
+    if start_number is None:
         return None, []
-    found = [_find_actor(_rank_name(group, newest, rank)) for rank in range(tp)]
-    return newest, [cast(RankHandle, actor) for actor in found if actor is not None]
+    found = [_find_actor(_rank_name(group, start_number, rank)) for rank in range(tp)]
+    return start_number, [cast(RankHandle, actor) for actor in found if actor is not None]
 
 
 def reserve_placement_group(group: str, bundle: Mapping[str, float], strategy: str, tp: int) -> PlacementGroup:
@@ -183,10 +183,10 @@ def request_nodes(bundle: Mapping[str, float], ranks: int) -> None:
     request_resources(bundles=[dict(bundle)] * ranks)
 
 
-def _rank_name(group: str, start: int, rank: int) -> str:
+def _rank_name(group: str, start_number: int, rank: int) -> str:
     """The actor name of a rank. Each start has its own names, because Ray frees a dead actor's name only after a
     while."""
-    return f"{group}.{start}.rank-{rank}"
+    return f"{group}.{start_number}.rank-{rank}"
 
 
 def _find_actor(name: str) -> Any:

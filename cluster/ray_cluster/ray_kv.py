@@ -1,7 +1,7 @@
 """Numbers that a restarted supervisor reads from Ray's key-value store.
 
 They are the number of groups that the last `coatcheck scale` asked for (`GROUP_COUNT`), and the number of each group's
-newest start (`start_number(group)`).
+newest start (`start_number_key(group)`).
 """
 
 from typing import Final
@@ -11,8 +11,8 @@ from ray.experimental import internal_kv
 GROUP_COUNT: Final = "coatcheck/groups"
 
 
-def start_number(group: str) -> str:
-    """The key of a group's newest start."""
+def start_number_key(group: str) -> str:
+    """The key of the number of a group's newest start."""
     return f"coatcheck/{group}/start"
 
 

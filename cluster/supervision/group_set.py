@@ -125,7 +125,7 @@ class GroupSet:
         for placement_group in self._placement_groups.values():
             ray.util.remove_placement_group(placement_group)
         for name in {*self._placement_groups, *self._removed}:
-            ray_kv.delete_number(ray_kv.start_number(name))
+            ray_kv.delete_number(ray_kv.start_number_key(name))
         ray_kv.delete_number(ray_kv.GROUP_COUNT)
 
     def _configured_size(self) -> int:

@@ -61,18 +61,23 @@ class GroupSupervisor:
 
     async def adopt_group(self) -> None:
         """Take over the ranks that a former supervisor has started, if all of them serve; else kill them."""
-        number, ranks = await self._ranks.adopt_ranks()
-        if number is None:
+        start_number, ranks = await self._ranks.adopt_ranks()
+        if start_number is None:
             return
         if ranks:
             # No process remembers the incarnation, so the start number replaces it. If the ranks of an earlier start
             # never ran, the real incarnation is smaller, and the crash records of these ranks will not be found.
             self.state = replace(
-                self.state, state="serving", address=ranks[0].address, ranks=ranks, restarts=number, incarnation=number
+                self.state,
+                state="serving",
+                address=ranks[0].address,
+                ranks=ranks,
+                restarts=start_number,
+                incarnation=start_number,
             )
             _log.info("%s is adopted", self.state.name)
         else:
-            self.state = replace(self.state, restarts=number + 1, incarnation=number + 1)
+            self.state = replace(self.state, restarts=start_number + 1, incarnation=start_number + 1)
 
     async def supervise_group(self) -> None:
         """Keep the group running until cancelled. Returns only if a group that has never served cannot start."""

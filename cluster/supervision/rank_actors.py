@@ -80,9 +80,9 @@ class RankActors:
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
         """Find the ranks that a former supervisor has started. If all of them serve, take them over; else kill them.
 
-        Returns the number of their start (None if there was none), and the progress of each rank that was taken over.
+        Returns their start number (None if there was no start), and the progress of each rank that was taken over.
         """
-        number, self._actors = launch.find_ranks(self.group, self.tp)
+        start_number, self._actors = launch.find_ranks(self.group, self.tp)
         self._have_served = True
         if len(self._actors) == self.tp:
             with suppress(RankEnded):
@@ -90,9 +90,9 @@ class RankActors:
                 progress = await self.read_progress()
                 if _all_serve(progress):
                     self._exits = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
-                    return number, progress
+                    return start_number, progress
         self.kill_ranks()
-        return number, ()
+        return start_number, ()
 
     async def find_nodes(self) -> bool:
         """Whether Ray holds a bundle for each rank. A lost node's bundles come back once another node has room."""
@@ -101,16 +101,16 @@ class RankActors:
             self._hosts.set_hosts(self.group, nodes)
         return bool(nodes)
 
-    async def start_ranks(self, number: int, incarnation: int) -> None:
-        """Start the actors, named after start `number`. They load nothing until `run_ranks`. Raises RankEnded."""
-        ray_kv.write_number(ray_kv.start_number(self.group), number)
+    async def start_ranks(self, start_number: int, incarnation: int) -> None:
+        """Start the actors, named after `start_number`. They load nothing until `run_ranks`. Raises RankEnded."""
+        ray_kv.write_number(ray_kv.start_number_key(self.group), start_number)
         self._have_served = False
         try:
             for rank in range(self.tp):
                 actor = launch.start_rank(
                     self._config,
                     rank,
-                    number,
+                    start_number,
                     incarnation,
                     self._placement_group,
                     ranks_on_host=self._hosts.max_ranks_per_host(self.group),

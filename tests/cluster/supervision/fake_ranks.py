@@ -15,8 +15,8 @@ SERVING = RankProgress(Phase.SERVING, address="127.0.0.1:1")
 
 
 class FakeRanks:
-    """`adopted` is what `adopt_ranks` returns. After the script every start serves. `starts` has each one's number and
-    incarnation."""
+    """`adopted` is what `adopt_ranks` returns. After the script every start serves. `starts` has the start number
+    and the incarnation of each."""
 
     tp = 2
 
@@ -48,8 +48,8 @@ class FakeRanks:
     async def find_nodes(self) -> bool:
         return True
 
-    async def start_ranks(self, number: int, incarnation: int) -> None:
-        self.starts.append((number, incarnation))
+    async def start_ranks(self, start_number: int, incarnation: int) -> None:
+        self.starts.append((start_number, incarnation))
         self._kind = self._script.pop(0) if self._script else "serves"
         self._end = asyncio.get_running_loop().create_future()
         if self._kind == "ends early":

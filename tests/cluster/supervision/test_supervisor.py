@@ -52,7 +52,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
         return cluster.router
 
     def make_ranks(config: GroupConfig, placement_group: object, hosts: object, loopback: bool) -> FakeRanks:
-        cluster.numbers[ray_kv.start_number(config.name)] = 0  # as the first start writes it
+        cluster.numbers[ray_kv.start_number_key(config.name)] = 0  # as the first start writes it
         return cluster.ranks.setdefault(config.name, FakeRanks(group=config.name))
 
     def reserve(name: str, bundle: object, strategy: str, tp: int) -> SimpleNamespace:
@@ -113,7 +113,7 @@ async def test_a_cluster_is_scaled(cluster: Cluster) -> None:
     assert await cluster.states() == {"group-0": "serving"} and cluster.placed == {"group-0"}
     assert cluster.numbers[ray_kv.GROUP_COUNT] == 1 and not cluster.ranks["group-2"].is_running
     # If group-2 is added again, its ranks must not get the names of the former ranks.
-    assert ray_kv.start_number("group-2") in cluster.numbers
+    assert ray_kv.start_number_key("group-2") in cluster.numbers
     with pytest.raises(InvalidConfig, match="groups is 0; it must be at least 1"):
         await actor.scale_groups(0, 1.0)
     with pytest.raises(InsufficientResources, match="2 missing"):
