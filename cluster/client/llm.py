@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coatcheck.cluster.client.request_builder import Conversation, Prompt, SamplingOptions, build_request
 from coatcheck.cluster.client.results import GenerationResult
-from coatcheck.cluster.config.member_config import group_config
+from coatcheck.cluster.config.derived_config import group_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.kernels.compile_watch import CompileWatch
 from coatcheck.proto.errors import InvalidConfig, InvalidRequest

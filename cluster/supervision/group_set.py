@@ -11,7 +11,7 @@ from contextlib import suppress
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from coatcheck.cluster.config.member_config import group_config
+from coatcheck.cluster.config.derived_config import group_config
 from coatcheck.cluster.config.serve_config import ServeConfig, group_names
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster import launch, ray_kv

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from coatcheck.cluster.config.member_config import router_config
+from coatcheck.cluster.config.derived_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState

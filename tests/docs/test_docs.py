@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cluster.config.member_config import group_config, router_config
+from coatcheck.cluster.config.derived_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import default_in_words, flag_name
 from tests.helm.exercised_page import exercised_page

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from coatcheck.cluster.config.derived_config import group_config, router_config
 from coatcheck.cluster.config.exposure import (
     check_credentials,
     describe_exposure,
     is_loopback,
     needs_cluster_certificates,
 )
-from coatcheck.cluster.config.member_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_ca import sign_certificates
 from coatcheck.proto.errors import InvalidConfig

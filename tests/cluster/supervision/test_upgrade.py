@@ -24,7 +24,7 @@ _EVOLUTION = (
         '    made_up: int = setting("Model", "", 7)\n\\g<0>',
     ),
     ("workers/core/group_config.py", r"(?m)^    deterministic: ", "    made_up: int = 7\n\\g<0>"),
-    ("cluster/config/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
+    ("cluster/config/derived_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
     ("workers/driver.py", r"(tp=spec\.tp),", r"\1 + config.made_up - 7,"),
 )
 
