@@ -203,8 +203,8 @@ class _Answer:
         """Add an output of the engine. Return the choices that a stop string has ended, for the engine to abort."""
         message = wire.SequenceOutput()
         write_output(message, output, 0, 0)
-        if message.HasField("cached"):
-            self._builder.record_cached(message.cached)
+        if message.HasField("first_output"):
+            self._builder.record_first_output(message.first_output)
         ended: list[int] = []
         for event in self._builder.add_outputs([message], ended.append):
             self._record(event)

@@ -134,7 +134,7 @@ class StepBatch(_message.Message):
     def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("id", "attempt", "choice", "token_ids", "logprobs", "finish_reason", "stop_token_id", "cached", "prompt_logprobs")
+    __slots__ = ("id", "attempt", "choice", "token_ids", "logprobs", "finish_reason", "stop_token_id", "first_output", "prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -142,7 +142,7 @@ class SequenceOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    CACHED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: int
     attempt: int
@@ -151,11 +151,11 @@ class SequenceOutput(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_coatcheck_pb2.TokenLogprob]
     finish_reason: _coatcheck_pb2.FinishReason
     stop_token_id: int
-    cached: Cached
+    first_output: FirstOutput
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_coatcheck_pb2.TokenLogprob]
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_coatcheck_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., cached: _Optional[_Union[Cached, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_coatcheck_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., first_output: _Optional[_Union[FirstOutput, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
-class Cached(_message.Message):
+class FirstOutput(_message.Message):
     __slots__ = ("device_tokens", "host_tokens", "queued_seconds", "prefill_seconds")
     DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]

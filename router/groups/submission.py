@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
-from coatcheck.proto.stubs.worker_pb2 import Cached, SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import FirstOutput, SequenceOutput
 from coatcheck.router.groups.group_failures import GroupLost
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
@@ -78,15 +78,15 @@ class Submission:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def record_cached(self, cached: Cached) -> None:
-        """Records the cached prompt tokens that the group has found; only the first choice's report counts. If the
-        group diverges from the index for long, a snapshot of its blocks is requested."""
+    def record_first_output(self, first_output: FirstOutput) -> None:
+        """Records that the group has computed the prompt, and the cached tokens that it found; only the first choice's
+        report counts. If the group diverges from the index for long, a snapshot of its blocks is requested."""
         self._load.record_first_output(self._load_number)
         self._connection.on_room()
         if not self._is_pending:
             return
         self._remove_pending()
-        predicted, found = self.decision.chosen.cached_tokens, cached.device_tokens + cached.host_tokens
+        predicted, found = self.decision.chosen.cached_tokens, first_output.device_tokens + first_output.host_tokens
         if self._connection.index.hit_prediction.record(self.group, predicted, found):
             self._connection.request_snapshot("its cached tokens differ from those that its events predict")
 

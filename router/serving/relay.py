@@ -174,10 +174,10 @@ class Relay:
 
     def _make_events(self, outputs: Sequence[SequenceOutput], submission: Submission) -> list[GenerateEvent]:
         for output in outputs:
-            if output.HasField("cached"):
-                submission.record_cached(output.cached)
-                self._lifecycle.record_cached(output.cached)
-                self._response.record_cached(output.cached)
+            if output.HasField("first_output"):
+                submission.record_first_output(output.first_output)
+                self._lifecycle.record_first_output(output.first_output)
+                self._response.record_first_output(output.first_output)
         events = self._response.add_outputs(outputs, submission.abort_choice)
         if events:
             self._has_answered = True

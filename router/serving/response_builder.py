@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from coatcheck.proto.stubs.coatcheck_pb2 import ChoiceEnd, Delta, GenerateEvent, PromptLogprobs, Usage
-from coatcheck.proto.stubs.worker_pb2 import Cached, SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import FirstOutput, SequenceOutput
 from coatcheck.router.groups.request import Request
 from coatcheck.router.serving.choice import Choice
 from coatcheck.router.text.detokenizer import Detokenizer
@@ -21,7 +21,7 @@ class ResponseBuilder:
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self._request = request
         self._choices: list[Choice] = []
-        self._has_cached = False  # whether the first group has reported its cached tokens
+        self._has_first_output = False  # whether any group has sent its first output
         # Numbers of prompt log-probabilities: those that the client has, and those that the present group has sent.
         # Each group sends all of them.
         self._delivered_logprobs = self._group_logprobs = 0
@@ -69,12 +69,12 @@ class ResponseBuilder:
         """Expects outputs of another group from now on."""
         self._group_logprobs = 0
 
-    def record_cached(self, cached: Cached) -> None:
-        """Records the cached prompt tokens that a group has reported. Only the first group's report counts."""
-        if not self._has_cached:
-            self._has_cached = True
-            self._usage.cached_device_tokens = cached.device_tokens
-            self._usage.cached_host_tokens = cached.host_tokens
+    def record_first_output(self, first_output: FirstOutput) -> None:
+        """Records the cached prompt tokens of a group's first output. Only the first group's count."""
+        if not self._has_first_output:
+            self._has_first_output = True
+            self._usage.cached_device_tokens = first_output.device_tokens
+            self._usage.cached_host_tokens = first_output.host_tokens
 
     def add_outputs(self, outputs: Sequence[SequenceOutput], abort: Callable[[int], None]) -> list[GenerateEvent]:
         """The events for outputs that were read together: one delta for each choice. `abort` is called with each choice

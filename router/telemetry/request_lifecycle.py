@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from coatcheck.proto.errors import status_name
 from coatcheck.proto.stubs.coatcheck_pb2 import Usage
-from coatcheck.proto.stubs.worker_pb2 import Cached
+from coatcheck.proto.stubs.worker_pb2 import FirstOutput
 from coatcheck.proto.tracing import NO_TRACE_CONTEXT, Tracing, Value
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
@@ -87,11 +87,11 @@ class RequestLifecycle:
             )
             self._spans.start_part("group.submit", "CLIENT", group=decision.group, attempt=attempt)
 
-    def record_cached(self, cached: Cached) -> None:
-        """The first group has computed the prompt; `cached` says how long the request had waited there."""
+    def record_first_output(self, first_output: FirstOutput) -> None:
+        """The first group has computed the prompt; `first_output` says how long the request had waited there."""
         if not self._is_queue_recorded:
             self._is_queue_recorded = True
-            self._metrics.queue.record(self._sent - self._arrived + cached.queued_seconds)
+            self._metrics.queue.record(self._sent - self._arrived + first_output.queued_seconds)
 
     def record_delta(self, choice: int) -> None:
         """A delta of the choice is sent to the client."""

@@ -24,8 +24,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
-    Cached,
     FailureNotice,
+    FirstOutput,
     FromGroup,
     KvEvent,
     KvEvents,
@@ -278,7 +278,7 @@ class FakeGroup(WorkerServicer):
                 output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1, top=tops))
             if first:
                 first = False
-                output.cached.CopyFrom(Cached(device_tokens=self._found(submit)))
+                output.first_output.CopyFrom(FirstOutput(device_tokens=self._found(submit)))
                 output.prompt_logprobs.extend(scored)
             if token in ends:
                 output.finish_reason, output.stop_token_id = FINISH_REASON_STOP, token

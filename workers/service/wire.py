@@ -49,10 +49,10 @@ def write_output(
     if output.stop_token_id is not None:
         message.stop_token_id = output.stop_token_id
     if output.cached_device_tokens >= 0:
-        message.cached.device_tokens = output.cached_device_tokens
-        message.cached.host_tokens = max(output.cached_host_tokens, 0)
-        message.cached.queued_seconds = output.queued_seconds
-        message.cached.prefill_seconds = output.prefill_seconds
+        message.first_output.device_tokens = output.cached_device_tokens
+        message.first_output.host_tokens = max(output.cached_host_tokens, 0)
+        message.first_output.queued_seconds = output.queued_seconds
+        message.first_output.prefill_seconds = output.prefill_seconds
 
 
 def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:

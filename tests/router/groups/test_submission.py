@@ -4,7 +4,7 @@ import pytest
 
 from coatcheck.proto.errors import SlowReader
 from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH
-from coatcheck.proto.stubs.worker_pb2 import Cached, Registration, SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import FirstOutput, Registration, SequenceOutput
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.submission import MAX_UNREAD
@@ -19,8 +19,8 @@ async def test_a_choice_that_ends_twice_is_counted_once() -> None:
     submission.deliver(SequenceOutput(id=1, choice=1, finish_reason=FINISH_REASON_LENGTH))
     seen = connection.load.candidate("g")
     assert (seen.queued_requests, seen.queued_prefill_tokens) == (2, 13)
-    submission.record_cached(Cached())
-    submission.record_cached(Cached())
+    submission.record_first_output(FirstOutput())
+    submission.record_first_output(FirstOutput())
     assert (connection.load.candidate("g").queued_requests, connection.load.candidate("g").streams) == (0, 2)
     submission.close(finished=False)
     submission.close(finished=True)
@@ -34,7 +34,7 @@ async def test_its_prompt_is_pending_until_the_group_has_computed_it() -> None:
     connection = OfflineConnection()
     first, second = connection.open(1), connection.open(2)
     assert len(connection.index.pending) == 3
-    first.record_cached(Cached(device_tokens=4))
+    first.record_first_output(FirstOutput(device_tokens=4))
     assert len(connection.index.pending) == 3, "the second prompt is still pending"
     second.close(finished=False)
     assert len(connection.index.pending) == 0
@@ -78,5 +78,5 @@ async def test_a_group_that_keeps_diverging_is_asked_for_a_snapshot() -> None:
     """Sixteen prompts of which the group finds far more cached tokens than predicted: one snapshot is requested."""
     connection = OfflineConnection()
     for id in range(1, 17):
-        connection.open(id).record_cached(Cached(device_tokens=8))
+        connection.open(id).record_first_output(FirstOutput(device_tokens=8))
     assert connection.snapshots == ["its cached tokens differ from those that its events predict"]

@@ -96,7 +96,7 @@ async def test_tokens_come_back_under_the_submissions_id(group: Group) -> None:
     for (_, choice), parts in outputs.items():
         assert [token for part in parts for token in part.token_ids] == answer([1, 2, 3], 5, choice)
         assert {part.attempt for part in parts} == {2}
-        assert [part.HasField("cached") for part in parts] == [True] + [False] * (len(parts) - 1)
+        assert [part.HasField("first_output") for part in parts] == [True] + [False] * (len(parts) - 1)
         assert parts[-1].finish_reason == public.FINISH_REASON_LENGTH
 
 
@@ -124,7 +124,7 @@ async def test_a_retained_prompt_outlives_a_flood(group: Group) -> None:
             await router.answer()
         await router.submit(99, retained, max_tokens=1)
         ((output,),) = (await router.answer()).values()
-        assert output.cached.device_tokens == 7 * BLOCK
+        assert output.first_output.device_tokens == 7 * BLOCK
 
 
 @pytest.mark.parametrize(
