@@ -40,7 +40,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.host.process_setup import divide_cores
 from coatcheck.workers.rank import choose_device
 from coatcheck.workers.rank_loading import build_engine, load_rank
-from coatcheck.workers.service.wire import write_output
+from coatcheck.workers.service.message_conversion import write_output
 
 _GROUP = "local"
 _COLUMNS = (

@@ -21,15 +21,15 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
-from coatcheck.workers.service.outbox import Outbox
-from coatcheck.workers.service.request_log import LoggedRequest, RequestLog
-from coatcheck.workers.service.wire import (
+from coatcheck.workers.service.message_conversion import (
     event_messages,
     refusal_message,
     request_from_message,
     snapshot_messages,
     write_output,
 )
+from coatcheck.workers.service.outbox import Outbox
+from coatcheck.workers.service.request_log import LoggedRequest, RequestLog
 
 _LAST_WRITE_SECONDS: Final = 1.0
 

@@ -4,7 +4,12 @@ from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams
 from coatcheck.proto.stubs.worker_pb2 import Submit
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
-from coatcheck.workers.service.wire import EVENTS_PER_MESSAGE, event_messages, request_from_message, snapshot_messages
+from coatcheck.workers.service.message_conversion import (
+    EVENTS_PER_MESSAGE,
+    event_messages,
+    request_from_message,
+    snapshot_messages,
+)
 
 
 def test_blocks_count_towards_their_tenant() -> None:
