@@ -14,10 +14,10 @@ from coatcheck.workers.core.request import EngineRequest
 EVENTS_PER_MESSAGE = 6000
 
 
-def request_from_message(submit: wire.Submit, request_id: str) -> EngineRequest:
+def request_from_message(submit: wire.Submit, engine_request_id: str) -> EngineRequest:
     """The engine's form of a submission. Raises InvalidRequest for an invalid sampling parameter or retention."""
     return EngineRequest(
-        request_id=request_id,
+        request_id=engine_request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
         sampling=SamplingParams.from_message(submit.sampling),
         resume={resumed.choice: tuple(resumed.token_ids) for resumed in submit.resume},

@@ -66,25 +66,32 @@ class SessionTable:
         self.next_event = 0  # sequence number of the next KV event; only the engine's thread uses it
         self._log = log
 
-    def open_request(self, request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int) -> None:
-        """Add a submission. Call this before the engine gets the request."""
-        assert request_id not in self.requests, f"{request_id} is open"
+    def open_request(
+        self, engine_request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int
+    ) -> None:
+        """Add a submission. Call this before the engine gets the request.
+
+        `engine_request_id`: see RouterSession._engine_request_id. The log has the client's `submit.request_id`.
+        """
+        assert engine_request_id not in self.requests, f"{engine_request_id} is open"
         trace_context = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
         record = self._log.open_request(submit.request_id, len(submit.prompt_token_ids), trace_context)
-        self.requests[request_id] = OpenRequest(session, submit.id, submit.attempt, record, set(range(num_choices)))
+        self.requests[engine_request_id] = OpenRequest(
+            session, submit.id, submit.attempt, record, set(range(num_choices))
+        )
 
-    def close_request(self, request_id: str, outcome: str) -> OpenRequest | None:
+    def close_request(self, engine_request_id: str, outcome: str) -> OpenRequest | None:
         """Remove a request and log its outcome: "ok", "aborted" or "refused: ...". None if it was closed before."""
-        request = self.requests.pop(request_id, None)
+        request = self.requests.pop(engine_request_id, None)
         if request is not None:
             self._log.close_request(request.record, outcome)
         return request
 
-    def close_choice(self, request_id: str, request: OpenRequest, choice: int) -> None:
+    def close_choice(self, engine_request_id: str, request: OpenRequest, choice: int) -> None:
         """Remove one choice of a request, and the request with its last choice."""
         request.choices.discard(choice)
         if not request.choices:
-            self.close_request(request_id, "ok")
+            self.close_request(engine_request_id, "ok")
 
     def build_messages(self, output: StepOutput) -> list[Outgoing]:
         """The messages of one engine step, in the order of sending: KV events to all sessions, one batch of tokens to
@@ -109,15 +116,15 @@ class SessionTable:
             self._log.record_output(request.record, sequence)
             if sequence.finish_reason is not None:
                 self.close_choice(sequence.request_id, request, sequence.choice)
-        for request_id, error in output.refused:
-            if (request := self.close_request(request_id, f"refused: {error}")) is not None:
+        for engine_request_id, error in output.refused:
+            if (request := self.close_request(engine_request_id, f"refused: {error}")) is not None:
                 messages.append((request.session, refusal_message(request.submit_id, request.attempt, error)))
         return messages
 
     def check(self) -> None:
         """Raises AssertionError unless every open request has an unfinished choice."""
-        for request_id, request in list(self.requests.items()):
-            assert request.choices, f"{request_id} is open without a choice"
+        for engine_request_id, request in list(self.requests.items()):
+            assert request.choices, f"{engine_request_id} is open without a choice"
 
 
 class RouterSession:
@@ -170,7 +177,7 @@ class RouterSession:
                 self._submit_request(message.submit)
             elif kind == "abort":
                 choice = message.abort.choice if message.abort.HasField("choice") else None
-                self._abort_request(self._engine_id(message.abort.id), choice)
+                self._abort_request(self._engine_request_id(message.abort.id), choice)
             elif kind == "snapshot":
                 await self._send_snapshot()
 
@@ -195,39 +202,39 @@ class RouterSession:
         return table.next_event, engine.snapshot_blocks()
 
     def _submit_request(self, submit: wire.Submit) -> None:
-        table, request_id = self._table, self._engine_id(submit.id)
+        table, engine_request_id = self._table, self._engine_request_id(submit.id)
         self._num_received += 1
         count_processed = partial(self._count_processed, self._num_received)
         try:
-            if request_id in table.requests:
+            if engine_request_id in table.requests:
                 raise InvalidRequest(f"id {submit.id} is in use")
-            request = request_from_message(submit, request_id)
+            request = request_from_message(submit, engine_request_id)
             if (count := len(table.requests)) >= table.max_open:
                 raise Overloaded(f"group {table.registration.group} has {count} requests, as many as it holds")
         except CoatcheckError as error:
             self.outbox.put_message(refusal_message(submit.id, submit.attempt, error))
             self._engine.call_between_steps(lambda _: count_processed())  # queued, to keep the order of submissions
             return
-        table.open_request(request_id, self, submit, request.sampling.n)
-        self._engine.submit_request(request, partial(self._refuse_request, request_id), count_processed)
+        table.open_request(engine_request_id, self, submit, request.sampling.n)
+        self._engine.submit_request(request, partial(self._refuse_request, engine_request_id), count_processed)
 
-    def _abort_request(self, request_id: str, choice: int | None) -> None:
-        request = self._table.requests.get(request_id)
+    def _abort_request(self, engine_request_id: str, choice: int | None) -> None:
+        request = self._table.requests.get(engine_request_id)
         if request is None:
             return  # the request has ended
         if choice is not None:
-            self._table.close_choice(request_id, request, choice)
+            self._table.close_choice(engine_request_id, request, choice)
         else:
-            self._table.close_request(request_id, "aborted")
-        self._engine.abort_request(request_id, choice)
+            self._table.close_request(engine_request_id, "aborted")
+        self._engine.abort_request(engine_request_id, choice)
 
     def _count_processed(self, number: int) -> None:
         """Record that later stats include this stream's first `number` submissions. In the engine's thread."""
         self.num_processed = number
 
-    def _refuse_request(self, request_id: str, error: CoatcheckError) -> None:
+    def _refuse_request(self, engine_request_id: str, error: CoatcheckError) -> None:
         """Tell the router that the engine has refused a submission. In the engine's thread."""
-        request = self._table.close_request(request_id, f"refused: {error}")
+        request = self._table.close_request(engine_request_id, f"refused: {error}")
         if request is not None:
             message = refusal_message(request.submit_id, request.attempt, error)
             self._loop.call_soon_threadsafe(self.outbox.put_message, message)
@@ -235,9 +242,9 @@ class RouterSession:
     def _leave_group(self) -> None:
         _log.info("router %r left", self.router)
         self._engine.call_between_steps(lambda _: self._table.sessions.pop(self.number, None))  # queued after any join
-        for request_id in self.open_requests():
-            self._abort_request(request_id, None)
+        for engine_request_id in self.open_requests():
+            self._abort_request(engine_request_id, None)
 
-    def _engine_id(self, submit_id: int) -> str:
+    def _engine_request_id(self, submit_id: int) -> str:
         """The engine's request id. Submission ids are unique only within a session."""
         return f"{self.number}.{submit_id}"
