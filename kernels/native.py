@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 5
+VERSION = 7
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
@@ -45,9 +45,9 @@ _AVX512_SIGNATURES = {
     "attention_bf16_avx512": "p:r",
     "linear_bf16": "pqqppqqpqp:v",
     "linear_f32": "pqqppqqpqp:v",
-    "attention_half": "pppp:r",
-    "layer_run": "ppqpp:r",
-    "mlp_half": "pp:v",
+    "attention_sublayer": "pppp:r",
+    "fused_layers": "ppqpp:r",
+    "mlp_sublayer": "pp:v",
     "pack_bf16": "pqqp:v",
     "pack_f32": "pqqp:v",
 }

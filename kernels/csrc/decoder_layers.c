@@ -1,6 +1,6 @@
-/* A half of a decoder layer, attention or MLP, as one call, and a run of whole layers as one. They call the operations
- * of the other files and keep the rows between them in one scratch buffer, which stays in the cache. The results have
- * the same bits as the separate calls. AVX-512 only, as the packed linears are. */
+/* A sublayer of a decoder layer, attention or MLP, as one call, and consecutive whole layers as one. They call the
+ * operations of the other files and keep the rows between them in one scratch buffer, which stays in the cache. The
+ * results have the same bits as the separate calls. AVX-512 only, as the packed linears are. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #include "attention.h"
 #include "rows.h"
@@ -22,8 +22,8 @@ typedef struct {
     int64_t features, depth;
 } Linear;
 
-/* The input and output of a half, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused in
- * a first layer, where `residual` is null. `out` gets the half's result. */
+/* The input and output of a sublayer, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused
+ * in a first layer, where `residual` is null. `out` gets the sublayer's result. */
 typedef struct {
     const void *x, *residual;
     void *sum, *out, *scratch;
@@ -81,7 +81,7 @@ static void product(const Linear *l, const void *x, int64_t rows, int64_t type, 
                                            scratch);
 }
 
-void mlp_half(const Mlp *m, const Stream *s) {
+void mlp_sublayer(const Mlp *m, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t width = m->gate_up.depth, inner = m->down.depth, size = bytes(m->type);
     void *x = allocate(&scratch, s->tokens * width * size), *wide = allocate(&scratch, s->tokens * 2 * inner * size);
@@ -93,7 +93,7 @@ void mlp_half(const Mlp *m, const Stream *s) {
 }
 
 /* Returns 0, or -1 if attention cannot allocate its list of work items. */
-int attention_half(const Attend *a, const Pool *pool, const Step *step, const Stream *s) {
+int attention_sublayer(const Attend *a, const Pool *pool, const Step *step, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
     const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
@@ -121,7 +121,7 @@ int attention_half(const Attend *a, const Pool *pool, const Step *step, const St
 }
 
 /* A layer without other ranks. `table_index`: which of the step's tables it uses. The `after` norms (null weights in
- * most models) scale what a half adds. */
+ * most models) scale what a sublayer adds. */
 typedef struct {
     Attend attention;
     Scale after_attention;
@@ -137,16 +137,16 @@ static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, i
 }
 
 /* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next one. The residual
- * is added to in place. Returns 0, or -1 as attention_half does. */
-int layer_run(const Layer *layers, const Pool *pools, int64_t count, const Step *steps, const Stream *s) {
+ * is added to in place. Returns 0, or -1 as attention_sublayer does. */
+int fused_layers(const Layer *layers, const Pool *pools, int64_t count, const Step *steps, const Stream *s) {
     Stream now = *s;
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = layers + i;
         const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
-        if (attention_half(&l->attention, pools + i, steps + l->table_index, &now)) return -1;
+        if (attention_sublayer(&l->attention, pools + i, steps + l->table_index, &now)) return -1;
         scale_rows(&l->after_attention, now.out, now.tokens, width, type);
         now.x = now.out, now.residual = now.sum;
-        mlp_half(&l->mlp, &now);
+        mlp_sublayer(&l->mlp, &now);
         scale_rows(&l->after_mlp, now.out, now.tokens, width, type);
     }
     return 0;

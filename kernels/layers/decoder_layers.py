@@ -1,4 +1,4 @@
-"""Pre-norm decoder layers as calls into the C library: half a layer, attention or MLP, or a run of whole layers.
+"""Pre-norm decoder layers as calls into the C library: one sublayer, attention or MLP, or consecutive whole layers.
 
     attention   out = output(attend(rotary(split(qkv(norm(x + residual))))))     keys and values stored on the way
     mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
@@ -40,7 +40,7 @@ _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
 
 
 def is_native(*linears: object, head_dim: int = 16) -> bool:
-    """Whether half a layer with these linears can be one native call."""
+    """Whether a sublayer with these linears can be one native call."""
     native_form = all(isinstance(linear, PackedLinear) and linear.form == "native" for linear in linears)
     return "cpu" not in TRITON_DEVICES and native_form and head_dim % 16 == 0 and head_dim <= 256
 
@@ -66,7 +66,7 @@ class StepTables:
         )  # fmt: skip
 
 
-class AttentionHalf:
+class AttentionSublayer:
     """Norm to output projection. Linears must pass `is_native`."""
 
     def __init__(
@@ -98,7 +98,7 @@ class AttentionHalf:
         )  # fmt: skip
         rows = self.hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
         self.row_bytes = _row_bytes(rows, self.dtype, qkv, output)
-        self._call = _library().attention_half
+        self._call = _library().attention_sublayer
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0]
@@ -109,7 +109,7 @@ class AttentionHalf:
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((tokens, self._out), dtype=self.dtype)
         if self._call(self.packed, pool, step.packed, _stream(x, residual, total, out, self.row_bytes)):
-            raise native.out_of_memory("attention_half")
+            raise native.out_of_memory("attention_sublayer")
         return out, total
 
     def pack_cache(self, cache: KVCache) -> bytes:
@@ -119,7 +119,7 @@ class AttentionHalf:
         return cache.packed
 
 
-class MlpHalf:
+class MlpSublayer:
     """Norm to down projection. Linears must pass `is_native`."""
 
     def __init__(self, norm: RmsNorm, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
@@ -133,7 +133,7 @@ class MlpHalf:
             + _MLP.pack(activation == "gelu_tanh", native.TYPES[self.dtype])
         )  # fmt: skip
         self.row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
-        self._call = _library().mlp_half
+        self._call = _library().mlp_sublayer
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         _check_stream(x, residual, self.hidden, self.dtype)
@@ -144,26 +144,26 @@ class MlpHalf:
 
 
 @dataclass(frozen=True, slots=True)
-class RunLayer:
-    """One layer of a run.
+class FusedLayer:
+    """One layer of FusedLayers.
 
-    `after_attention`, `after_mlp`: norms of what the halves add, in models that have them. `table_index`: which of the
-    step's StepTables the layer uses.
+    `after_attention`, `after_mlp`: norms of what the sublayers add, in models that have them. `table_index`: which of
+    the step's StepTables the layer uses.
     """
 
-    attention: AttentionHalf
-    mlp: MlpHalf
+    attention: AttentionSublayer
+    mlp: MlpSublayer
     after_attention: RmsNorm | None = None
     after_mlp: RmsNorm | None = None
     table_index: int = 0
 
 
-class LayerRun:
+class FusedLayers:
     """Consecutive layers in one native call. For one rank only, because nothing is reduced between them."""
 
-    def __init__(self, layers: Sequence[RunLayer]) -> None:
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self._layers = tuple(layers)  # `_packed` points into them
-        widths = {(half.hidden, half.dtype) for layer in layers for half in (layer.attention, layer.mlp)}
+        widths = {(sublayer.hidden, sublayer.dtype) for layer in layers for sublayer in (layer.attention, layer.mlp)}
         if len(widths) != 1:
             refuse("layers", "one hidden size and dtype", widths)
         self._packed = b"".join(
@@ -171,11 +171,11 @@ class LayerRun:
             + _TABLE_INDEX.pack(layer.table_index)
             for layer in layers
         )  # fmt: skip
-        self._row_bytes = max(half.row_bytes for layer in layers for half in (layer.attention, layer.mlp))
+        self._row_bytes = max(sublayer.row_bytes for layer in layers for sublayer in (layer.attention, layer.mlp))
         self._head_dim = min(layer.attention.head_dim for layer in layers)
         self._caches: Sequence[KVCache] = ()
         self._packed_caches = b""
-        self._call = _library().layer_run
+        self._call = _library().fused_layers
 
     def __call__(
         self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[KVCache]
@@ -196,7 +196,7 @@ class LayerRun:
         out = torch.empty_like(x)
         tables = b"".join(step.packed for step in steps)
         if self._call(self._packed, self._packed_caches, count, tables, _stream(x, None, x, out, self._row_bytes)):
-            raise native.out_of_memory("layer_run")
+            raise native.out_of_memory("fused_layers")
         return out, x
 
 

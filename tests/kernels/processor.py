@@ -6,6 +6,6 @@ import torch
 
 needs_avx512_bf16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
-    reason="linear layers and halves of layers have C kernels only on processors with AVX512-BF16 and without AMX; "
+    reason="linear layers and sublayers have C kernels only on processors with AVX512-BF16 and without AMX; "
     "run these on one, such as AMD's since Zen 4",
 )

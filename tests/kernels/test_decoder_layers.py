@@ -13,7 +13,7 @@ from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.store_kv import store_kv_reference
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.layers.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables
+from coatcheck.kernels.layers.decoder_layers import AttentionSublayer, FusedLayer, FusedLayers, MlpSublayer, StepTables
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
@@ -74,7 +74,7 @@ class Batch:
 @pytest.mark.parametrize("sequences", [[(40, 1)], [(0, 1), (63, 1), (7, 1)], [(16, 37), (5, 1), (0, 64)]])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("kv", [None, torch.float8_e4m3fn, torch.uint8])
-def test_an_attention_half_is_its_operations_in_a_row(
+def test_an_attention_sublayer_is_its_operations_in_a_row(
     dtype: torch.dtype,
     offset: float,
     head_norms: bool,
@@ -91,10 +91,10 @@ def test_an_attention_half_is_its_operations_in_a_row(
     q_norm, k_norm = (norm(DIM, dtype, offset), norm(DIM, dtype, offset)) if head_norms else (None, None)
     x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
 
-    half = AttentionHalf(
+    sublayer = AttentionSublayer(
         before, qkv, output, HEADS, KV_HEADS, DIM, scale=0.2, q_norm=q_norm, k_norm=k_norm, sliding_window=24, softcap=9
     )
-    out, total = half(x, None if first else residual, batch.step(), batch.cache)
+    out, total = sublayer(x, None if first else residual, batch.step(), batch.cache)
 
     h, want_total = (before(x), x) if first else before.add_and_norm(x, residual)
     q, k, v = qkv(h).view(tokens, -1, DIM).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
@@ -109,12 +109,12 @@ def test_an_attention_half_is_its_operations_in_a_row(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
-def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: str, tokens: int) -> None:
+def test_an_mlp_sublayer_is_its_operations_in_a_row(dtype: torch.dtype, activation: str, tokens: int) -> None:
     """The output and the new residual have the same bits as after the separate operations."""
     torch.manual_seed(tokens)
     gate_up, down, before = linear(2 * 200, HIDDEN, dtype, True), linear(HIDDEN, 200, dtype), norm(HIDDEN, dtype)
     x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
-    out, total = MlpHalf(before, gate_up, down, activation)(x, residual)
+    out, total = MlpSublayer(before, gate_up, down, activation)(x, residual)
     h, want_total = before.add_and_norm(x, residual)
     assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
 
@@ -123,30 +123,32 @@ def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: 
 def test_wrong_arguments_are_refused_by_name() -> None:
     """A wrong shape, dtype or stride of any tensor is refused before anything is computed.
 
-    `narrow` was accepted before by a half with its hidden size, 64.
+    `narrow` was accepted before by a sublayer with its hidden size, 64.
     """
     batch = Batch([(4, 1), (9, 1)], torch.float32)
     qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, torch.float32), linear(96, HEADS * DIM, torch.float32)
     before, q_norm = norm(HIDDEN, torch.float32), norm(DIM, torch.float32)
-    half = AttentionHalf(before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0)
+    sublayer = AttentionSublayer(before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0)
     x, step, cache = torch.randn(2, HIDDEN), batch.step(), batch.cache
     narrow = torch.randn(2, 64)
-    MlpHalf(norm(64, torch.float32), linear(96, 64, torch.float32), linear(64, 48, torch.float32), "silu")(narrow, None)
+    MlpSublayer(norm(64, torch.float32), linear(96, 64, torch.float32), linear(64, 48, torch.float32), "silu")(
+        narrow, None
+    )
     refused = [
-        ("x", lambda: half(narrow, None, step, cache)),
-        ("x", lambda: half(x[:, :90], None, step, cache)),
-        ("x", lambda: half(x.bfloat16(), None, step, cache)),
-        ("x", lambda: half(torch.randn(HIDDEN, 2).T, None, step, cache)),
-        ("x", lambda: half(torch.randn(3, HIDDEN), None, step, cache)),
-        ("residual", lambda: half(x, x[:1], step, cache)),
-        ("k_cache", lambda: half(x, None, step, strided_cache(4, KV_HEADS + 1, BLOCK, DIM, torch.int8))),
-        ("k_cache", lambda: half(x, None, step, strided_cache(4, KV_HEADS, BLOCK, DIM + 2, torch.float32))),
+        ("x", lambda: sublayer(narrow, None, step, cache)),
+        ("x", lambda: sublayer(x[:, :90], None, step, cache)),
+        ("x", lambda: sublayer(x.bfloat16(), None, step, cache)),
+        ("x", lambda: sublayer(torch.randn(HIDDEN, 2).T, None, step, cache)),
+        ("x", lambda: sublayer(torch.randn(3, HIDDEN), None, step, cache)),
+        ("residual", lambda: sublayer(x, x[:1], step, cache)),
+        ("k_cache", lambda: sublayer(x, None, step, strided_cache(4, KV_HEADS + 1, BLOCK, DIM, torch.int8))),
+        ("k_cache", lambda: sublayer(x, None, step, strided_cache(4, KV_HEADS, BLOCK, DIM + 2, torch.float32))),
         ("cos", lambda: StepTables(batch.cos[:1], batch.sin, batch.slots, batch.tables, batch.seq_lens, batch.cu)),
         ("slot_mapping", lambda: StepTables(
             batch.cos, batch.sin, batch.slots.int(), batch.tables, batch.seq_lens, batch.cu)),
-        ("gate_up", lambda: MlpHalf(before, qkv, output, "silu")),
-        ("qkv", lambda: AttentionHalf(before, qkv, output, HEADS, 1, DIM, scale=1.0)),
-        ("q_norm", lambda: AttentionHalf(
+        ("gate_up", lambda: MlpSublayer(before, qkv, output, "silu")),
+        ("qkv", lambda: AttentionSublayer(before, qkv, output, HEADS, 1, DIM, scale=1.0)),
+        ("q_norm", lambda: AttentionSublayer(
             before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0, q_norm=q_norm)),
     ]  # fmt: skip
     kept = pool_of(cache).clone()
@@ -160,8 +162,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count: int) -> None:
-    """The first `count` layers of a run, with two kinds of rotary tables, give the bits of their halves run in turn."""
+def test_fused_layers_are_their_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count: int) -> None:
+    """The first `count` of FusedLayers, with two kinds of rotary tables, give the bits of their sublayers in turn."""
     torch.manual_seed(count)
     batches = [Batch([(40, 1), (0, 21), (17, 1)], dtype) for _ in range(3)]
     for batch in batches[1:]:  # one step: layers differ only in their caches and rotary tables
@@ -171,12 +173,12 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
     batches[1].cos, batches[1].sin = batches[1].sin, batches[1].cos
     steps = [batch.step() for batch in batches[:2]]
     layers = [
-        RunLayer(
-            AttentionHalf(
+        FusedLayer(
+            AttentionSublayer(
                 norm(HIDDEN, dtype), linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype),
                 linear(HIDDEN, HEADS * DIM, dtype), HEADS, KV_HEADS, DIM, scale=0.2, sliding_window=30 * table,
             ),
-            MlpHalf(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
+            MlpSublayer(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
             norm(HIDDEN, dtype) if sandwich else None, norm(HIDDEN, dtype) if sandwich else None,
             table_index=table,
         )
@@ -192,7 +194,7 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
         want = want if layer.after_attention is None else layer.after_attention(want)
         want, residual = layer.mlp(want, residual)
         want = want if layer.after_mlp is None else layer.after_mlp(want)
-    out, total = LayerRun(layers)(x, count, steps, ours)
+    out, total = FusedLayers(layers)(x, count, steps, ours)
     assert residual is not None and torch.equal(out, want) and torch.equal(total, residual)
     for our, their in zip(ours, theirs, strict=True):
         assert torch.equal(pool_of(our), pool_of(their))

@@ -1,9 +1,9 @@
 """DecoderLayer: a pre-norm decoder layer in few, large operations, for the architectures of fusion.py.
 
 One linear for Q, K and V, one operation for RoPE and the KV store, one for residual add and norm, one linear for gate
-and up. On CPUs with the native linears each half of a layer is one call into C, and all layers of a rank without peers
-are one call. A step of a model with 12 layers of width 128 took 1.39 ms with one call per operation, 0.70 ms with one
-per half layer, and 0.48 ms with one for all layers (bench/LOG.md, 2026-11-21).
+and up. On CPUs with the native linears each sublayer is one call into C, and all layers of a rank without peers are one
+call. A step of a model with 12 layers of width 128 took 1.39 ms with one call per operation, 0.70 ms with one per
+sublayer, and 0.48 ms with one for all layers (bench/LOG.md, 2026-11-21).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.layers.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
+from coatcheck.kernels.layers.decoder_layers import (
+    AttentionSublayer,
+    FusedLayer,
+    FusedLayers,
+    MlpSublayer,
+    StepTables,
+    is_native,
+)
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionLayer, attend_pool
@@ -68,7 +75,7 @@ class DecoderLayer:
         self.mlp: DenseMlp | SparseMlp = make_mlp(
             layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
         )
-        self.attention_half = self._native_attention()
+        self.attention_sublayer = self._native_attention()
 
     def __call__(
         self,
@@ -83,8 +90,8 @@ class DecoderLayer:
 
         `residual` is None in the first layer.
         """
-        if self.attention_half is not None and rotary.native is not None and logits_indices is None:
-            x, residual = self.attention_half(x, residual, rotary.native, cache)
+        if self.attention_sublayer is not None and rotary.native is not None and logits_indices is None:
+            x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:
             x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.add_and_norm(x, residual)
             x = self.output(self._attend(self.qkv(x), rotary, metadata, cache, logits_indices))
@@ -114,12 +121,12 @@ class DecoderLayer:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
         return attend_pool(q, cache, spec, metadata).flatten(1)
 
-    def _native_attention(self) -> AttentionHalf | None:
-        """The attention half as one call into C; None if the linears or the head size do not allow it."""
+    def _native_attention(self) -> AttentionSublayer | None:
+        """The attention sublayer as one call into C; None if the linears or the head size do not allow it."""
         spec = self.spec
         if not is_native(self.qkv, self.output, head_dim=spec.head_dim):
             return None
-        return AttentionHalf(
+        return AttentionSublayer(
             self.first_norm,
             self.qkv,
             self.output,
@@ -143,11 +150,11 @@ class DenseMlp:
         self.down, self.reduce = pack_row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
         can_run_native = is_native(self.gate_up, self.down)
-        self.native_half = MlpHalf(norm, self.gate_up, self.down, self.activation) if can_run_native else None
+        self.native_sublayer = MlpSublayer(norm, self.gate_up, self.down, self.activation) if can_run_native else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if self.native_half is not None:
-            x, residual = self.native_half(x, residual)
+        if self.native_sublayer is not None:
+            x, residual = self.native_sublayer(x, residual)
         else:
             x, residual = self.norm.add_and_norm(x, residual)
             x = self.down(silu_mul(self.gate_up(x), self.activation))
@@ -167,20 +174,22 @@ class SparseMlp:
         return self.experts(x[None])[0], residual
 
 
-def pack_layer_run(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> LayerRun | None:
+def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> FusedLayers | None:
     """All layers as one call into C; None if a layer is not native, or contains an all-reduce.
 
     `table_indices`: which of the step's rotary tables each layer uses.
     """
-    parts = []
+    fused = []
     for layer, table in zip(layers, table_indices, strict=True):
         mlp = layer.mlp
-        if layer.attention_half is None or not isinstance(mlp, DenseMlp) or mlp.native_half is None:
+        if layer.attention_sublayer is None or not isinstance(mlp, DenseMlp) or mlp.native_sublayer is None:
             return None
         if layer.reduce is not None or mlp.reduce is not None:
             return None
-        parts.append(RunLayer(layer.attention_half, mlp.native_half, layer.attention_norm, layer.mlp_norm, table))
-    return LayerRun(parts)
+        fused.append(
+            FusedLayer(layer.attention_sublayer, mlp.native_sublayer, layer.attention_norm, layer.mlp_norm, table)
+        )
+    return FusedLayers(fused)
 
 
 def read_norm(module: Any, family: Family) -> RmsNorm:

@@ -21,7 +21,7 @@ from coatcheck.workers.model.decoder_layer import (
     Family,
     RotaryTables,
     activation_name,
-    pack_layer_run,
+    pack_fused_layers,
     read_norm,
 )
 
@@ -45,8 +45,8 @@ class FusedBody:
         self.is_dense = all(isinstance(layer.mlp, DenseMlp) for layer in layers)
         self._rope_types = tuple(dict.fromkeys(rope_types))
         self._layers = list(zip(layers, rope_types, strict=True))
-        self._is_native = any(layer.attention_half is not None for layer in layers)
-        self._layer_run = pack_layer_run(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
+        self._is_native = any(layer.attention_sublayer is not None for layer in layers)
+        self._fused_layers = pack_fused_layers(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
 
     def __call__(
         self,
@@ -64,10 +64,10 @@ class FusedBody:
         residual: Tensor | None = None
         last, done = len(self._layers) - 1, 0
         native_tables = [tables.native for tables in rotary.values() if tables.native is not None]
-        if self._layer_run is not None and native_tables and last > 0:
+        if self._fused_layers is not None and native_tables and last > 0:
             # One call into C for all layers, except for a last layer that computes fewer rows.
             done = last if logits_indices is not None else last + 1
-            hidden, residual = self._layer_run(hidden, done, native_tables, kv)
+            hidden, residual = self._fused_layers(hidden, done, native_tables, kv)
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
             rows = logits_indices if index == last else None
