@@ -17,7 +17,7 @@ GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`model` is the directory or hub id of the tokenizer; `served_model_name` is the model's name for clients."""
+    """`model` is the directory or model id of the tokenizer; `served_model_name` is the model's name for clients."""
 
     model: str
     served_model_name: str = ""
@@ -57,7 +57,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, naming the setting, its value and what it may be."""
-        _require(bool(self.model), "model", self.model, "a checkpoint directory or a hub id")
+        _require(bool(self.model), "model", self.model, "a checkpoint directory or a Hugging Face model id")
         _require(bool(self.name), "name", self.name, "a name")
         _require(0 <= self.port < 65536, "port", self.port, "from 0 (any) to 65535")
         _require(0 <= (self.http_port or 0) < 65536, "http_port", self.http_port, "from 0 (any) to 65535, or None")

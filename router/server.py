@@ -197,7 +197,7 @@ class Router:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the tokenizer.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or Hugging Face model id of the tokenizer.")],
     group: Annotated[list[str], typer.Option(help="NAME=HOST:PORT of a group's rank 0; may be repeated.")],
     host: str = "127.0.0.1",
     port: int = 50051,

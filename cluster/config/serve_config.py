@@ -39,10 +39,10 @@ UpToADay = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 class ServeConfig(Settings):
     """`groups` tensor-parallel groups of `tp` ranks each, behind a router."""
 
-    model: NonEmpty = Field(description="A checkpoint directory or a hub id.")
+    model: NonEmpty = Field(description="A checkpoint directory or a Hugging Face model id.")
 
     served_model_name: ModelName | None = setting(
-        "Model", "The model's name for clients.", None, in_words="the directory's name or the hub id"
+        "Model", "The model's name for clients.", None, in_words="the directory's name or the Hugging Face model id"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("Model", "cpu, cuda, or auto: GPUs if there are any.", "auto")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
@@ -206,7 +206,7 @@ class ServeConfig(Settings):
 
     @property
     def model_name(self) -> str:
-        """The model's name in requests: as configured, else the directory's name or the hub id."""
+        """The model's name in requests: as configured, else the directory's name or the Hugging Face model id."""
         if self.served_model_name:
             return self.served_model_name
         path = Path(self.model).expanduser()
@@ -214,7 +214,7 @@ class ServeConfig(Settings):
 
     @property
     def model_source(self) -> str:
-        """The model's absolute path, for processes with other working directories, or its hub id."""
+        """The model's absolute path, for processes with other working directories, or its Hugging Face model id."""
         path = Path(self.model).expanduser()
         return str(path.resolve()) if path.is_dir() else self.model
 
@@ -223,11 +223,13 @@ class ServeConfig(Settings):
         return group_names(self.groups)
 
     def check_model_directory(self) -> None:
-        """Raise InvalidConfig if `model` is a path but not a checkpoint directory. A hub id is not checked."""
+        """Raise InvalidConfig if `model` is a path but not a checkpoint directory. A model id is not checked."""
         path = Path(self.model).expanduser()
         if not path.exists():
             if self._looks_like_a_path(path):
-                raise InvalidConfig(f"model directory {self.model} does not exist; give a directory or a hub id")
+                raise InvalidConfig(
+                    f"model directory {self.model} does not exist; give a directory or a Hugging Face model id"
+                )
             return
         if not path.is_dir():
             raise InvalidConfig(f"model {self.model} is a file; give the directory that holds config.json")
@@ -235,7 +237,7 @@ class ServeConfig(Settings):
             raise InvalidConfig(f"model directory {self.model} has no config.json; is it a transformers checkpoint?")
 
     def _looks_like_a_path(self, path: Path) -> bool:
-        """Whether `model` means a path. OWNER/NAME is a hub id unless OWNER is a local directory."""
+        """Whether `model` means a path. OWNER/NAME is a Hugging Face model id unless OWNER is a local directory."""
         if path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1:
             return True
         return len(path.parts) > 1 and Path(path.parts[0]).is_dir()

@@ -1,4 +1,4 @@
-"""ModelConfig: the config.json of a model directory, a file or a hub id, and its fields under any family's names.
+"""ModelConfig: the config.json of a model directory, a file or a model id, and its fields under any family's names.
 
 This module imports neither torch nor transformers, which take seconds. Therefore a field that config.json omits counts
 as missing, even if transformers' config class has a default.
@@ -12,7 +12,7 @@ from typing import Any, Self
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old hub ids have no owner
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ class ModelConfig:
         elif _HUB_ID.fullmatch(model):
             path, name = _from_hub(model), model
         else:
-            raise InvalidModel(f"there is no {model}; give a model's directory, its config.json, or a hub id")
+            raise InvalidModel(
+                f"there is no {model}; give a model's directory, its config.json, or a Hugging Face model id"
+            )
         return cls.read(path, name)
 
     @classmethod

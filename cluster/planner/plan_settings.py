@@ -36,7 +36,7 @@ def _parse_above_one(written: object, hint: str) -> float:
 class PlanSettings(Settings):
     """Memory and bandwidth are those of one GPU."""
 
-    model: str = Field(min_length=1, description="A model's directory, its config.json, or a hub id.")
+    model: str = Field(min_length=1, description="A model's directory, its config.json, or a Hugging Face model id.")
     tp: int = setting(_PANEL, "Ranks in a group, one GPU each.", 1, ge=1, le=1024)
     gpu_memory: Annotated[float, BeforeValidator(parse_bytes)] = setting(
         _PANEL, "Memory of a GPU that is free when a rank starts.", 80 * 2.0**30, in_words="80GiB"

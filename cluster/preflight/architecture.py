@@ -27,7 +27,7 @@ _ERRORS: Final = {error.__name__: error for error in (InvalidConfig, InvalidMode
 def check_architecture(config: ServeConfig, console: Console) -> None:
     """Raise the error that a rank would raise before it reads weights. Print the model type and the time taken.
 
-    Skipped for a hub id, and if `serve` joins a Ray cluster. A check that crashes refuses nothing: ranks check again.
+    Skipped for a model id, and if `serve` joins a Ray cluster. A check that crashes refuses nothing: ranks check again.
     """
     if config.ray_address is not None or not Path(config.model_source).is_dir():
         return

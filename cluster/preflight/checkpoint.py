@@ -29,7 +29,7 @@ _MIXTURES: Final = ("mixtral", "qwen3_moe")
 def check_checkpoint(config: ServeConfig) -> None:
     """Raise InvalidModel for weights or a tokenizer that are missing, unreadable, or do not fit config.json.
 
-    Skipped for a hub id. Skipped if `serve` joins a Ray cluster: its nodes may have files that this host lacks.
+    Skipped for a model id. Skipped if `serve` joins a Ray cluster: its nodes may have files that this host lacks.
     """
     directory = Path(config.model_source)
     if config.ray_address is not None or not directory.is_dir():

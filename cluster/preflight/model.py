@@ -40,7 +40,7 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 def check_model(config: ServeConfig) -> None:
     """Raise InvalidConfig for settings that do not fit the model.
 
-    Raise InvalidModel for a config.json that cannot be read or that lacks a size. A hub id is looked up only if ranks
+    Raise InvalidModel for a config.json that cannot be read or that lacks a size. A model id is looked up only if ranks
     run on this host: other hosts may reach a hub that this host cannot reach.
     """
     if config.ray_address is not None and not Path(config.model_source).is_dir():
@@ -75,7 +75,7 @@ def check_model(config: ServeConfig) -> None:
 
 
 def _check_generation_config(config: ServeConfig) -> None:
-    """Raise InvalidModel for a generation_config.json that ranks or routers would refuse. Skipped for a hub id."""
+    """Raise InvalidModel for a generation_config.json that ranks or routers would refuse. Skipped for a model id."""
     directory = Path(config.model_source)
     if directory.is_dir():
         end_token_ids(directory)

@@ -34,7 +34,7 @@ _CHARACTERS_PER_TOKEN: Final = 8
 
 def find_files(model: str) -> Path:
     """The folder of a model's tokenizer, chat template and generation_config.json: `model` itself, or the local copy of
-    a hub id. Raises InvalidModel if it is neither."""
+    a Hugging Face model id. Raises InvalidModel if it is neither."""
     return Path(model) if Path(model).is_dir() else _download(model)
 
 
@@ -60,7 +60,7 @@ class TokenizerJson:
 
     @classmethod
     def load(cls, model: str) -> "TokenizerJson":
-        """`model`: a directory or a hub id. Raises InvalidModel, naming the file that is missing or wrong."""
+        """`model`: a directory or a model id. Raises InvalidModel, naming the file that is missing or wrong."""
         directory = find_files(model)
         special, config = (read_json_object(directory / name) or {} for name in _SETTINGS)
         path = directory / "tokenizer.json"

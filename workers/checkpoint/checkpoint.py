@@ -42,7 +42,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path_or_id: str) -> Self:
-        """Open a directory, or download a hub id. Raises InvalidModel if that fails, or if a file is broken."""
+        """Open a directory, or download a model id. Raises InvalidModel if that fails, or if a file is broken."""
         local = Path(path_or_id).expanduser()
         if local.is_dir():
             return cls(local.resolve().name, local)
@@ -50,7 +50,7 @@ class Checkpoint:
             # The directory may exist on the host of `coatcheck serve` and not on the rank's host.
             raise InvalidModel(
                 f"no model directory {path_or_id} on {socket.gethostname()}; every node with ranks needs the directory "
-                "under this path, mounted or copied; or give a hub id"
+                "under this path, mounted or copied; or give a Hugging Face model id"
             )
         return cls(path_or_id, _download(path_or_id))
 

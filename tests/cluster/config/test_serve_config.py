@@ -176,7 +176,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_checked_before_anything_starts(tmp_path: Path) -> None:
-    """A path that plainly is no checkpoint is refused by name; a hub id is left to the loader."""
+    """A path that plainly is no checkpoint is refused by name; a Hugging Face model id is left to the loader."""
     (tmp_path / "file").write_text("")
     for path, message in (("none", "does not exist"), ("file", "is a file"), (".", "no config.json")):
         with pytest.raises(InvalidConfig, match=message):
@@ -185,7 +185,7 @@ def test_a_directory_is_checked_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_mistyped_directory_is_no_hub_id(tmp_path: Path) -> None:
-    """OWNER/NAME is a hub id, unless OWNER is a directory here: then it is a path with a mistake in it."""
+    """OWNER/NAME is a model id, unless OWNER is a directory here: then it is a path with a mistake in it."""
     (tmp_path / "demo").mkdir()
     with chdir(tmp_path):
         with pytest.raises(InvalidConfig, match="model directory demo/modle does not exist"):
@@ -258,7 +258,7 @@ def test_what_the_config_leaves_open_is_the_ranks_affair(tmp_path: Path) -> None
 
 
 def test_the_model_is_named_after_its_directory(tmp_path: Path) -> None:
-    """Requests name the model by its directory, its hub id, or what the operator chose."""
+    """Requests name the model by its directory, its Hugging Face model id, or what the operator chose."""
     assert ServeConfig(model=str(tmp_path)).model_name == tmp_path.name
     assert ServeConfig(model="some/model").model_name == "some/model"
     assert ServeConfig(model="some/model", served_model_name="x").model_name == "x"

@@ -65,7 +65,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content:
 
 
 def test_a_path_that_is_not_mounted_here_is_named() -> None:
-    """An absolute path is not taken for a hub id. The message names the host, because other hosts may have the path."""
+    """An absolute path is not taken for a model id. The message names the host: other hosts may have the path."""
     with pytest.raises(InvalidModel, match=f"no model directory /models/m on {socket.gethostname()}.* mounted or cop"):
         TokenizerJson.load("/models/m")
 

@@ -237,7 +237,7 @@ def test_missing_shard_is_named(sharded: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "no such model"])
 def test_missing_directory_is_refused(path: str) -> None:
-    """A path that is no directory and no hub id is refused without a request to the hub.
+    """A path that is no directory and no model id is refused without a request to the hub.
 
     The message names the host, because the model may be mounted on other hosts.
     """
@@ -249,7 +249,7 @@ def test_missing_directory_is_refused(path: str) -> None:
 def test_hub_id_is_found_in_the_local_cache(
     hub_id: str, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hub id is found in the hub client's cache, also an id without an owner, such as gpt2."""
+    """A model id is found in the hub client's cache, also an id without an owner, such as gpt2."""
     repository = tmp_path / "cache" / f"models--{hub_id.replace('/', '--')}"
     shutil.copytree(copied, repository / "snapshots" / "0123")
     (repository / "refs").mkdir()
