@@ -158,6 +158,23 @@ def test_the_files_to_read_have_what_the_page_names() -> None:
         assert names and names <= defined, path
 
 
+def test_what_the_page_names_exists() -> None:
+    """Every file, `Class` and `Class.name` in the prose of docs/architecture.md is in the sources."""
+    prose = (ROOT / "docs/architecture.md").read_text().split("## Folders")[0]
+    assert [path for path in re.findall(r"`(\w+/[\w/]+\.py)`", prose) if not (ROOT / path).exists()] == []
+    members: dict[str, set[str]] = {}
+    for file in sources(*PACKAGES):
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ClassDef):
+                functions = {
+                    part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+                }
+                fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+                members.setdefault(node.name, set()).update(functions, fields)
+    named = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", prose)
+    assert named and [(a, b) for a, b in named if a not in members or (b and b not in members[a])] == []
+
+
 def test_folders_form_no_circle() -> None:
     """No folder imports itself by way of others."""
     table = table_of_folders()
