@@ -14,7 +14,7 @@ from typing import Final
 
 from coatcheck import __version__
 
-CONTRACT: Final = 0
+CONTRACT: Final = 1
 VERSION: Final = __version__
 
 
