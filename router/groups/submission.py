@@ -103,7 +103,8 @@ class Submission:
             self._connection.send_abort(self.id, choice)
 
     def close(self, *, finished: bool) -> None:
-        """Ends the submission. The group is told to abort, unless it has `finished` or failed the request."""
+        """Ends the submission. Tells the group to abort, unless the request has `finished`, or has failed: was refused,
+        lost its group, or was aborted before as SlowReader."""
         if self._failure is None and not finished:
             self._connection.send_abort(self.id, None)
         self._remove_pending()

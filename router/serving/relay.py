@@ -93,7 +93,7 @@ class Relay:
                 full_since = now if full_since is None else full_since
                 if now - full_since > self._config.move_wait_seconds:
                     raise
-                submission.close(finished=True)
+                submission.close(finished=False)
                 submission = await self._admit(submission)
                 continue
             full_since = None
@@ -159,7 +159,7 @@ class Relay:
 
     async def _fail_over(self, submission: Submission, lost: GroupLost) -> Submission:
         """Sends the request to another group. Raises Poisoned if the request seems to crash groups."""
-        submission.close(finished=True)
+        submission.close(finished=False)
         self._submission = None
         self._lost_groups.add(submission.group)
         self._lifecycle.record_group_lost(submission.group, str(lost))
