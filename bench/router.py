@@ -120,8 +120,8 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
         choose(candidates, prompt, rng)
 
     def sending() -> None:
-        index.add_pending("g0", 0, chain)
-        index.remove_pending("g0", 0)
+        index.add_expected("g0", 0, chain)
+        index.remove_expected("g0", 0)
 
     return {
         "groups": groups,

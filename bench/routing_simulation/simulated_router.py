@@ -85,7 +85,7 @@ class SimulatedRouter:
         for view in self._views:
             view.index.check()
             view.queue.check()
-            assert not len(view.index.pending), "an answered prompt is still expected"
+            assert not len(view.index.expected_blocks), "an answered prompt is still expected"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -134,7 +134,7 @@ class _View:
     def record_first_token(self, job: SimulatedRequest) -> None:
         if (number := self._sent.get(id(job))) is not None:
             self._loads[job.group].record_first_output(number)
-            self.index.remove_pending(job.group, id(job))
+            self.index.remove_expected(job.group, id(job))
 
     def record_end(self, job: SimulatedRequest) -> None:
         if (number := self._sent.pop(id(job), None)) is not None:
@@ -173,7 +173,7 @@ class _View:
         job.group = decision.group
         self._sent_at[job.group].append(now)
         self._sent[id(job)] = self._loads[job.group].add_submission(job.prompt - decision.chosen.cached_tokens)
-        self.index.add_pending(job.group, id(job), _chain(job))
+        self.index.add_expected(job.group, id(job), _chain(job))
         return job, self._groups[job.group]
 
 

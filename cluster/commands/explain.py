@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CALL_SECONDS = 60.0  # the router tokenizes the prompt, which may be long
 # Columns of the table: cost terms in seconds, and numbers of tokens, by their fields in GroupCost.
 _SECONDS: Final = ("queue", "prefill", "restore", "decode", "eviction", "stall", "delay")
-_TOKENS: Final = {"device_tokens": "cached", "host_tokens": "in host", "expected_tokens": "coming"}
+_TOKENS: Final = {"device_tokens": "cached", "host_tokens": "in host", "expected_tokens": "expected"}
 
 
 @with_credentials

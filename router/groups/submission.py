@@ -5,7 +5,7 @@ reader gets a few large deltas and not a queue of small ones. A reader that fall
 submission ends with the group's stream; the request is then sent to another group as a new submission.
 
 While it is open, a submission is counted in two structures of the router: its tokens and choices in the group's
-GroupLoad, and its prompt's blocks in the prefix index, as pending.
+GroupLoad, and its prompt's blocks in the prefix index, as expected.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class Submission:
         self._load = connection.load
         self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
-        self._is_pending = True  # the index counts the prompt's blocks as pending
-        connection.index.add_pending(self.group, self, request.block_hashes(self.model))
+        self._has_expected_blocks = True  # the index counts the prompt's blocks as expected
+        connection.index.add_expected(self.group, self, request.block_hashes(self.model))
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -83,9 +83,9 @@ class Submission:
         report counts. If the group diverges from the index for long, a snapshot of its blocks is requested."""
         self._load.record_first_output(self._load_number)
         self._connection.on_room()
-        if not self._is_pending:
+        if not self._has_expected_blocks:
             return
-        self._remove_pending()
+        self._remove_expected()
         predicted, found = self.decision.chosen.cached_tokens, first_output.device_tokens + first_output.host_tokens
         if self._connection.index.hit_prediction.record(self.group, predicted, found):
             self._connection.request_snapshot("its cached tokens differ from those that its events predict")
@@ -107,7 +107,7 @@ class Submission:
         lost its group, or was aborted before as SlowReader."""
         if self._failure is None and not finished:
             self._connection.send_abort(self.id, None)
-        self._remove_pending()
+        self._remove_expected()
         if self._open_choices:
             self._load.end_choices(self._load_number, self._open_choices.bit_count())
             self._open_choices = 0
@@ -147,7 +147,7 @@ class Submission:
             self._open_choices &= ~(1 << choice)
             self._load.end_choices(self._load_number)
 
-    def _remove_pending(self) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            self._connection.index.remove_pending(self.group, self)
+    def _remove_expected(self) -> None:
+        if self._has_expected_blocks:
+            self._has_expected_blocks = False
+            self._connection.index.remove_expected(self.group, self)

@@ -16,8 +16,8 @@ from enum import Enum
 
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
+from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.hit_prediction import HitPrediction
-from coatcheck.router.routing.pending_prefixes import PendingPrefixes
 from coatcheck.router.routing.prefix_match import PrefixMatch, match_chain
 
 
@@ -53,7 +53,7 @@ class PrefixIndex:
         self._names: dict[int, str] = {}
         self._live = 0  # the bits of all groups
         self._locations = BlockLocations(self.problems)
-        self.pending = PendingPrefixes()
+        self.expected_blocks = ExpectedBlocks()
 
     @property
     def entries(self) -> int:
@@ -80,7 +80,7 @@ class PrefixIndex:
         if member is None:
             return
         self._locations.remove_group(member.bit)
-        self.pending.remove_group(member.bit)
+        self.expected_blocks.remove_group(member.bit)
         self._live &= ~member.bit
         del self._names[member.bit]
 
@@ -123,23 +123,23 @@ class PrefixIndex:
             member.next_sequence = chunk.sequence
         return EventOutcome.APPLIED
 
-    def add_pending(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
+    def add_expected(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
-        `remove_pending`, or until the group leaves. `key` identifies the prompt and is never used twice."""
+        `remove_expected`, or until the group leaves. `key` identifies the prompt and is never used twice."""
         if (member := self._groups.get(group)) is not None:
-            self.pending.add(member.bit, key, chain)
+            self.expected_blocks.add(member.bit, key, chain)
 
-    def remove_pending(self, group: str, key: Hashable) -> None:
+    def remove_expected(self, group: str, key: Hashable) -> None:
         """Removes a prompt that the group has computed, or never will. Changes nothing if the prompt was removed
         before, or if the group has left since, even if the group has registered again."""
         if (member := self._groups.get(group)) is not None:
-            self.pending.remove(member.bit, key)
+            self.expected_blocks.remove(member.bit, key)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each group the blocks that it holds or is expected to hold, from the start of `chain` without a gap.
         Groups without the first block are left out."""
         on_device, on_host = self._locations.where
-        matches = match_chain(chain, self._live, on_device, on_host, self.pending.where)
+        matches = match_chain(chain, self._live, on_device, on_host, self.expected_blocks.where)
         return {self._names[bit]: match for bit, match in matches}
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class PrefixIndex:
         assert self._live == sum(member.bit for member in self._groups.values()), "each group has a bit of its own"
         assert self._names == {member.bit: name for name, member in self._groups.items()}
         self._locations.check()
-        self.pending.check()
+        self.expected_blocks.check()
 
     def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
         self.events += len(events)

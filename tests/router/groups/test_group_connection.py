@@ -208,7 +208,7 @@ async def test_a_group_that_sends_an_impossible_choice_is_ejected(start_router: 
 
 async def test_closing_submissions_of_a_broken_stream_keeps_those_of_the_next(start_router: StartRouter) -> None:
     """The stream to a group breaks and attaches again to the same process before the clients read that their
-    submissions have failed. When these clients disconnect, nothing fails, and the pending blocks of the new stream's
+    submissions have failed. When these clients disconnect, nothing fails, and the expected blocks of the new stream's
     submissions stay."""
     group = FakeGroup(hold_after=0)
     message = GenerateRequest(token_ids=TokenIds(ids=range(2, 15)), sampling=SamplingParams(max_tokens=2, seed=1))
@@ -217,18 +217,18 @@ async def test_closing_submissions_of_a_broken_stream_keeps_those_of_the_next(st
     old = [generation.generate_stream(message) for _ in range(2)]
     for stream in old:
         assert (await anext(stream)).HasField("started")
-    expected = len(index.pending)
+    expected = len(index.expected_blocks)
     assert expected
     group.hang_up()
     async with asyncio.timeout(10):
         await router.wait_for_groups(0)
-        assert len(index.pending) == 0
+        assert len(index.expected_blocks) == 0
         await router.wait_for_groups(1)
     await old[0].aclose()  # nothing is expected yet
     new = generation.generate_stream(message)
     assert (await anext(new)).HasField("started")
     await old[1].aclose()
-    assert len(index.pending) == expected
+    assert len(index.expected_blocks) == expected
     await new.aclose()
-    assert len(index.pending) == 0
+    assert len(index.expected_blocks) == 0
     index.check()

@@ -29,15 +29,15 @@ async def test_a_choice_that_ends_twice_is_counted_once() -> None:
     connection.load.check()
 
 
-async def test_its_prompt_is_pending_until_the_group_has_computed_it() -> None:
+async def test_its_prompt_is_expected_until_the_group_has_computed_it() -> None:
     """The prompt's whole blocks match as expected until the first output, or until the submission is closed."""
     connection = OfflineConnection()
     first, second = connection.open(1), connection.open(2)
-    assert len(connection.index.pending) == 3
+    assert len(connection.index.expected_blocks) == 3
     first.record_first_output(FirstOutput(device_tokens=4))
-    assert len(connection.index.pending) == 3, "the second prompt is still pending"
+    assert len(connection.index.expected_blocks) == 3, "the second prompt is not computed yet"
     second.close(finished=False)
-    assert len(connection.index.pending) == 0
+    assert len(connection.index.expected_blocks) == 0
     assert connection.index.hit_prediction.audits["g"].prompts == 1
 
 
@@ -49,11 +49,11 @@ async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() ->
     connection.load = GroupLoad(Registration(model=MODEL))
     connection.submissions.fail_all(GroupFailure("gone", FailureCause.UNKNOWN))
     new = connection.open(2)
-    before = connection.load.candidate("g"), len(connection.index.pending)
+    before = connection.load.candidate("g"), len(connection.index.expected_blocks)
     with pytest.raises(GroupLost):
         await anext(old)
     old.close(finished=True)
-    assert (connection.load.candidate("g"), len(connection.index.pending)) == before
+    assert (connection.load.candidate("g"), len(connection.index.expected_blocks)) == before
     assert connection.submissions.get(2) is new and not connection.aborts
     connection.load.check()
     connection.index.check()

@@ -69,7 +69,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
     @rule(group=NAMES)
     def attach_again(self, group: str) -> None:
-        """A new stream to the same process: the epoch stays, and pending prompts are lost."""
+        """A new stream to the same process: the epoch stays, and expected blocks are lost."""
         if group in self.epochs:
             self.held[group] = None
             self.index.add_group(group, str(self.epochs[group]))
@@ -89,22 +89,22 @@ class IndexAgainstSets(RuleBasedStateMachine):
     @rule(group=NAMES, blocks=st.integers(0, len(CHAIN)))
     def send_prompt(self, group: str, blocks: int) -> None:
         self.count += 1
-        self.index.add_pending(group, self.count, CHAIN[:blocks])
+        self.index.add_expected(group, self.count, CHAIN[:blocks])
         if group in self.epochs:
             self.sent.append((self.count, group, blocks))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
-    def remove_pending(self, data: st.DataObject) -> None:
+    def remove_expected(self, data: st.DataObject) -> None:
         key, group, blocks = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
-        self.index.remove_pending(group, key)
+        self.index.remove_expected(group, key)
         self.removed.append((key, group, blocks))
 
     @precondition(lambda self: self.removed)
     @rule(data=st.data())
-    def remove_pending_too_late(self, data: st.DataObject) -> None:
+    def remove_expected_too_late(self, data: st.DataObject) -> None:
         key, group, _ = data.draw(st.sampled_from(self.removed))
-        self.index.remove_pending(group, key)
+        self.index.remove_expected(group, key)
 
     @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
     def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
@@ -241,31 +241,31 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     assert index.matched_blocks(CHAIN) == {} and index.problems == {EventProblem.MALFORMED: 1}
 
 
-def test_a_sent_prompt_is_expected_while_it_is_pending() -> None:
+def test_a_sent_prompt_is_expected_until_it_is_removed() -> None:
     """Blocks of a sent prompt match as expected until events report them, or until the prompt is removed."""
     index = following("a")
-    index.add_pending("a", 1, CHAIN[:3])
+    index.add_expected("a", 1, CHAIN[:3])
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 3)}
     index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(1)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 1)}
-    index.remove_pending("a", 1)
+    index.remove_expected("a", 1)
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
-    assert len(index.pending) == 0
+    assert len(index.expected_blocks) == 0
 
 
-def test_a_pending_prompt_ends_with_its_incarnation() -> None:
+def test_an_expected_prompt_ends_with_its_incarnation() -> None:
     """A prompt that was sent to an earlier incarnation is not expected of the next one, and removing it then changes
     nothing."""
     index = following("a")
-    index.add_pending("a", 1, CHAIN)
+    index.add_expected("a", 1, CHAIN)
     index.add_group("a", "2")
     assert index.matched_blocks(CHAIN) == {}
-    index.add_pending("a", 2, CHAIN[:1])
-    index.remove_pending("a", 1)
+    index.add_expected("a", 2, CHAIN[:1])
+    index.remove_expected("a", 1)
     index.check()
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 1)}
-    index.add_pending("b", 3, CHAIN)
-    assert len(index.pending) == 1
+    index.add_expected("b", 3, CHAIN)
+    assert len(index.expected_blocks) == 1
 
 
 def test_a_block_without_its_parent_is_counted_and_matches_nothing() -> None:
@@ -318,14 +318,14 @@ def test_removing_after_the_same_process_attached_again_changes_nothing() -> Non
     """A stream that breaks and attaches again keeps the group's epoch: removing a prompt of the old stream changes
     nothing, and a prompt of the new one stays expected."""
     index = following("a")
-    index.add_pending("a", "old", CHAIN[:3])
+    index.add_expected("a", "old", CHAIN[:3])
     index.remove_group("a")
     index.add_group("a", "1")
-    index.remove_pending("a", "old")
-    index.add_pending("a", "new", CHAIN[:2])
-    index.remove_pending("a", "old")
+    index.remove_expected("a", "old")
+    index.add_expected("a", "new", CHAIN[:2])
+    index.remove_expected("a", "old")
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 2)}
-    index.remove_pending("a", "new")
-    index.remove_pending("a", "new")
+    index.remove_expected("a", "new")
+    index.remove_expected("a", "new")
     assert index.matched_blocks(CHAIN) == {}
     index.check()

@@ -37,7 +37,7 @@ async def test_a_dry_run_tells_every_group_s_cost_and_sends_nothing(start_router
     totals = [cost.total_seconds for cost in told.costs]
     assert totals == sorted(totals) and totals[0] < totals[1]
     assert told.costs[1].prefill_seconds == pytest.approx(0.04)  # 40 tokens at 1,000 a second
-    assert not holder.submits and len(router.server.groups.index.pending) == 0
+    assert not holder.submits and len(router.server.groups.index.expected_blocks) == 0
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -81,7 +81,7 @@ async def test_a_sent_prompt_attracts_others_with_its_prefix_at_once(start_route
     (cost,) = [cost for cost in told.costs if cost.group == where]
     assert cost.expected_tokens == 36 and cost.queue_seconds > 0
     first.cancel()
-    while len(router.server.groups.index.pending):
+    while len(router.server.groups.index.expected_blocks):
         await router.admin.Status(StatusRequest())
 
 

@@ -1,4 +1,4 @@
-"""PendingPrefixes: blocks of prompts that this router has sent, and that the groups' events do not contain yet.
+"""ExpectedBlocks: blocks of prompts that this router has sent, and that the groups' events do not contain yet.
 
 A group will have cached these blocks by the time it computes a prompt that is sent now, so requests of one session that
 arrive together go to one group. A group is a bit, as in the prefix index, and bits are reused after a group has left.
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
-class PendingPrefixes:
+class ExpectedBlocks:
     """`where[block]`: the groups, as bits, to which a prompt with that block was sent.
 
     A prompt is identified by `key`, which the caller never uses twice. So removing a prompt of a group that has left
@@ -18,7 +18,7 @@ class PendingPrefixes:
     def __init__(self) -> None:
         self.where: dict[bytes, int] = {}
         self._chains: dict[int, dict[Hashable, Sequence[bytes]]] = {}  # group -> key -> blocks of the prompt
-        self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> pending prompts that contain it
+        self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> number of these prompts that contain it
 
     def __len__(self) -> int:
         """Number of (group, block) pairs."""

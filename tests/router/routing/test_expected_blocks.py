@@ -1,4 +1,4 @@
-"""PendingPrefixes: after any order of additions and removals, only the prompts that are still pending count."""
+"""ExpectedBlocks: after any order of additions and removals, only the prompts that are still expected count."""
 
 from collections import Counter
 from itertools import count
@@ -7,19 +7,19 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coatcheck.router.routing.pending_prefixes import PendingPrefixes
+from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from tests.examples import examples
 
 BITS = st.sampled_from([1, 2, 4])
 BLOCKS = [bytes([number]) * 16 for number in range(4)]
 
 
-class PendingAgainstDict(RuleBasedStateMachine):
-    """The same calls on PendingPrefixes and on a plain dict of the pending prompts."""
+class ExpectedBlocksAgainstDict(RuleBasedStateMachine):
+    """The same calls on ExpectedBlocks and on a plain dict of the expected prompts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending = PendingPrefixes()
+        self.expected_blocks = ExpectedBlocks()
         self.keys = count()
         self.open: dict[tuple[int, int], int] = {}  # (group, key) -> blocks of the prompt
         self.ended: list[tuple[int, int]] = []
@@ -27,37 +27,37 @@ class PendingAgainstDict(RuleBasedStateMachine):
     @rule(bit=BITS, blocks=st.integers(0, len(BLOCKS)))
     def add(self, bit: int, blocks: int) -> None:
         key = next(self.keys)
-        self.pending.add(bit, key, BLOCKS[:blocks])
+        self.expected_blocks.add(bit, key, BLOCKS[:blocks])
         self.open[bit, key] = blocks
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from(sorted(self.open)))
-        self.pending.remove(*prompt)
+        self.expected_blocks.remove(*prompt)
         del self.open[prompt]
         self.ended.append(prompt)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
     def remove_again(self, data: st.DataObject) -> None:
-        self.pending.remove(*data.draw(st.sampled_from(self.ended)))
+        self.expected_blocks.remove(*data.draw(st.sampled_from(self.ended)))
 
     @rule(bit=BITS)
     def remove_group(self, bit: int) -> None:
-        self.pending.remove_group(bit)
+        self.expected_blocks.remove_group(bit)
         self.ended += [prompt for prompt in self.open if prompt[0] == bit]
         self.open = {prompt: blocks for prompt, blocks in self.open.items() if prompt[0] != bit}
 
     @invariant()
     def agrees(self) -> None:
-        self.pending.check()
+        self.expected_blocks.check()
         blocks = Counter((bit, block) for (bit, _), count in self.open.items() for block in BLOCKS[:count])
         where: dict[bytes, int] = {}
         for bit, block in blocks:
             where[block] = where.get(block, 0) | bit
-        assert self.pending.where == where and len(self.pending) == len(blocks)
+        assert self.expected_blocks.where == where and len(self.expected_blocks) == len(blocks)
 
 
-TestPending = PendingAgainstDict.TestCase
-TestPending.settings = settings(max_examples=examples(25), deadline=None)
+TestExpectedBlocks = ExpectedBlocksAgainstDict.TestCase
+TestExpectedBlocks.settings = settings(max_examples=examples(25), deadline=None)
