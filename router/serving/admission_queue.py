@@ -43,8 +43,8 @@ _ANSWERS_AVERAGED: Final = 32  # answers that the running average of their token
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request as it is sent to its next group. `number`: how many groups had the request before. `delivered`: the
-    output tokens that the client has, by choice.
+    """A request as it is sent to its next group. `moves`: how many groups had the request before; `attempt` on the
+    wire. `delivered`: the output tokens that the client has, by choice.
 
     `only_compatible_with`: the model of the group that had the request before; only groups with an equal
     compatibility_key can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.
@@ -52,7 +52,7 @@ class Attempt:
 
     request: Request
     lifecycle: RequestLifecycle
-    number: int = 0
+    moves: int = 0
     delivered: Mapping[int, Sequence[int]] = field(default_factory=dict)
     only_compatible_with: GetModelResponse | None = None
     suspicion: int = 0

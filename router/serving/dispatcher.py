@@ -165,11 +165,11 @@ class Dispatcher:
         lifecycle.record_routing()
         preferred = [group for group in able if group.name not in exclude_groups] or able
         decision = self._decide(request, preferred)
-        if not attempt.number and not attempt.delivered:
+        if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
-        lifecycle.record_sent(decision, attempt.number)
+        lifecycle.record_sent(decision, attempt.moves)
         group = next(group for group in able if group.name == decision.group)
-        submission = group.submit(request, decision, attempt.number, attempt.delivered, lifecycle.trace_context)
+        submission = group.submit(request, decision, attempt.moves, attempt.delivered, lifecycle.trace_context)
         submission.suspicion = attempt.suspicion
         return submission
 

@@ -72,10 +72,10 @@ class RequestLifecycle:
         if self._spans is not None:
             self._spans.start_part("router.route")
 
-    def record_sent(self, decision: Decision, attempt: int) -> None:
-        """The request is sent to the group of `decision`, after `attempt` other groups."""
+    def record_sent(self, decision: Decision, moves: int) -> None:
+        """The request is sent to the group of `decision`, after `moves` other groups."""
         self._group = decision.group
-        self._moves = attempt
+        self._moves = moves
         self._sent = self._clock()
         if self._spans is not None:
             chosen = decision.chosen
@@ -85,7 +85,7 @@ class RequestLifecycle:
                 cost_seconds=chosen.total_seconds,
                 cached_tokens=chosen.cached_tokens,
             )
-            self._spans.start_part("group.submit", "CLIENT", group=decision.group, attempt=attempt)
+            self._spans.start_part("group.submit", "CLIENT", group=decision.group, attempt=moves)
 
     def record_first_output(self, first_output: FirstOutput) -> None:
         """The first group has computed the prompt; `first_output` says how long the request had waited there."""
