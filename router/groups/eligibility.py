@@ -47,15 +47,15 @@ def max_sequence_tokens(group: GroupConnection) -> int:
 
 def groups_that_can_hold(serving: list[GroupConnection], request: Request) -> list[GroupConnection]:
     """The groups of `serving`, at least one, that can hold the request. Raises ContextLengthExceeded if none can."""
-    able = [group for group in serving if can_hold(group, request)]
-    if not able:
+    eligible = [group for group in serving if can_hold(group, request)]
+    if not eligible:
         most = max(max_sequence_tokens(group) for group in serving)
         raise ContextLengthExceeded.for_limit(
             most,
             f"you requested {request.max_len} tokens, prompt and max_tokens together: shorten the prompt or lower "
             "max_tokens",
         )
-    return able
+    return eligible
 
 
 def can_hold(group: GroupConnection, request: Request) -> bool:

@@ -101,18 +101,18 @@ class AdmissionQueue:
         return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)
 
     def require_room(
-        self, tenant: Tenant, priority: int, now: float, deadline: float | None, eligible: EligibleGroups
+        self, tenant: Tenant, priority: int, now: float, deadline: float | None, scheduling_class: EligibleGroups
     ) -> None:
         """Checks a request before any work is done for it. Raises Overloaded if the queue has no room for this tenant,
-        and DeadlineExceeded if the request cannot be next in time. Only requests with an equal `eligible` count as
-        ahead of the request, since others may wait for groups that it does not need."""
+        and DeadlineExceeded if the request cannot be next in time. Only requests with an equal `scheduling_class`
+        count as ahead of the request, since others may wait for groups that it does not need."""
         if not len(self._queue):
             return
         if not self._queue.has_room(tenant, priority):
             raise self._full(now)
         if deadline is None or len(self._grant_times) <= _MIN_GRANTS:
             return
-        ahead = self._queue.count_ahead(tenant, priority, now, eligible)
+        ahead = self._queue.count_ahead(tenant, priority, now, scheduling_class)
         seconds = ahead * self._seconds_per_grant(now)
         if now + seconds / _MAX_SPEEDUP > deadline:
             raise DeadlineExceeded(
@@ -125,7 +125,7 @@ class AdmissionQueue:
         return Grant(submission, self._queue.charge_unqueued(request.tenant, self._expected_tokens(request)))
 
     def add(
-        self, attempt: Attempt, eligible: EligibleGroups, prompt_seconds: float, *, bounded: bool = True
+        self, attempt: Attempt, scheduling_class: EligibleGroups, prompt_seconds: float, *, bounded: bool = True
     ) -> QueuedAttempt:
         """Adds a request. `prompt_seconds`: how long its prompt takes on the group that holds most of it. `bounded`:
         False adds the request even if the queue is full. Raises Overloaded if there is no room."""
@@ -138,7 +138,7 @@ class AdmissionQueue:
             priority=attempt.request.priority,
             tokens=self._expected_tokens(attempt.request),
             due=due_at(now, prompt_seconds),
-            scheduling_class=eligible,
+            scheduling_class=scheduling_class,
             attempt=attempt,
             since=now,
         )
@@ -183,9 +183,9 @@ class AdmissionQueue:
         if not self._queue.remove(queued) and not grant.cancelled() and grant.exception() is None:
             _cancel_grant(grant.result())
 
-    def reclassify(self, eligible_groups: Callable[[Attempt], EligibleGroups]) -> None:
+    def reclassify(self, find_class: Callable[[Attempt], EligibleGroups]) -> None:
         """Finds the EligibleGroups of each waiting request again. Called when the serving groups have changed."""
-        self._queue.reclassify(lambda queued: eligible_groups(queued.attempt))
+        self._queue.reclassify(lambda queued: find_class(queued.attempt))
 
     def settle_charge(self, charge: TokenCharge, computed: int, answered: int) -> None:
         """Settles the charge of a granted request that has ended. `computed`: prompt tokens that no cache held;

@@ -66,7 +66,8 @@ class Dispatcher:
             await self._wait_for_group(wait_seconds)
         if not len(self.queue) and (submission := self._send_if_room(attempt)) is not None:
             return self.queue.grant_unqueued(submission, attempt.request)
-        queued = self.queue.add(attempt, self._eligible_groups(attempt), self._prompt_seconds(attempt), bounded=bounded)
+        scheduling_class, prompt_seconds = self._scheduling_class(attempt), self._prompt_seconds(attempt)
+        queued = self.queue.add(attempt, scheduling_class, prompt_seconds, bounded=bounded)
         if self.queue.waiting_in_class(queued.scheduling_class) == 1 < len(self.queue):
             self.send_waiting()  # the only waiting request of its class, so its groups may have room now
         try:
@@ -95,7 +96,7 @@ class Dispatcher:
 
     def reclassify_waiting(self) -> None:
         """Finds the EligibleGroups of each waiting request again, then sends. Called when the serving groups change."""
-        self.queue.reclassify(self._eligible_groups)
+        self.queue.reclassify(self._scheduling_class)
         self.send_waiting()
 
     async def send(
@@ -108,11 +109,11 @@ class Dispatcher:
             async with asyncio.timeout(wait_seconds):
                 while True:
                     change = self._groups.next_change
-                    able = self._require_able_groups(attempt)
-                    if not able:
+                    eligible = self._require_eligible_groups(attempt)
+                    if not eligible:
                         await change.wait()
                     elif not attempt.suspicion:
-                        return self._send(attempt, able, exclude_groups)
+                        return self._send(attempt, eligible, exclude_groups)
                     elif (submission := await self._send_suspect(attempt, exclude_groups)) is not None:
                         return submission
         except TimeoutError:
@@ -140,11 +141,12 @@ class Dispatcher:
         async with self._suspect_turns[attempt.suspicion, kind]:
             while True:
                 change = self._groups.next_change
-                able = self._require_able_groups(attempt)
-                free = groups_for_suspect(attempt.suspicion, [(group, group.submissions.suspicion) for group in able])
+                eligible = self._require_eligible_groups(attempt)
+                suspicions = [(group, group.submissions.suspicion) for group in eligible]
+                free = groups_for_suspect(attempt.suspicion, suspicions)
                 if free:
                     return self._send(attempt, free, exclude_groups)
-                if not able:
+                if not eligible:
                     return None
                 await change.wait()
 
@@ -155,36 +157,36 @@ class Dispatcher:
         return self._send_if_room(queued.attempt)
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
-        able = self._require_able_groups(attempt)
-        if not any(group.load.has_room for group in able):
+        eligible = self._require_eligible_groups(attempt)
+        if not any(group.load.has_room for group in eligible):
             return None
-        return self._send(attempt, able, {group.name for group in able if group.load.is_full})
+        return self._send(attempt, eligible, {group.name for group in eligible if group.load.is_full})
 
-    def _send(self, attempt: Attempt, able: list[GroupConnection], exclude_groups: AbstractSet[str]) -> Submission:
+    def _send(self, attempt: Attempt, eligible: list[GroupConnection], exclude_groups: AbstractSet[str]) -> Submission:
         request, lifecycle = attempt.request, attempt.lifecycle
         lifecycle.record_routing()
-        preferred = [group for group in able if group.name not in exclude_groups] or able
+        preferred = [group for group in eligible if group.name not in exclude_groups] or eligible
         decision = self._decide(request, preferred)
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
         lifecycle.record_sent(decision, attempt.moves)
-        group = next(group for group in able if group.name == decision.group)
+        group = next(group for group in eligible if group.name == decision.group)
         submission = group.submit(request, decision, attempt.moves, attempt.delivered, lifecycle.trace_context)
         submission.suspicion = attempt.suspicion
         return submission
 
-    def _require_able_groups(self, attempt: Attempt) -> list[GroupConnection]:
-        """As _able_groups, but raises ContextLengthExceeded if groups serve and none can hold a request that has not
-        begun."""
+    def _require_eligible_groups(self, attempt: Attempt) -> list[GroupConnection]:
+        """As _eligible_groups, but raises ContextLengthExceeded if groups serve and none can hold a request that has
+        not begun."""
         if attempt.only_compatible_with is not None:
-            return self._able_groups(attempt)
+            return self._eligible_groups(attempt)
         serving = self._groups.serving()
         return groups_that_can_hold(serving, attempt.request) if serving else []
 
-    def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
-        return EligibleGroups.of(self._able_groups(attempt), has_begun=attempt.only_compatible_with is not None)
+    def _scheduling_class(self, attempt: Attempt) -> EligibleGroups:
+        return EligibleGroups.of(self._eligible_groups(attempt), has_begun=attempt.only_compatible_with is not None)
 
-    def _able_groups(self, attempt: Attempt) -> list[GroupConnection]:
+    def _eligible_groups(self, attempt: Attempt) -> list[GroupConnection]:
         """The serving groups that can hold the request, and continue it if it has begun."""
         model = attempt.only_compatible_with
         return [
@@ -195,10 +197,11 @@ class Dispatcher:
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
         """Seconds that the prompt takes on the group that holds most of it; 0 while no group serves."""
-        able = self._require_able_groups(attempt)
-        if not able:
+        eligible = self._require_eligible_groups(attempt)
+        if not eligible:
             return 0.0
-        return min(cost.prefill_seconds + cost.restore_seconds for cost in self._decide(attempt.request, able).costs)
+        decision = self._decide(attempt.request, eligible)
+        return min(cost.prefill_seconds + cost.restore_seconds for cost in decision.costs)
 
     def _decide(self, request: Request, groups: list[GroupConnection]) -> Decision:
         # Groups of one model have the same block hashes; one walk along the chain matches them all.

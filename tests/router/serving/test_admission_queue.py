@@ -47,14 +47,14 @@ class RecordingDispatcher(Dispatcher):
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
         """Sends to the smallest group that has room and can hold the request."""
         self.attempts += 1
-        for name in sorted(self._eligible_groups(attempt).names, key=CAPACITY.__getitem__):
+        for name in sorted(self._scheduling_class(attempt).names, key=CAPACITY.__getitem__):
             if self.room[name]:
                 self.room[name] -= 1
                 self.sent.append((int(attempt.request.request_id), name))
                 return cast(Submission, object())
         return None
 
-    def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
+    def _scheduling_class(self, attempt: Attempt) -> EligibleGroups:
         return self.eligible(attempt.request.max_len)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
