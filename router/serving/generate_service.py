@@ -144,7 +144,7 @@ class GenerateService:
         failure: BaseException | None = None
         try:
             with self._traffic.count_request(tenant):
-                self._require_capacity(message, tenant, options.deadline)
+                self._check_admission(message, tenant, options.deadline)
                 request = await self._validate(message, tenant, options.deadline)
                 lifecycle.record_admitted(
                     request.request_id, len(request.prompt_token_ids), is_resumed=bool(request.resume)
@@ -220,7 +220,7 @@ class GenerateService:
     async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
         """The token ids of a prompt to generate from. Raises ContextLengthExceeded if it is far over the context."""
         check_model_name(message.model, self._config.model_name)
-        return list(await self._ids_within_context(message, self._capacity(self._model())))
+        return list(await self._ids_within_context(message, self._max_sequence_tokens(self._model())))
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids; raises NeverFits for more than `max_tokenized`."""
@@ -246,7 +246,7 @@ class GenerateService:
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _require_capacity(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
+    def _check_admission(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
         """Checks rate limits and load before the prompt is tokenised. Raises Overloaded or DeadlineExceeded."""
         if not message.resume:  # a resumed request was admitted before
             self._limits.charge_request(tenant)
@@ -255,13 +255,13 @@ class GenerateService:
     async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
         await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
-        token_ids = await self._ids_within_context(message, self._capacity(self._model()))
+        token_ids = await self._ids_within_context(message, self._max_sequence_tokens(self._model()))
         model = self._model()
         request = validate_request(
             message,
             token_ids,
             vocab_size=model.vocab_size,
-            capacity=self._capacity(model),
+            capacity=self._max_sequence_tokens(model),
             rng=self._rng,
             tenant=tenant,
             defaults=self._defaults,
@@ -301,10 +301,10 @@ class GenerateService:
             )
         return await self._in_thread(lambda: prompt_token_ids(message, self._tokenizer, at_most))
 
-    def _capacity(self, model: GetModelResponse) -> int:
+    def _max_sequence_tokens(self, model: GetModelResponse) -> int:
         """Max tokens of one sequence on any group."""
-        capacities = [max_sequence_tokens(group) for group in self._groups.serving()]
-        return max(capacities, default=model.max_model_len)
+        serving = self._groups.serving()
+        return max((max_sequence_tokens(group) for group in serving), default=model.max_model_len)
 
     def _model(self) -> GetModelResponse:
         if self._groups.model is None:
