@@ -6,10 +6,10 @@ request again, with the tokens that were delivered, to a compatible group; the c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Final as Constant
+from typing import Final
 
 from coatcheck.proto.errors import Overloaded, Poisoned
-from coatcheck.proto.stubs.coatcheck_pb2 import Final, GenerateEvent, Started, Usage
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_failures import GroupLost
@@ -25,7 +25,7 @@ from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
 
 # Max log-probabilities in one turn of the event loop: to make events of them and to send these takes 30 ms.
-MAX_LOGPROBS_PER_TURN: Constant = 4096
+MAX_LOGPROBS_PER_TURN: Final = 4096
 
 
 class Relay:
@@ -58,10 +58,10 @@ class Relay:
         dispatcher.retries.open_request()
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> pb.Usage:
         return self._response.usage
 
-    async def events(self) -> AsyncIterator[GenerateEvent]:
+    async def events(self) -> AsyncIterator[pb.GenerateEvent]:
         """Yields Started, then prompt log-probabilities and deltas, then Final. Raises CoatcheckError if the request
         cannot continue."""
         request, response = self._request, self._response
@@ -70,8 +70,8 @@ class Relay:
             submission = await self._send(self._config.move_wait_seconds)
         else:
             submission = await self._admit(wait_seconds=self._config.admission_wait_seconds)
-        yield GenerateEvent(
-            started=Started(
+        yield pb.GenerateEvent(
+            started=pb.Started(
                 request_id=request.request_id,
                 model=self._config.model_name,
                 seed=request.sampling.seed,
@@ -81,7 +81,7 @@ class Relay:
         )
         for delta in response.start_choices(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
             submission.abort_choice(delta.choice)
-            yield GenerateEvent(delta=delta)
+            yield pb.GenerateEvent(delta=delta)
         while not response.is_complete:
             try:
                 outputs = await anext(submission)
@@ -102,7 +102,7 @@ class Relay:
                     await asyncio.sleep(0)
                 for event in self._make_events(portion, submission):
                     yield event
-        yield GenerateEvent(final=self._final(submission))
+        yield pb.GenerateEvent(final=self._final(submission))
 
     def close(self) -> None:
         """Closes the submission and settles the tenant's charge. `events` must have ended."""
@@ -172,7 +172,7 @@ class Relay:
         self._moves += 1
         return await self._send(self._config.move_wait_seconds, submission)
 
-    def _make_events(self, outputs: Sequence[SequenceOutput], submission: Submission) -> list[GenerateEvent]:
+    def _make_events(self, outputs: Sequence[SequenceOutput], submission: Submission) -> list[pb.GenerateEvent]:
         for output in outputs:
             if output.HasField("first_output"):
                 submission.record_first_output(output.first_output)
@@ -186,8 +186,8 @@ class Relay:
                 submission.set_suspicion(self._suspicion.level)
         return events
 
-    def _final(self, submission: Submission) -> Final:
-        return Final(
+    def _final(self, submission: Submission) -> pb.Final:
+        return pb.Final(
             usage=self.usage,
             group=submission.group,
             routed_by=submission.decision.why,
