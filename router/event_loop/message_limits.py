@@ -18,15 +18,15 @@ _Kind = TypeVar("_Kind", bound=Message)
 MAX_MESSAGES: Final = 8192
 # Functions that a chat's model may call.
 MAX_TOOLS: Final = 1024
-# Parts of one message: the entries of all its lists and maps, at any depth, except for lists of numbers.
-MAX_PARTS: Final = 2 * MAX_MESSAGES
+# Entries of one message: those of all its lists and maps, at any depth, except for lists of numbers.
+MAX_ENTRIES: Final = 2 * MAX_MESSAGES
 # Numbers in one list, such as token ids.
 MAX_NUMBERS: Final = 1 << 22
-# Checking the parts of a longer message may take over 25 ms.
+# Counting the entries of a longer message may take over 25 ms.
 LONG_BYTES: Final = 16 << 10
 # For a longer prompt the tokenizer holds the GIL for over 25 ms while it makes the list of ids.
 _LONG_PROMPT_BYTES: Final = 128 << 10
-_LONG_PROMPT_PARTS: Final = 512
+_LONG_PROMPT_ENTRIES: Final = 512
 
 
 def has_long_prompt(message: GenerateRequest | TokenizeRequest) -> bool:
@@ -36,15 +36,15 @@ def has_long_prompt(message: GenerateRequest | TokenizeRequest) -> bool:
             return len(message.text) > _LONG_PROMPT_BYTES
         case "chat":
             chat = message.chat
-            return len(chat.messages) + len(chat.tools) > _LONG_PROMPT_PARTS or chat.ByteSize() > _LONG_PROMPT_BYTES
+            return len(chat.messages) + len(chat.tools) > _LONG_PROMPT_ENTRIES or chat.ByteSize() > _LONG_PROMPT_BYTES
         case _:
             return False
 
 
 def check_bytes(kind: type[Message], data: bytes) -> None:
-    """Parses `data` and checks the message as `check_parts` does. Runs in a side process: millions of parts take a
+    """Parses `data` and checks the message as `check_entries` does. Runs in a side process: millions of entries take a
     second."""
-    check_parts(parse(kind, data))
+    check_entries(parse(kind, data))
 
 
 def parse(kind: type[_Kind], data: bytes) -> _Kind:
@@ -55,12 +55,12 @@ def parse(kind: type[_Kind], data: bytes) -> _Kind:
         raise InvalidRequest(f"the bytes are not a {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def check_parts(message: Message) -> None:
-    """Raises InvalidRequest for a message with more than MAX_PARTS parts, more than MAX_NUMBERS numbers in one list,
-    or an unknown field: no field that a client sends is ignored."""
+def check_entries(message: Message) -> None:
+    """Raises InvalidRequest for a message with more than MAX_ENTRIES entries, more than MAX_NUMBERS numbers in one
+    list, or an unknown field: no field that a client sends is ignored."""
     if message.ByteSize() > LONG_BYTES and _has_unknown_fields(message):
         raise InvalidRequest(f"{message.DESCRIPTOR.name} has fields that this server does not know; leave them out")
-    _count_parts(message, MAX_PARTS)
+    _count_entries(message, MAX_ENTRIES)
 
 
 def check_chat(message: GenerateRequest | TokenizeRequest, capacity: int) -> None:
@@ -85,8 +85,8 @@ def _has_unknown_fields(message: Message) -> bool:
     return known.ByteSize() != message.ByteSize()
 
 
-def _count_parts(message: Message, left: int) -> int:
-    """`left` less the parts of this message. Raises InvalidRequest if that is below 0."""
+def _count_entries(message: Message, left: int) -> int:
+    """`left` less the entries of this message. Raises InvalidRequest if that is below 0."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise InvalidRequest(
@@ -96,7 +96,7 @@ def _count_parts(message: Message, left: int) -> int:
     for descriptor, value in message.ListFields():
         kind = descriptor.message_type
         if not descriptor.is_repeated:
-            left = _count_parts(value, left) if kind is not None else left
+            left = _count_entries(value, left) if kind is not None else left
             continue
         if kind is None and descriptor.cpp_type != descriptor.CPPTYPE_STRING:
             if len(value) > MAX_NUMBERS:
@@ -105,9 +105,9 @@ def _count_parts(message: Message, left: int) -> int:
         left -= len(value)
         if left < 0:
             raise InvalidRequest(
-                f"{descriptor.name} has {len(value)} entries; a request may have {MAX_PARTS} entries in all its lists"
+                f"{descriptor.name} has {len(value)} entries; a request may have {MAX_ENTRIES} entries in all its lists"
             )
         if kind is not None and not kind.GetOptions().map_entry:
-            for part in value:
-                left = _count_parts(part, left)
+            for entry in value:
+                left = _count_entries(entry, left)
     return left

@@ -14,7 +14,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     StatusResponse,
 )
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.event_loop.message_limits import check_parts
+from coatcheck.router.event_loop.message_limits import check_entries
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_registry import GroupRegistry
@@ -42,7 +42,7 @@ class AdminService:
 
     async def status(self, message: StatusRequest) -> StatusResponse:
         """The last reports of the groups, and the latencies of this router."""
-        check_parts(message)
+        check_entries(message)
         return self.report()
 
     def report(self) -> StatusResponse:
@@ -73,7 +73,7 @@ class AdminService:
     async def drain(self, message: DrainRequest) -> DrainResponse:
         """Stops new requests to one group or to the router, and waits for the open ones. With `undo`, allows new
         requests again."""
-        check_parts(message)
+        check_entries(message)
         timeout = message.timeout_seconds if message.HasField("timeout_seconds") else None
         if timeout is not None and not timeout >= 0:
             raise InvalidRequest(f"timeout_seconds is {timeout}; it must be at least 0")

@@ -36,7 +36,7 @@ from coatcheck.router.access.rate_limits import TenantLimits
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
-from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
+from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_entries, has_long_prompt
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.eligibility import max_sequence_tokens
 from coatcheck.router.groups.group_registry import GroupRegistry
@@ -210,7 +210,7 @@ class GenerateService:
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """The token ids of a text or a chat."""
-        await self._check_parts(message)
+        await self._check_entries(message)
         check_model_name(message.model, self._config.model_name)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
@@ -224,7 +224,7 @@ class GenerateService:
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids; raises NeverFits for more than `max_tokenized`."""
-        await self._check_parts(message)
+        await self._check_entries(message)
         check_model_name(message.model, self._config.model_name)
         if len(message.token_ids) > self.max_tokenized:
             raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.max_tokenized} are taken")
@@ -234,7 +234,7 @@ class GenerateService:
 
     async def get_model(self, message: GetModelRequest) -> GetModelResponse:
         """The model that is served. Raises Unavailable until a group has registered."""
-        check_parts(message)
+        check_entries(message)
         model = GetModelResponse()
         model.CopyFrom(self._model())
         if given := self._defaults.given_values():
@@ -253,7 +253,7 @@ class GenerateService:
             self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), deadline)
 
     async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
-        await self._check_parts(message)
+        await self._check_entries(message)
         check_model_name(message.model, self._config.model_name)
         token_ids = await self._ids_within_context(message, self._max_sequence_tokens(self._model()))
         model = self._model()
@@ -273,12 +273,12 @@ class GenerateService:
             await self._in_thread(lambda: request.prepare_long_prompt(model))
         return request
 
-    async def _check_parts(self, message: Message) -> None:
-        """As check_parts; in a thread if the message is long."""
+    async def _check_entries(self, message: Message) -> None:
+        """As check_entries; in a thread if the message is long."""
         if message.ByteSize() > LONG_BYTES:
-            await self._in_thread(lambda: check_parts(message))
+            await self._in_thread(lambda: check_entries(message))
         else:
-            check_parts(message)
+            check_entries(message)
 
     async def _ids_within_context(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
         """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: max tokens of one
