@@ -17,7 +17,7 @@ from coatcheck.router.openai.tool_parser import ParsedToolCall, ToolCallFormat, 
 
 
 class ChatResponse(OpenAIResponse):
-    """`place` is always 0, as a chat is one prompt."""
+    """`prompt_index` is always 0: a chat is one prompt."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -41,7 +41,7 @@ class ChatResponse(OpenAIResponse):
         self._parsers: dict[int, ToolParser] = {}
         self._started_choices: set[int] = set()
 
-    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
         if self._is_plain and not delta.finish_reason and delta.choice in self._started_choices:
             return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
         text, calls = self._parse_calls(delta)
@@ -64,7 +64,7 @@ class ChatResponse(OpenAIResponse):
             completion["prompt_token_ids"] = list(prompt.token_ids)
         return completion
 
-    def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
+    def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
         text, calls = self._parse_calls(delta)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:

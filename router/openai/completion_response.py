@@ -38,34 +38,35 @@ class CompletionResponse(OpenAIResponse):
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
 
-    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
         if self._is_plain and not delta.finish_reason:
-            return self._make_plain_chunk(place * self._request.n + delta.choice, delta.text) if delta.text else b""
-        return self._make_chunk(self._choice(place, delta))
+            index = prompt_index * self._request.n + delta.choice
+            return self._make_plain_chunk(index, delta.text) if delta.text else b""
+        return self._make_chunk(self._choice(prompt_index, delta))
 
-    def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "CompletionResponse | None":
+    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> "CompletionResponse | None":
         """See OpenAIResponse. The first chunk of each choice may be large, because it shows the prompt."""
         delta = event.delta
-        if not event.HasField("delta") or place * self._request.n + delta.choice in self._lengths:
+        if not event.HasField("delta") or prompt_index * self._request.n + delta.choice in self._lengths:
             return None
-        prompt = self._prompts[place]
+        prompt = self._prompts[prompt_index]
         if prompt.count_values(prompt.logprobs) <= LARGE_VALUES:
             return None
         if self._running_usage is not None:
             self._count_event(event)
         writer = copy(self)
-        writer._prompts, writer._offsets, writer._lengths = {place: prompt}, {}, {}
-        index, offsets = self._begin_choice(place, delta)
+        writer._prompts, writer._offsets, writer._lengths = {prompt_index: prompt}, {}, {}
+        index, offsets = self._begin_choice(prompt_index, delta)
         if delta.logprobs:
             offsets.next_offsets([score.token_id for score in delta.logprobs])
         echo = prompt.echo if self._request.echo else ""
         self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
         return writer
 
-    def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(place, delta)
+    def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(prompt_index, delta)
         if self._request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[place].logprobs.tokens)
+            choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[prompt_index].logprobs.tokens)
         return choice
 
     def _usage(self) -> dict[str, Any]:
@@ -75,21 +76,21 @@ class CompletionResponse(OpenAIResponse):
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def _begin_choice(self, place: int, delta: Delta) -> tuple[int, TextOffsets]:
+    def _begin_choice(self, prompt_index: int, delta: Delta) -> tuple[int, TextOffsets]:
         """(index of a choice that begins now, offsets of its generated tokens)."""
-        index = place * self._request.n + delta.choice
-        start = len(self._prompts[place].echo) if self._request.echo else 0
+        index = prompt_index * self._request.n + delta.choice
+        start = len(self._prompts[prompt_index].echo) if self._request.echo else 0
         self._offsets[index] = self._formatter.offsets(self._request.skip_special_tokens, start)
         return index, self._offsets[index]
 
-    def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
-        request, prompt = self._request, self._prompts[place]
+    def _choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
+        request, prompt = self._request, self._prompts[prompt_index]
         if request.scores_only:  # the generated token is not shown
             delta = Delta(choice=delta.choice, finish_reason=FINISH_REASON_LENGTH)
-        index = place * request.n + delta.choice
+        index = prompt_index * request.n + delta.choice
         is_first = index not in self._lengths
         if is_first:
-            self._begin_choice(place, delta)
+            self._begin_choice(prompt_index, delta)
         text = delta.text
         logprobs: Iterable[TokenLogprob | int] = delta.logprobs
         offsets = self._offsets[index].next_offsets([score.token_id for score in delta.logprobs])

@@ -42,7 +42,7 @@ async def start_merged(sources: Sequence[Source], admitted: asyncio.Semaphore) -
 async def merge_streams(
     sources: Sequence[Source], failed: "asyncio.Future[BaseException] | None" = None
 ) -> AsyncGenerator[Event, None]:
-    """Yields (index of the source, event) until all sources have ended or one has failed. Closing the generator closes
+    """Yields (index of the prompt, event) until all sources have ended or one has failed. Closing the generator closes
     all sources. With several sources `failed` gets the first error at once, even while the events are not read."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as events:
@@ -52,8 +52,8 @@ async def merge_streams(
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(_MAX_WAITING)
     tasks: list[asyncio.Task[None]] = []
     try:
-        for place, source in enumerate(sources):
-            tasks.append(asyncio.create_task(_pump(place, source, queue, failed)))
+        for prompt_index, source in enumerate(sources):
+            tasks.append(asyncio.create_task(_pump(prompt_index, source, queue, failed)))
             await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
         left = len(tasks)
         while left:
@@ -71,7 +71,7 @@ async def merge_streams(
 
 
 async def _pump(
-    place: int,
+    prompt_index: int,
     source: Source,
     queue: "asyncio.Queue[Event | BaseException | None]",
     failed: "asyncio.Future[BaseException] | None",
@@ -80,7 +80,7 @@ async def _pump(
     try:
         async with aclosing(source) as events:
             async for event in events:
-                await queue.put((place, event))
+                await queue.put((prompt_index, event))
     except Exception as error:
         if failed is not None and not failed.done():
             failed.set_result(error)

@@ -94,24 +94,24 @@ class OpenAIResponse(ABC):
         self._between = opening
         self._after = closing + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
-    def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """The chunk for an event of the prompt with index `place`; empty for an event that clients do not see."""
+    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
+        """The chunk for an event of prompt number `prompt_index`; empty for an event that clients do not see."""
         if self._running_usage is not None:
             self._count_event(event)
         kind = event.WhichOneof("event")
         if kind == "delta":
-            return self.make_delta_chunk(place, event.delta)
+            return self.make_delta_chunk(prompt_index, event.delta)
         if kind == "prompt_logprobs":
-            self._prompts[place].logprobs.MergeFrom(event.prompt_logprobs)
+            self._prompts[prompt_index].logprobs.MergeFrom(event.prompt_logprobs)
         elif kind == "final":
             self._usages.append(event.final.usage)
         return b""
 
     @abstractmethod
-    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
         """As make_chunk, for a delta that the running usage includes already."""
 
-    def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "OpenAIResponse | None":
+    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> "OpenAIResponse | None":
         """None if the event's chunk is small enough to be made on the event loop. Otherwise a response whose
         make_delta_chunk makes the chunk in another process; this response then expects the next event."""
         return None
@@ -125,21 +125,21 @@ class OpenAIResponse(ABC):
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         """The response object. `responses`: one for each prompt."""
         choices = []
-        for place, response in enumerate(responses):
-            self._prompts[place].logprobs = response.prompt_logprobs
+        for prompt_index, response in enumerate(responses):
+            self._prompts[prompt_index].logprobs = response.prompt_logprobs
             self._usages.append(response.final.usage)
-            choices += [self.make_choice(place, delta) for delta in response.choices]
+            choices += [self.make_choice(prompt_index, delta) for delta in response.choices]
         return {**self._head.to_json(self.kind), "choices": choices, "usage": self._usage()}
 
     @abstractmethod
-    def make_choice(self, place: int, delta: Delta) -> dict[str, Any]:
+    def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
         """A choice of the response object, from its only delta."""
 
     def count_values(self, responses: Sequence[GenerateResponse]) -> int:
         """About how many JSON values the response object has."""
         count = 0
-        for place, response in enumerate(responses):
-            count += len(response.choices) * self._prompts[place].count_values(response.prompt_logprobs)
+        for prompt_index, response in enumerate(responses):
+            count += len(response.choices) * self._prompts[prompt_index].count_values(response.prompt_logprobs)
             count += sum(map(_count_delta, response.choices))
         return count
 

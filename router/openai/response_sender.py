@@ -50,11 +50,11 @@ class LargeResponses:
             return AsciiJsonResponse(make(*arguments, **named))
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
-    async def make_chunk(self, response: OpenAIResponse, place: int, event: GenerateEvent) -> bytes:
-        writer = response.writer_for_large_chunk(place, event)
+    async def make_chunk(self, response: OpenAIResponse, prompt_index: int, event: GenerateEvent) -> bytes:
+        writer = response.writer_for_large_chunk(prompt_index, event)
         if writer is None:
-            return response.make_chunk(place, event)
-        return await self._side.run_unlimited(writer.make_delta_chunk, place, event.delta)
+            return response.make_chunk(prompt_index, event)
+        return await self._side.run_unlimited(writer.make_delta_chunk, prompt_index, event.delta)
 
 
 class SseResponse(Response):
@@ -80,8 +80,8 @@ class SseResponse(Response):
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                async for place, event in self._events:
-                    for piece in _sliced(await self._large.make_chunk(self._response, place, event)):
+                async for prompt_index, event in self._events:
+                    for piece in _sliced(await self._large.make_chunk(self._response, prompt_index, event)):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 last = self._response.make_end()
             except OSError:

@@ -59,17 +59,17 @@ class BlockLocations:
             if tier not in _TIERS or len(block) != HASH_BYTES:
                 problems[EventProblem.MALFORMED] += 1
                 continue
-            place = tier - 1
-            where, tiers = self.where[place], held.get(block, 0)
+            tier_index = tier - 1
+            where, tiers = self.where[tier_index], held.get(block, 0)
             if event.stored:
-                if not tiers >> place & 1:
-                    held[block] = tiers | 1 << place
+                if not tiers >> tier_index & 1:
+                    held[block] = tiers | 1 << tier_index
                     where[block] = where.get(block, 0) | bit
                     entries += 1
                 if (parent := event.parent_hash) and parent not in held:
                     problems[EventProblem.NO_PARENT] += 1
-            elif tiers >> place & 1:
-                _set_or_drop(held, block, tiers & ~(1 << place))
+            elif tiers >> tier_index & 1:
+                _set_or_drop(held, block, tiers & ~(1 << tier_index))
                 _set_or_drop(where, block, where[block] & ~bit)
                 entries -= 1
         self._entries[bit] = entries
@@ -77,19 +77,19 @@ class BlockLocations:
     def remove_group(self, bit: int) -> None:
         """Drops all blocks of a group."""
         for block, tiers in self._held.pop(bit, {}).items():
-            for place, where in enumerate(self.where):
-                if tiers >> place & 1:
+            for tier_index, where in enumerate(self.where):
+                if tiers >> tier_index & 1:
                     _set_or_drop(where, block, where[block] & ~bit)
         del self._entries[bit]
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        for place, where in enumerate(self.where):
+        for tier_index, where in enumerate(self.where):
             expected: dict[bytes, int] = {}
             for bit, held in self._held.items():
                 for block, tiers in held.items():
                     assert tiers, "a block in no tier"
-                    if tiers >> place & 1:
+                    if tiers >> tier_index & 1:
                         expected[block] = expected.get(block, 0) | bit
             assert where == expected, "the sets of groups and the groups' own blocks disagree"
         for bit, held in self._held.items():

@@ -36,8 +36,8 @@ async def test_every_event_comes_once_in_its_streams_order() -> None:
     """Each event is yielded once, and the events of one prompt keep their order."""
     sources = [Source(count) for count in (3, 0, 40)]
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    async for place, event in merge_streams([source.events() for source in sources]):
-        got[place].append(event.delta.choice)
+    async for prompt_index, event in merge_streams([source.events() for source in sources]):
+        got[prompt_index].append(event.delta.choice)
     assert got == {0: [0, 1, 2], 1: [], 2: [*range(40)]}
     assert all(source.closed for source in sources)
 
