@@ -33,7 +33,7 @@ from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import FailureCause, GroupEjected, GroupFailures
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.group_stream import GroupSilent, GroupStream
-from coatcheck.router.groups.output_delivery import OutputDelivery
+from coatcheck.router.groups.open_submissions import OpenSubmissions
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
@@ -66,7 +66,7 @@ class GroupConnection:
         self.registration = Registration()
         self.load = GroupLoad(self.registration)
         self.index = index
-        self.submissions = OutputDelivery()
+        self.submissions = OpenSubmissions()
         self.detached_because = endpoint.reason  # why the group is not attached
         self.ejections = 0
         self.last_ejection = ""  # reason of the last ejection

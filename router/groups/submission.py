@@ -29,7 +29,7 @@ class Submission:
     """`async for outputs in submission` reads it, and `close` ends it.
 
     `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute. `suspicion`:
-    see PoisonSuspicion.level. `woken_in_round`: the round of OutputDelivery in which the reader was woken. When the
+    see PoisonSuspicion.level. `woken_in_round`: the round of OpenSubmissions in which the reader was woken. When the
     reader reads again, `on_return` is called with this round, and `woken_in_round` becomes 0.
     """
 

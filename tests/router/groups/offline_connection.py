@@ -8,7 +8,7 @@ from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_load import GroupLoad
-from coatcheck.router.groups.output_delivery import OutputDelivery
+from coatcheck.router.groups.open_submissions import OpenSubmissions
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_index import PrefixIndex
@@ -26,7 +26,7 @@ class OfflineConnection(GroupConnection):
         self.load = GroupLoad(self.registration)
         self.index = PrefixIndex()
         self.index.add_group("g", "1")
-        self.submissions = OutputDelivery()
+        self.submissions = OpenSubmissions()
         self.aborts: list[tuple[int, int | None]] = []
         self.snapshots: list[str] = []
         self.room_notices = self.change_notices = 0

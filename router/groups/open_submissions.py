@@ -1,4 +1,4 @@
-"""OutputDelivery: gives a group's outputs to its open submissions, and decides when to wake their readers.
+"""OpenSubmissions: the submissions of one group, which get its outputs; it decides when to wake their readers.
 
 A round begins when the readers of a step's outputs are woken, and ends when the last of them waits for more: the
 outputs are then written to the clients. The next round begins after a pause of the same length, but no step waits
@@ -18,7 +18,7 @@ _LONGEST_WAIT_SECONDS: Final = 0.025
 _MAX_WOKEN: Final = 256  # readers woken in one turn of the event loop; they take about 20 ms
 
 
-class OutputDelivery:
+class OpenSubmissions:
     """Create it inside an event loop."""
 
     def __init__(self) -> None:
