@@ -31,7 +31,7 @@ class EventOutcome(Enum):
 
 
 @dataclass(slots=True)
-class _Member:
+class _IndexedGroup:
     """One registered group. `next_sequence` is None until a snapshot is complete."""
 
     bit: int
@@ -49,7 +49,7 @@ class PrefixIndex:
         self.hit_prediction = HitPrediction()
         self.problems: Counter[EventProblem] = Counter()
         self.events = 0  # applied so far, those of snapshots too
-        self._groups: dict[str, _Member] = {}
+        self._groups: dict[str, _IndexedGroup] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # the bits of all groups
         self._locations = BlockLocations(self.problems)
@@ -71,69 +71,69 @@ class PrefixIndex:
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
         self._live |= free
-        self._groups[group] = _Member(free, epoch, capacity, block_size)
+        self._groups[group] = _IndexedGroup(free, epoch, capacity, block_size)
         self._names[free] = group
 
     def remove_group(self, group: str) -> None:
         """Removes a group and its blocks. Changes nothing for an unknown group."""
-        member = self._groups.pop(group, None)
-        if member is None:
+        indexed = self._groups.pop(group, None)
+        if indexed is None:
             return
-        self._locations.remove_group(member.bit)
-        self.expected_blocks.remove_group(member.bit)
-        self._live &= ~member.bit
-        del self._names[member.bit]
+        self._locations.remove_group(indexed.bit)
+        self.expected_blocks.remove_group(indexed.bit)
+        self._live &= ~indexed.bit
+        del self._names[indexed.bit]
 
     def apply_events(self, group: str, message: KvEvents) -> EventOutcome:
         """Applies the next events of a group, as far as they are new."""
-        member = self._groups.get(group)
-        if member is None or member.epoch != message.epoch:
-            return self._ignore_stranger(member, len(message.events))
-        if member.next_sequence is None:
+        indexed = self._groups.get(group)
+        if indexed is None or indexed.epoch != message.epoch:
+            return self._ignore_stranger(indexed, len(message.events))
+        if indexed.next_sequence is None:
             return self._ignore(EventProblem.BEFORE_SNAPSHOT, len(message.events))
-        known = member.next_sequence - message.sequence
+        known = indexed.next_sequence - message.sequence
         if known < 0:
             self.problems[EventProblem.GAP] += 1
-            self._forget(member)
+            self._forget(indexed)
             return EventOutcome.SNAPSHOT_NEEDED
         if known and known >= len(message.events):
             return self._ignore(EventProblem.REPEATED, len(message.events))
-        self._store(member, message.events[known:] if known else message.events)
-        member.next_sequence += len(message.events) - known
-        return self._check_capacity(member)
+        self._store(indexed, message.events[known:] if known else message.events)
+        indexed.next_sequence += len(message.events) - known
+        return self._check_capacity(indexed)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> EventOutcome:
         """Adds a chunk of a snapshot. With its last chunk the snapshot replaces the blocks of the group."""
-        member = self._groups.get(group)
-        if member is None or member.epoch != chunk.epoch:
-            return self._ignore_stranger(member, len(chunk.events))
+        indexed = self._groups.get(group)
+        if indexed is None or indexed.epoch != chunk.epoch:
+            return self._ignore_stranger(indexed, len(chunk.events))
         if chunk.first:
-            member.staged = []
-        if member.staged is None:  # the first chunk is missing
+            indexed.staged = []
+        if indexed.staged is None:  # the first chunk is missing
             self.problems[EventProblem.GAP] += 1
-            self._forget(member)
+            self._forget(indexed)
             return EventOutcome.SNAPSHOT_NEEDED
-        member.staged.extend(chunk.events)
-        if member.capacity and len(member.staged) > member.capacity:
-            return self._drop_impossible(member)
+        indexed.staged.extend(chunk.events)
+        if indexed.capacity and len(indexed.staged) > indexed.capacity:
+            return self._drop_impossible(indexed)
         if chunk.last:
-            staged = member.staged
-            self._forget(member)
-            self._store(member, staged)
-            member.next_sequence = chunk.sequence
+            staged = indexed.staged
+            self._forget(indexed)
+            self._store(indexed, staged)
+            indexed.next_sequence = chunk.sequence
         return EventOutcome.APPLIED
 
     def add_expected(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
         `remove_expected`, or until the group leaves. `key` identifies the prompt and is never used twice."""
-        if (member := self._groups.get(group)) is not None:
-            self.expected_blocks.add(member.bit, key, chain)
+        if (indexed := self._groups.get(group)) is not None:
+            self.expected_blocks.add(indexed.bit, key, chain)
 
     def remove_expected(self, group: str, key: Hashable) -> None:
         """Removes a prompt that the group has computed, or never will. Changes nothing if the prompt was removed
         before, or if the group has left since, even if the group has registered again."""
-        if (member := self._groups.get(group)) is not None:
-            self.expected_blocks.remove(member.bit, key)
+        if (indexed := self._groups.get(group)) is not None:
+            self.expected_blocks.remove(indexed.bit, key)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each group the blocks that it holds or is expected to hold, from the start of `chain` without a gap.
@@ -144,32 +144,32 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        assert self._live == sum(member.bit for member in self._groups.values()), "each group has a bit of its own"
-        assert self._names == {member.bit: name for name, member in self._groups.items()}
+        assert self._live == sum(indexed.bit for indexed in self._groups.values()), "each group has a bit of its own"
+        assert self._names == {indexed.bit: name for name, indexed in self._groups.items()}
         self._locations.check()
         self.expected_blocks.check()
 
-    def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
+    def _store(self, indexed: _IndexedGroup, events: Sequence[KvEvent]) -> None:
         self.events += len(events)
-        self._locations.apply_events(member.bit, events)
+        self._locations.apply_events(indexed.bit, events)
 
-    def _check_capacity(self, member: _Member) -> EventOutcome:
-        if not member.capacity or self._locations.entries_of(member.bit) <= member.capacity:
+    def _check_capacity(self, indexed: _IndexedGroup) -> EventOutcome:
+        if not indexed.capacity or self._locations.entries_of(indexed.bit) <= indexed.capacity:
             return EventOutcome.APPLIED
-        return self._drop_impossible(member)
+        return self._drop_impossible(indexed)
 
-    def _drop_impossible(self, member: _Member) -> EventOutcome:
+    def _drop_impossible(self, indexed: _IndexedGroup) -> EventOutcome:
         self.problems[EventProblem.IMPOSSIBLE] += 1
-        self._forget(member)
+        self._forget(indexed)
         return EventOutcome.IMPOSSIBLE
 
-    def _forget(self, member: _Member) -> None:
-        self._locations.remove_group(member.bit)
-        member.next_sequence = None
-        member.staged = None
+    def _forget(self, indexed: _IndexedGroup) -> None:
+        self._locations.remove_group(indexed.bit)
+        indexed.next_sequence = None
+        indexed.staged = None
 
-    def _ignore_stranger(self, member: _Member | None, events: int) -> EventOutcome:
-        return self._ignore(EventProblem.UNKNOWN_GROUP if member is None else EventProblem.OTHER_EPOCH, events)
+    def _ignore_stranger(self, indexed: _IndexedGroup | None, events: int) -> EventOutcome:
+        return self._ignore(EventProblem.UNKNOWN_GROUP if indexed is None else EventProblem.OTHER_EPOCH, events)
 
     def _ignore(self, problem: EventProblem, events: int) -> EventOutcome:
         self.problems[problem] += events
