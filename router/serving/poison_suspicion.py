@@ -6,8 +6,9 @@ PoisonSuspicion.level). Suspects are kept apart as far as that costs little:
 
 - A request of which nothing was answered when its group crashed shares a group with no other suspect. Most poison
   requests crash a group during prefill.
-- Requests that were being answered are many and would wait long for each other, so they may share a group. If one of
-  them crashes this group too, nothing of it was answered there, unlike the others.
+- Requests that had already streamed output when their group crashed may share a group: they are many, and isolating
+  each would make them wait for one another. If one of them crashes the next group too, it is the one that streamed
+  nothing there.
 
 Whether a group crashed by itself is not always known: it may hang, or may have been killed, for example by the kernel's
 OOM killer. After a loss of unknown cause a request is a suspect, but it is refused only if the loss is the third in a
@@ -40,7 +41,7 @@ class PoisonSuspicion:
 
     def __init__(self) -> None:
         self._losses: list[_Loss] = []
-        self._row: list[_Loss] = []  # losses since the last answer
+        self._losses_in_a_row: list[_Loss] = []  # losses since the last answer
         self._tokens = 0  # answered since the last loss
 
     def __bool__(self) -> bool:
@@ -52,13 +53,13 @@ class PoisonSuspicion:
         if lost.failure.cause is not FailureCause.PLANNED:
             loss = _Loss(lost.failure, lost.was_only_suspect, answered)
             self._losses.append(loss)
-            self._row.append(loss)
+            self._losses_in_a_row.append(loss)
             self._tokens = 0
 
     def record_answer(self, tokens: int) -> None:
         """Records an answer of the next group: `tokens` tokens, or (0) prompt log-probabilities that the client did not
         have."""
-        self._row.clear()
+        self._losses_in_a_row.clear()
         self._tokens += tokens
         if self._tokens >= _CLEARING_TOKENS:
             self._losses.clear()
@@ -67,23 +68,24 @@ class PoisonSuspicion:
     def level(self) -> int:
         """0: the request is no suspect. 1: it may share a group with suspects of level 1. 2: it shares a group with no
         other suspect."""
-        crashes_before = _count(self._losses, FailureCause.CRASH) - _count(self._row, FailureCause.CRASH)
-        if len(self._row) > 1 or crashes_before > 1:
+        crashes_before = _count(self._losses, FailureCause.CRASH) - _count(self._losses_in_a_row, FailureCause.CRASH)
+        if len(self._losses_in_a_row) > 1 or crashes_before > 1:
             return _ALONE
-        if any(loss.failure.cause is FailureCause.CRASH and not loss.answered for loss in self._row):
+        if any(loss.failure.cause is FailureCause.CRASH and not loss.answered for loss in self._losses_in_a_row):
             return _ALONE
-        return _MAY_SHARE if self._row else 0
+        return _MAY_SHARE if self._losses_in_a_row else 0
 
     @property
     def refusal(self) -> str:
         """Why the request is refused; "" if it is sent to another group."""
+        losses = self._losses_in_a_row
         if self._is_guilty(FailureCause.CRASH):
             count, happened = _count(self._losses, FailureCause.CRASH), "ended by themselves"
-        elif len(self._row) >= _MAX_LOSSES and self._row[-1].was_only_suspect:
-            count, happened = len(self._row), "were lost"
+        elif len(losses) >= _MAX_LOSSES and losses[-1].was_only_suspect:
+            count, happened = len(losses), "were lost"
         else:
             return ""
-        return f"{count} groups in a row {happened} while they ran this request ({self._row[-1].failure.reason})"
+        return f"{count} groups in a row {happened} while they ran this request ({losses[-1].failure.reason})"
 
     @property
     def undecided(self) -> list[GroupFailure]:
@@ -101,9 +103,10 @@ class PoisonSuspicion:
 
     def _is_guilty(self, *causes: FailureCause) -> bool:
         """Whether the request is refused if exactly the losses with these causes count as crashes."""
-        if not self._row or not self._row[-1].was_only_suspect or self._row[-1].failure.cause not in causes:
+        losses = self._losses_in_a_row
+        if not losses or not losses[-1].was_only_suspect or losses[-1].failure.cause not in causes:
             return False
-        return _count(self._row, *causes) > 1 or _count(self._losses, *causes) >= _MAX_LOSSES
+        return _count(losses, *causes) > 1 or _count(self._losses, *causes) >= _MAX_LOSSES
 
 
 def _count(losses: Sequence[_Loss], *causes: FailureCause) -> int:
