@@ -68,8 +68,9 @@ class Dispatcher:
             return self.queue.grant_unqueued(submission, attempt.request)
         scheduling_class, prompt_seconds = self._scheduling_class(attempt), self._prompt_seconds(attempt)
         queued = self.queue.add(attempt, scheduling_class, prompt_seconds, bounded=bounded)
-        if self.queue.waiting_in_class(queued.scheduling_class) == 1 < len(self.queue):
-            self.send_waiting()  # the only waiting request of its class, so its groups may have room now
+        is_alone_in_class = self.queue.waiting_in_class(scheduling_class) == 1
+        if is_alone_in_class and len(self.queue) > 1:  # its groups may have room; a queue of one was tried above
+            self.send_waiting()
         try:
             return await queued.grant
         except asyncio.CancelledError:
