@@ -24,7 +24,7 @@ from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
 
-# Max log-probabilities in one turn of the event loop: to make events of them and to send these takes 30 ms.
+# Max log-probabilities that one turn of the event loop turns into events, and into HTTP chunks: 30 ms of work.
 MAX_LOGPROBS_PER_TURN: Final = 4096
 
 
