@@ -28,7 +28,7 @@ class OpenSubmissions:
         self._round = 0
         self._round_began = 0.0
         self._round_seconds = 0.0  # duration of the last complete round
-        self._away = 0  # readers woken in this round that do not wait for outputs again yet
+        self._busy_readers = 0  # readers woken in this round that are still writing to their clients
         self._is_scheduled = False  # a call of _wake_readers is scheduled
         self._continues = False  # the scheduled call wakes more readers of the same round
         self._is_idle = asyncio.Event()
@@ -45,7 +45,7 @@ class OpenSubmissions:
 
     def add(self, submission: Submission) -> None:
         """Adds a submission, which gets the outputs with its id and attempt from now on."""
-        submission.on_return = self._record_return
+        submission.on_waiting_again = self._record_waiting_again
         self._submissions[submission.id] = submission
         self._is_idle.clear()
 
@@ -57,7 +57,7 @@ class OpenSubmissions:
         """Drops further outputs of the submission; changes nothing if it was removed before."""
         if self._submissions.get(submission.id) is submission:
             del self._submissions[submission.id]
-            self._record_return(submission.woken_in_round)
+            self._record_waiting_again(submission.woken_in_round)
         if not self._submissions:
             self._is_idle.set()
 
@@ -93,7 +93,7 @@ class OpenSubmissions:
         if self._is_scheduled:
             return
         taken = self._loop.time() - self._round_began
-        pause = 2 * max(self._round_seconds, taken if self._away else 0.0) - taken
+        pause = 2 * max(self._round_seconds, taken if self._busy_readers else 0.0) - taken
         if pause > 0:
             self._is_scheduled = True
             self._loop.call_later(min(pause, _LONGEST_WAIT_SECONDS), self._wake_readers)
@@ -104,16 +104,16 @@ class OpenSubmissions:
         if not self._continues:
             self._round += 1
             self._round_began = self._loop.time()
-            self._away = 0
+            self._busy_readers = 0
         fresh, self._fresh = self._fresh[:_MAX_WOKEN], self._fresh[_MAX_WOKEN:]
         # A reader whose client does not read does not wait for outputs, and so does not delay later rounds.
-        self._away += sum([submission.wake_reader(self._round) for submission in fresh])
+        self._busy_readers += sum([submission.wake_reader(self._round) for submission in fresh])
         self._continues = self._is_scheduled = bool(self._fresh)
         if self._continues:  # the event loop does other work between two batches
             self._loop.call_soon(self._wake_readers)
 
-    def _record_return(self, round: int) -> None:
-        if round == self._round and self._away:
-            self._away -= 1
-            if not self._away:
+    def _record_waiting_again(self, round: int) -> None:
+        if round == self._round and self._busy_readers:
+            self._busy_readers -= 1
+            if not self._busy_readers:
                 self._round_seconds = self._loop.time() - self._round_began

@@ -30,7 +30,7 @@ class Submission:
 
     `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute. `suspicion`:
     see PoisonSuspicion.level. `woken_in_round`: the round of OpenSubmissions in which the reader was woken. When the
-    reader reads again, `on_return` is called with this round, and `woken_in_round` becomes 0.
+    reader waits again, `on_waiting_again` is called with this round, and `woken_in_round` becomes 0.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Submission:
         self.uncached_tokens = len(request.prompt_token_ids) - decision.chosen.cached_tokens
         self.suspicion = 0
         self.woken_in_round = 0
-        self.on_return: Callable[[int], None] | None = None
+        self.on_waiting_again: Callable[[int], None] | None = None
         self._connection = connection
         self._load = connection.load
         self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
@@ -67,9 +67,9 @@ class Submission:
     async def __anext__(self) -> list[SequenceOutput]:
         """Waits for outputs and returns all that were not read yet. Raises GroupLost once the stream has ended,
         SlowReader, and the group's error if the group has refused the request."""
-        if self.woken_in_round and self.on_return is not None:
+        if self.woken_in_round and self.on_waiting_again is not None:
             round, self.woken_in_round = self.woken_in_round, 0
-            self.on_return(round)
+            self.on_waiting_again(round)
         while not self._outputs:
             if self._failure is not None:
                 raise self._failure
