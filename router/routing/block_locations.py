@@ -1,7 +1,8 @@
 """BlockLocations: the set of groups that hold each block, by tier, and the blocks of each group.
 
-The sets of groups serve to match a chain of blocks; the blocks of a group serve to remove the group. A group is a bit,
-as in PrefixIndex, which checks epochs and the order of events before it calls `apply_events`.
+The sets of groups serve to match a chain of blocks; the blocks of a group serve to remove the group. Each group has one
+bit; a set of groups is an int bitmask. PrefixIndex checks epochs and the order of events before it calls
+`apply_events`.
 """
 
 from collections import Counter
@@ -33,12 +34,12 @@ class EventProblem(Enum):
 
 
 class BlockLocations:
-    """`where`: for device and host a mapping from block to the groups, as bits, that hold it there."""
+    """`groups_by_block`: for device and host a mapping from block to the groups that hold it there."""
 
     def __init__(self, problems: Counter[EventProblem]) -> None:
-        self.where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
+        self.groups_by_block: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
         self._problems = problems
-        self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> tiers, as bits
+        self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> bitmask of tiers
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
 
     @property
@@ -60,38 +61,38 @@ class BlockLocations:
                 problems[EventProblem.MALFORMED] += 1
                 continue
             tier_index = tier - 1
-            where, tiers = self.where[tier_index], held.get(block, 0)
+            groups_by_block, tiers = self.groups_by_block[tier_index], held.get(block, 0)
             if event.stored:
                 if not tiers >> tier_index & 1:
                     held[block] = tiers | 1 << tier_index
-                    where[block] = where.get(block, 0) | bit
+                    groups_by_block[block] = groups_by_block.get(block, 0) | bit
                     entries += 1
                 if (parent := event.parent_hash) and parent not in held:
                     problems[EventProblem.NO_PARENT] += 1
             elif tiers >> tier_index & 1:
                 _set_or_drop(held, block, tiers & ~(1 << tier_index))
-                _set_or_drop(where, block, where[block] & ~bit)
+                _set_or_drop(groups_by_block, block, groups_by_block[block] & ~bit)
                 entries -= 1
         self._entries[bit] = entries
 
     def remove_group(self, bit: int) -> None:
         """Drops all blocks of a group."""
         for block, tiers in self._held.pop(bit, {}).items():
-            for tier_index, where in enumerate(self.where):
+            for tier_index, groups_by_block in enumerate(self.groups_by_block):
                 if tiers >> tier_index & 1:
-                    _set_or_drop(where, block, where[block] & ~bit)
+                    _set_or_drop(groups_by_block, block, groups_by_block[block] & ~bit)
         del self._entries[bit]
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        for tier_index, where in enumerate(self.where):
+        for tier_index, groups_by_block in enumerate(self.groups_by_block):
             expected: dict[bytes, int] = {}
             for bit, held in self._held.items():
                 for block, tiers in held.items():
                     assert tiers, "a block in no tier"
                     if tiers >> tier_index & 1:
                         expected[block] = expected.get(block, 0) | bit
-            assert where == expected, "the sets of groups and the groups' own blocks disagree"
+            assert groups_by_block == expected, "the sets of groups and the groups' own blocks disagree"
         for bit, held in self._held.items():
             assert self._entries[bit] == sum(tiers.bit_count() for tiers in held.values()), "entries miscounted"
         assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"

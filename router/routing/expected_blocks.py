@@ -1,7 +1,8 @@
 """ExpectedBlocks: blocks of prompts that this router has sent, and that the groups' events do not contain yet.
 
 A group will have cached these blocks by the time it computes a prompt that is sent now, so requests of one session that
-arrive together go to one group. A group is a bit, as in the prefix index, and bits are reused after a group has left.
+arrive together go to one group. Each group has one bit; a set of groups is an int bitmask. A bit is reused after its
+group has left.
 """
 
 from collections import Counter
@@ -9,14 +10,14 @@ from collections.abc import Hashable, Sequence
 
 
 class ExpectedBlocks:
-    """`where[block]`: the groups, as bits, to which a prompt with that block was sent.
+    """`groups_by_block[block]`: the groups to which a prompt with that block was sent.
 
     A prompt is identified by `key`, which the caller never uses twice. So removing a prompt of a group that has left
     changes nothing, even if another group has the same bit now.
     """
 
     def __init__(self) -> None:
-        self.where: dict[bytes, int] = {}
+        self.groups_by_block: dict[bytes, int] = {}
         self._chains: dict[int, dict[Hashable, Sequence[bytes]]] = {}  # group -> key -> blocks of the prompt
         self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> number of these prompts that contain it
 
@@ -27,13 +28,13 @@ class ExpectedBlocks:
     def add(self, bit: int, key: Hashable, chain: Sequence[bytes]) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group."""
         self._chains.setdefault(bit, {})[key] = chain
-        counts, where = self._counts.setdefault(bit, {}), self.where
+        counts, groups_by_block = self._counts.setdefault(bit, {}), self.groups_by_block
         for block in chain:
             if count := counts.get(block, 0):
                 counts[block] = count + 1
             else:
                 counts[block] = 1
-                where[block] = where.get(block, 0) | bit
+                groups_by_block[block] = groups_by_block.get(block, 0) | bit
 
     def remove(self, bit: int, key: Hashable) -> None:
         """Removes a prompt that is computed or never will be; changes nothing if the group has no such prompt."""
@@ -61,10 +62,10 @@ class ExpectedBlocks:
             assert counts == blocks, "a block's count differs from the number of prompts that contain it"
             for block in counts:
                 expected[block] = expected.get(block, 0) | bit
-        assert expected == self.where, "the shared index and the groups' counts disagree"
+        assert expected == self.groups_by_block, "the shared index and the groups' counts disagree"
 
     def _clear_bit(self, bit: int, block: bytes) -> None:
-        if rest := self.where[block] & ~bit:
-            self.where[block] = rest
+        if rest := self.groups_by_block[block] & ~bit:
+            self.groups_by_block[block] = rest
         else:
-            del self.where[block]
+            del self.groups_by_block[block]

@@ -5,8 +5,8 @@ until its next snapshot is complete. Missing blocks make requests slower, but fa
 blocks that are not there. The index also contains expected blocks: those of prompts that this router has sent, until
 the group's own events report them.
 
-A group is a bit, and a block has three sets of groups (device, host, expected), so one walk along a prompt's chain of
-blocks matches every group at once.
+Each group has one bit; a set of groups is an int bitmask. A block has three such sets (device, host, expected), so one
+walk along a prompt's chain of blocks matches every group at once.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class PrefixIndex:
         self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _IndexedGroup] = {}
         self._names: dict[int, str] = {}
-        self._live = 0  # the bits of all groups
+        self._live = 0  # the set of all groups
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
 
@@ -138,8 +138,8 @@ class PrefixIndex:
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each group the blocks that it holds or is expected to hold, from the start of `chain` without a gap.
         Groups without the first block are left out."""
-        on_device, on_host = self._locations.where
-        matches = match_chain(chain, self._live, on_device, on_host, self.expected_blocks.where)
+        on_device, on_host = self._locations.groups_by_block
+        matches = match_chain(chain, self._live, on_device, on_host, self.expected_blocks.groups_by_block)
         return {self._names[bit]: match for bit, match in matches}
 
     def check(self) -> None:

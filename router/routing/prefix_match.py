@@ -1,13 +1,13 @@
 """PrefixMatch: how much of a prompt each group holds, found by one walk along the prompt's chain of blocks. Pure.
 
-A group is a bit, and the groups that hold a block are a set of bits.
+Each group has one bit; a set of groups is an int bitmask.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-# Block hash -> groups.
-Where = Mapping[bytes, int]
+# Block hash -> set of groups.
+GroupsByBlock = Mapping[bytes, int]
 
 
 class PrefixMatch(NamedTuple):
@@ -27,9 +27,9 @@ NOTHING: Final = PrefixMatch(0, 0, 0)
 
 
 def match_chain(
-    chain: Sequence[bytes], alive: int, on_device: Where, on_host: Where, expected: Where
+    chain: Sequence[bytes], alive: int, on_device: GroupsByBlock, on_host: GroupsByBlock, expected: GroupsByBlock
 ) -> Iterator[tuple[int, PrefixMatch]]:
-    """Pairs (group, its match) for the groups in the bit set `alive`; groups without the first block are left out."""
+    """Pairs (group, its match) for the groups in `alive`; groups without the first block are left out."""
     length: dict[int, int] = {}
     host_only: dict[int, int] = {}
     expected_only: dict[int, int] = {}

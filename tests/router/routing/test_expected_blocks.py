@@ -53,10 +53,10 @@ class ExpectedBlocksAgainstDict(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.expected_blocks.check()
         blocks = Counter((bit, block) for (bit, _), count in self.open.items() for block in BLOCKS[:count])
-        where: dict[bytes, int] = {}
+        groups_by_block: dict[bytes, int] = {}
         for bit, block in blocks:
-            where[block] = where.get(block, 0) | bit
-        assert self.expected_blocks.where == where and len(self.expected_blocks) == len(blocks)
+            groups_by_block[block] = groups_by_block.get(block, 0) | bit
+        assert self.expected_blocks.groups_by_block == groups_by_block and len(self.expected_blocks) == len(blocks)
 
 
 TestExpectedBlocks = ExpectedBlocksAgainstDict.TestCase
