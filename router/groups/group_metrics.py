@@ -32,12 +32,12 @@ class GroupMetrics(Collector):
         )
         yield CounterMetricFamily("coatcheck_index_events", "KV events that groups have sent.", value=index.events)
         problems = CounterMetricFamily(
-            "coatcheck_index_troubles",
+            "coatcheck_index_event_problems",
             "KV events that could not be applied as sent, by problem; none creates a false prefix.",
-            labels=["kind"],
+            labels=["problem"],
         )
-        for kind in EventProblem:
-            problems.add_metric([kind.value], index.problems[kind])
+        for problem in EventProblem:
+            problems.add_metric([problem.value], index.problems[problem])
         yield problems
         ejections = CounterMetricFamily(
             "coatcheck_group_ejections",

@@ -86,5 +86,5 @@ async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: Sta
     index.apply_events("a stranger", KvEvents(epoch="e", sequence=0, events=[first]))
     assert index.matched_blocks([first.block_hash, second.block_hash]) == {}
     page = router.server.metrics.render().decode()
-    for kind in ("other_epoch", "no_parent", "malformed", "repeated", "gap", "unknown_group"):
-        assert f'coatcheck_index_troubles_total{{kind="{kind}"}} 1.0' in page, kind
+    for problem in ("other_epoch", "no_parent", "malformed", "repeated", "gap", "unknown_group"):
+        assert f'coatcheck_index_event_problems_total{{problem="{problem}"}} 1.0' in page, problem
