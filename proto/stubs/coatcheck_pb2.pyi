@@ -516,18 +516,18 @@ class Explanation(_message.Message):
     def __init__(self, group: _Optional[str] = ..., why: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[GroupCost, _Mapping]]] = ...) -> None: ...
 
 class CacheAudit(_message.Message):
-    __slots__ = ("prompts", "foreseen_tokens", "found_tokens", "error_tokens", "divergences")
+    __slots__ = ("prompts", "predicted_tokens", "found_tokens", "error_tokens", "divergences")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
-    FORESEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIVERGENCES_FIELD_NUMBER: _ClassVar[int]
     prompts: int
-    foreseen_tokens: int
+    predicted_tokens: int
     found_tokens: int
     error_tokens: int
     divergences: int
-    def __init__(self, prompts: _Optional[int] = ..., foreseen_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., error_tokens: _Optional[int] = ..., divergences: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompts: _Optional[int] = ..., predicted_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., error_tokens: _Optional[int] = ..., divergences: _Optional[int] = ...) -> None: ...
 
 class LatencyStatus(_message.Message):
     __slots__ = ("p50_seconds", "p90_seconds", "p99_seconds", "count")

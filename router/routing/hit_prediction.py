@@ -45,7 +45,7 @@ class HitPrediction:
             del self._averages[group]
         audit = self.audits[group]
         audit.prompts += 1
-        audit.foreseen_tokens += predicted
+        audit.predicted_tokens += predicted
         audit.found_tokens += found
         audit.error_tokens += error
         audit.divergences += diverges

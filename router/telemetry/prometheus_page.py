@@ -52,7 +52,7 @@ _COUNTERS: Final = (
     ("group_late_compiles", "GPU kernels compiled after the ranks had warmed up.", "late_compiles"),
     ("group_restarts", "Starts of the group by the supervisor after the first.", "restarts"),
     ("routing_prompts", "Prompts whose cached tokens were predicted.", "audit.prompts"),
-    ("routing_foreseen_tokens", "Cached prompt tokens that the router predicted.", "audit.foreseen_tokens"),
+    ("routing_predicted_tokens", "Cached prompt tokens that the router predicted.", "audit.predicted_tokens"),
     ("routing_found_tokens", "Cached prompt tokens that the groups found.", "audit.found_tokens"),
     ("routing_error_tokens", "Sum of the absolute differences, prompt by prompt.", "audit.error_tokens"),
     ("routing_divergences", "Snapshots requested because the predictions were wrong for long.", "audit.divergences"),

@@ -10,12 +10,12 @@ from coatcheck.router.routing.hit_prediction import HitPrediction
 def test_every_prompt_is_counted(prompts: list[tuple[int, int]]) -> None:
     """Every count is the sum over the prompts."""
     audit = HitPrediction()
-    divergences = sum(audit.record("a", foreseen, found) for foreseen, found in prompts)
+    divergences = sum(audit.record("a", predicted, found) for predicted, found in prompts)
     stats = audit.audits["a"]
     assert stats.prompts == len(prompts) and stats.divergences == divergences
-    assert stats.foreseen_tokens == sum(foreseen for foreseen, _ in prompts)
+    assert stats.predicted_tokens == sum(predicted for predicted, _ in prompts)
     assert stats.found_tokens == sum(found for _, found in prompts)
-    assert stats.error_tokens == sum(abs(foreseen - found) for foreseen, found in prompts)
+    assert stats.error_tokens == sum(abs(predicted - found) for predicted, found in prompts)
     assert audit.audits["b"].prompts == 0
 
 

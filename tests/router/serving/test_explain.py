@@ -98,7 +98,7 @@ async def test_the_audit_is_exported_and_a_divergent_group_is_asked_for_a_snapsh
     await group.until(lambda: group.snapshot_requests == 1)
     (status,) = (await router.admin.Status(StatusRequest())).groups
     assert (status.audit.prompts, status.audit.divergences) == (16, 1)
-    assert (status.audit.foreseen_tokens, status.audit.found_tokens) == (16 * 36, 16 * 4)
+    assert (status.audit.predicted_tokens, status.audit.found_tokens) == (16 * 36, 16 * 4)
     assert status.audit.error_tokens == 16 * 32
 
 

@@ -164,9 +164,9 @@ def test_a_page_of_many_groups_is_short_work() -> None:
 
 def test_an_audit_is_on_the_page() -> None:
     """Predicted and found cached tokens are counters of each group."""
-    audit = CacheAudit(prompts=5, foreseen_tokens=100, found_tokens=90, error_tokens=10, divergences=1)
+    audit = CacheAudit(prompts=5, predicted_tokens=100, found_tokens=90, error_tokens=10, divergences=1)
     status = StatusResponse(groups=[GroupStatus(name="g", audit=audit)])
     metrics = PrometheusPage(lambda: status, CollectorRegistry())
     text = metrics.render().decode()
-    assert 'coatcheck_routing_foreseen_tokens_total{group="g"} 100' in text
+    assert 'coatcheck_routing_predicted_tokens_total{group="g"} 100' in text
     assert 'coatcheck_routing_divergences_total{group="g"} 1' in text
