@@ -31,8 +31,8 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
-from coatcheck.router.routing.prefix_match import NOTHING
-from coatcheck.router.routing.routing_cost import choose
+from coatcheck.router.routing.prefix_match import NO_MATCH
+from coatcheck.router.routing.routing_cost import choose_group
 from coatcheck.router.server import Router
 
 
@@ -116,8 +116,8 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
 
     def decision() -> None:
         matched = index.matched_blocks(chain)
-        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
-        choose(candidates, prompt, rng)
+        candidates = [load.candidate(name, matched.get(name, NO_MATCH)) for name, load in loads.items()]
+        choose_group(candidates, prompt, rng)
 
     def sending() -> None:
         index.add_expected("g0", 0, chain)

@@ -1,4 +1,4 @@
-"""Compares the router's own choose() and index with the published routing rules of others, in a simulation.
+"""Compares the router's own choose_group() and index with the published routing rules of others, in a simulation.
 
 The load is three public traces, and one made-up trace in which all requests share a system prompt. Each rule runs in
 each cell, as simulation.py does. The rules of others see every group's true state at each moment, and place each

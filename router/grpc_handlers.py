@@ -29,10 +29,10 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope, Tenant
-from coatcheck.router.event_loop.message_limits import check_bytes, parse
+from coatcheck.router.event_loop.message_limits import check_bytes, parse_message
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.serving.admin_service import AdminService
-from coatcheck.router.serving.explanation import is_asked, trailing_metadata
+from coatcheck.router.serving.explanation import trailing_metadata, wants_explanation
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class GrpcHandlers:
             raise InvalidRequest("the call ended without its message; send one") from None
         if len(data) > _LONG_MESSAGE_BYTES:
             await self._side.run(check_bytes, kind, data)
-        return parse(kind, data)
+        return parse_message(kind, data)
 
     async def _write(self, context: Context, event: Message) -> None:
         """Waits until gRPC has taken the event; raises SlowReader after slow_reader_seconds."""
@@ -186,7 +186,7 @@ class CallInfo:
             {key: value for key, value in metadata if key in TRACE_CONTEXT_HEADERS and isinstance(value, str)},
             asyncio.get_running_loop().time() + seconds if seconds is not None else None,
         )
-        if not is_asked(metadata):
+        if not wants_explanation(metadata):
             return options
         return replace(options, on_decision=lambda made: self.context.set_trailing_metadata(trailing_metadata(made)))
 

@@ -1,4 +1,4 @@
-"""SimulatedRouter: routes to simulated groups by a published rule, or by our own index, loads, queue and choose().
+"""SimulatedRouter: routes to simulated groups by a published rule, or by our own index, loads, queue and costs.
 
 Several routers take requests in turn. Each gets the reports and events of every group, knows only the requests that it
 has sent itself, and has a queue of its own.
@@ -19,8 +19,8 @@ from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
-from coatcheck.router.routing.prefix_match import NOTHING
-from coatcheck.router.routing.routing_cost import Decision, choose
+from coatcheck.router.routing.prefix_match import NO_MATCH
+from coatcheck.router.routing.routing_cost import Decision, choose_group
 from coatcheck.router.serving.admission_queue import due_at
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
 
@@ -160,8 +160,8 @@ class _View:
 
     def _decide(self, job: SimulatedRequest, loads: Mapping[str, GroupLoad]) -> Decision:
         matched = self.index.matched_blocks(_chain(job))
-        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
-        return choose(
+        candidates = [load.candidate(name, matched.get(name, NO_MATCH)) for name, load in loads.items()]
+        return choose_group(
             candidates,
             job.prompt,
             self._rng,

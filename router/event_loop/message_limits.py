@@ -44,10 +44,10 @@ def has_long_prompt(message: GenerateRequest | TokenizeRequest) -> bool:
 def check_bytes(kind: type[Message], data: bytes) -> None:
     """Parses `data` and checks the message as `check_entries` does. Runs in a side process: millions of entries take a
     second."""
-    check_entries(parse(kind, data))
+    check_entries(parse_message(kind, data))
 
 
-def parse(kind: type[_Kind], data: bytes) -> _Kind:
+def parse_message(kind: type[_Kind], data: bytes) -> _Kind:
     """The message in `data`; raises InvalidRequest if it is not a message of type `kind`."""
     try:
         return kind.FromString(data)

@@ -11,7 +11,7 @@ from math import exp
 from typing import Final, NamedTuple
 
 from coatcheck.proto.stubs.worker_pb2 import Load, Registration
-from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
+from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
@@ -118,8 +118,8 @@ class GroupLoad:
         computes until its next report."""
         return not self.is_full and self._queued_tokens + self._unreported_tokens < self._max_queued_tokens
 
-    def candidate(self, group: str, match: PrefixMatch = NOTHING) -> Candidate:
-        """The group as a Candidate for `choose`. `match`: blocks of the prompt that the group holds."""
+    def candidate(self, group: str, match: PrefixMatch = NO_MATCH) -> Candidate:
+        """The group as a Candidate for `choose_group`. `match`: blocks of the prompt that the group holds."""
         size = self._block_size
         device, host, expected = match
         coming = self._waiting + self._unreported_choices

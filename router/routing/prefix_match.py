@@ -23,7 +23,7 @@ class PrefixMatch(NamedTuple):
         return self.device + self.host + self.expected
 
 
-NOTHING: Final = PrefixMatch(0, 0, 0)
+NO_MATCH: Final = PrefixMatch(0, 0, 0)
 
 
 def match_chain(

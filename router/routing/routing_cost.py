@@ -1,4 +1,4 @@
-"""choose(): the group that a request is sent to: the one with the least cost in seconds.
+"""choose_group(): the group that a request is sent to: the one with the least cost in seconds.
 
     cost     = queue + prefill + restore + decode + eviction + stall + delay
     queue    = prompt tokens queued at the group / prefill rate
@@ -142,7 +142,7 @@ class Decision:
         return f"{self.group}: {best.total_seconds:.3f} s ({' + '.join(named)}), {cached}{against}"
 
 
-def choose(
+def choose_group(
     candidates: Sequence[Candidate],
     prompt_tokens: int,
     rng: random.Random,

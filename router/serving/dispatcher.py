@@ -26,8 +26,8 @@ from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
 from coatcheck.router.groups.submission import Submission
-from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
-from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
+from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
+from coatcheck.router.routing.routing_cost import Candidate, Decision, choose_group
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Grant, QueuedAttempt
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
@@ -215,8 +215,8 @@ class Dispatcher:
                 # With prompt_logprobs the whole prompt is computed, whatever is cached.
                 is_scored = request.sampling.prompt_logprobs is not None
                 matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.block_hashes(model))
-            candidates.append(group.load.candidate(group.name, matched[hashed_as].get(group.name, NOTHING)))
-        return choose(
+            candidates.append(group.load.candidate(group.name, matched[hashed_as].get(group.name, NO_MATCH)))
+        return choose_group(
             candidates,
             len(request.prompt_token_ids),
             self._rng,

@@ -26,7 +26,7 @@ def explanation_of(decision: Decision, max_groups: int | None = None) -> pb.Expl
     )
 
 
-def is_asked(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+def wants_explanation(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
     """Whether a call's metadata asks for an explanation."""
     return any(key == EXPLAIN_KEY and value in ("1", "true") for key, value in metadata or ())
 

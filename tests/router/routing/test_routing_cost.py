@@ -1,4 +1,4 @@
-"""choose(): two gates exclude groups, and of the others the cheapest wins; costs are continuous, gates are
+"""choose_group(): two gates exclude groups, and of the others the cheapest wins; costs are continuous, gates are
 thresholds."""
 
 import random
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
+from coatcheck.router.routing.routing_cost import Candidate, Decision, choose_group
 from tests.examples import examples
 
 TOKENS = st.integers(0, 100_000)
@@ -109,7 +109,7 @@ SCENARIOS: dict[str, tuple[list[Candidate], str]] = {
 def test_which_group_is_chosen(name: str) -> None:
     """Each scenario has one answer, in whatever order the groups come."""
     groups, expected = SCENARIOS[name]
-    assert choose(groups, 1000, DICE).group == choose(groups[::-1], 1000, DICE).group == expected
+    assert choose_group(groups, 1000, DICE).group == choose_group(groups[::-1], 1000, DICE).group == expected
 
 
 def test_gates_are_thresholds_and_costs_are_not() -> None:
@@ -122,7 +122,7 @@ def test_gates_are_thresholds_and_costs_are_not() -> None:
         ([holder, other], holder._replace(has_room=False)),
         ([holder._replace(queued_prefill_tokens=999), cold], holder._replace(queued_prefill_tokens=1001)),
     ):
-        before, after = choose(groups, 1000, DICE), choose([beyond, groups[1]], 1000, DICE)
+        before, after = choose_group(groups, 1000, DICE), choose_group([beyond, groups[1]], 1000, DICE)
         assert (before.group, after.group) == ("holder", "other")
         excluded = next(cost for cost in after.costs if cost.group == "holder")
         assert before.chosen.total_seconds == pytest.approx(excluded.total_seconds, rel=0.01)
@@ -134,7 +134,7 @@ def test_gates_are_thresholds_and_costs_are_not() -> None:
 def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int) -> None:
     """The decision has one row of cost per candidate, none negative. No other group's total is lower, except groups
     without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
-    decision = choose(candidates, prompt, random.Random(0))
+    decision = choose_group(candidates, prompt, random.Random(0))
     totals = {cost.group: cost.total_seconds for cost in decision.costs}
     assert totals.keys() == {candidate.group for candidate in candidates}
     ready = max((cost.cached_tokens for cost in decision.costs if cost.has_room), default=-1)
@@ -156,8 +156,8 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, data: st.DataOb
     old = candidates[place]
     changed = [*candidates]
     changed[place] = old._replace(**{field: getattr(old, field) * 1.001})
-    before = choose(candidates, prompt, DICE).costs
-    after = choose(changed, prompt, DICE).costs
+    before = choose_group(candidates, prompt, DICE).costs
+    after = choose_group(changed, prompt, DICE).costs
     for one, other in zip(before, after, strict=True):
         # Eviction is a difference of what is queued and what is free, so it moves by their size and not its own.
         moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
@@ -175,7 +175,7 @@ def test_no_request_waits_longer_than_an_idle_group_computes(
     idle = Candidate(
         "idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy_share=idle_busy, free_tokens=prompt
     )
-    decision = choose([*candidates, idle], prompt, random.Random(0), queued_in_router=queued_in_router)
+    decision = choose_group([*candidates, idle], prompt, random.Random(0), queued_in_router=queued_in_router)
     (alone,) = [cost for cost in decision.costs if cost.group == "idle"]
     assert alone.queue_seconds == alone.restore_seconds == alone.eviction_seconds == 0.0
     assert decision.chosen.queue_seconds <= alone.prefill_seconds + alone.decode_seconds
@@ -188,9 +188,10 @@ def test_one_long_queue_does_not_make_idle_groups_look_expensive() -> None:
         "g0", queued_prefill_tokens=500_000, queued_requests=1000, device_tokens=4096, busy_share=1.0, **rates
     )
     idle = [a_group(f"g{place}", **rates) for place in range(1, 8)]
-    decision = choose([holder, *idle], 4596, DICE)
+    decision = choose_group([holder, *idle], 4596, DICE)
     assert decision.group != "g0" and decision.chosen.delay_seconds < 1.0
-    assert choose([holder._replace(queued_prefill_tokens=1000, queued_requests=2), *idle], 4596, DICE).group == "g0"
+    busier = holder._replace(queued_prefill_tokens=1000, queued_requests=2)
+    assert choose_group([busier, *idle], 4596, DICE).group == "g0"
 
 
 def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() -> None:
@@ -199,17 +200,17 @@ def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() ->
     rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000, "busy_share": 0.9}
     holder = a_group("g0", queued_prefill_tokens=10_000, queued_requests=20, device_tokens=4096, **rates)
     others = [a_group(f"g{place}", **rates) for place in range(1, 8)]
-    decision = choose([holder, *others], 4596, DICE)
+    decision = choose_group([holder, *others], 4596, DICE)
     assert decision.group != "g0" and decision.why.endswith("; cheaper, but without room or with too long a queue: g0")
     nearly = [group._replace(queued_prefill_tokens=500, queued_requests=1) for group in others]
-    assert choose([holder._replace(queued_prefill_tokens=4000), *nearly], 4596, DICE).group == "g0"
-    assert choose([holder, *nearly], 4596, DICE).group != "g0"
+    assert choose_group([holder._replace(queued_prefill_tokens=4000), *nearly], 4596, DICE).group == "g0"
+    assert choose_group([holder, *nearly], 4596, DICE).group != "g0"
 
 
 def test_ties_are_broken_at_random() -> None:
     """Equal groups are chosen equally often."""
     rng = random.Random(1)
-    counts = Counter(choose([Candidate(name) for name in "abcd"], 100, rng).group for _ in range(4000))
+    counts = Counter(choose_group([Candidate(name) for name in "abcd"], 100, rng).group for _ in range(4000))
     assert set(counts) == set("abcd") and all(900 < count < 1100 for count in counts.values())
 
 
@@ -217,42 +218,42 @@ def test_a_session_breaks_ties_and_nothing_else() -> None:
     """Of equal groups, one session always uses the same, and many sessions use all. A cheaper group wins over the
     session's."""
     equal = [a_group(name) for name in "abcd"]
-    homes = {f"s{n}": {choose(equal, 100, DICE, session=f"s{n}").group for _ in range(5)} for n in range(40)}
+    homes = {f"s{n}": {choose_group(equal, 100, DICE, session=f"s{n}").group for _ in range(5)} for n in range(40)}
     assert all(len(groups) == 1 for groups in homes.values())
     assert set.union(*homes.values()) == set("abcd")
     (home,) = homes["s0"]
     busy = [group._replace(queued_prefill_tokens=1) if group.group == home else group for group in equal]
-    assert choose(busy, 100, DICE, session="s0").group != home
+    assert choose_group(busy, 100, DICE, session="s0").group != home
 
 
 def test_a_cached_prefix_wins_until_the_queue_outweighs_it() -> None:
     """While no request waits, a cached prefix is worth exactly the prefill that it saves."""
     holder, idle = a_group("holder", device_tokens=800), a_group("idle")
-    assert choose([holder, idle], 1000, DICE).group == "holder"
-    assert choose([holder._replace(queued_prefill_tokens=799), idle], 1000, DICE).group == "holder"
-    assert choose([holder._replace(queued_prefill_tokens=801), idle], 1000, DICE).group == "idle"
+    assert choose_group([holder, idle], 1000, DICE).group == "holder"
+    assert choose_group([holder._replace(queued_prefill_tokens=799), idle], 1000, DICE).group == "holder"
+    assert choose_group([holder._replace(queued_prefill_tokens=801), idle], 1000, DICE).group == "idle"
 
 
 def test_expected_tokens_count_as_cached() -> None:
     """A prefix that the group computes for an earlier prompt saves as much as a cached one."""
     coming = a_group("coming", expected_tokens=800)
-    assert choose([a_group("idle"), coming], 1000, DICE).group == "coming"
+    assert choose_group([a_group("idle"), coming], 1000, DICE).group == "coming"
 
 
 def test_work_costs_more_when_others_wait() -> None:
     """Work delays the requests behind it too, so cached tokens are worth more with long queues."""
     holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000, queued_requests=2)
     other = a_group("other", queued_prefill_tokens=1000, queued_requests=2)
-    assert choose([holder, other], 1000, DICE).group == "holder"
+    assert choose_group([holder, other], 1000, DICE).group == "holder"
     calm = [group._replace(queued_requests=0) for group in (holder, other)]
-    assert choose(calm, 1000, DICE).group == "other"
+    assert choose_group(calm, 1000, DICE).group == "other"
 
 
 def test_busy_groups_expect_more_to_come() -> None:
     """The same queues weigh more while the groups are busier."""
 
     def delay(busy: float) -> float:
-        return choose([a_group("a", queued_requests=1, busy_share=busy)], 1000, DICE).chosen.delay_seconds
+        return choose_group([a_group("a", queued_requests=1, busy_share=busy)], 1000, DICE).chosen.delay_seconds
 
     assert 0 < delay(0.0) < delay(0.5) < delay(0.9) < delay(1.0) < float("inf")
 
@@ -261,9 +262,9 @@ def test_restoring_costs_its_bandwidth() -> None:
     """A prefix on the host is worth its prefill less the copy; a slow copy is worth less than an idle group."""
     nothing = a_group("nothing", queued_prefill_tokens=100)
     fast = a_group("host", host_tokens=800, restore_tokens_per_second=100_000.0)
-    assert choose([nothing, fast], 1000, DICE).group == "host"
-    assert choose([nothing, fast._replace(restore_tokens_per_second=800.0)], 1000, DICE).group == "nothing"
-    unmeasured = choose([fast._replace(restore_tokens_per_second=0.0)], 1000, DICE).chosen
+    assert choose_group([nothing, fast], 1000, DICE).group == "host"
+    assert choose_group([nothing, fast._replace(restore_tokens_per_second=800.0)], 1000, DICE).group == "nothing"
+    unmeasured = choose_group([fast._replace(restore_tokens_per_second=0.0)], 1000, DICE).chosen
     assert 0 < unmeasured.restore_seconds < 0.8
 
 
@@ -272,16 +273,16 @@ def test_evicting_blocks_in_use_costs_their_prefill() -> None:
     to compute them again."""
     free, full = a_group("free"), a_group("full", free_tokens=0, evictable_tokens=100_000)
     used = a_group("used", free_tokens=0)
-    costs = {cost.group: cost for cost in choose([free, full, used], 1000, DICE).costs}
+    costs = {cost.group: cost for cost in choose_group([free, full, used], 1000, DICE).costs}
     assert [costs[name].eviction_seconds for name in ("free", "full", "used")] == [0.0, 0.0, 1.0]
     half = a_group("half", free_tokens=1500, queued_prefill_tokens=1000)
-    assert choose([half], 1000, DICE).chosen.eviction_seconds == 0.5, "the queue takes its room first"
+    assert choose_group([half], 1000, DICE).chosen.eviction_seconds == 0.5, "the queue takes its room first"
 
 
 def test_decodes_weigh_too() -> None:
     """Of two groups with nothing queued, the one whose steps are shorter is cheaper."""
     full, empty = a_group("full", step_seconds=0.04), a_group("empty", step_seconds=0.02)
-    assert choose([full, empty], 10, DICE).group == "empty"
+    assert choose_group([full, empty], 10, DICE).group == "empty"
 
 
 def test_a_group_with_fewer_streams_is_cheaper() -> None:
@@ -290,14 +291,14 @@ def test_a_group_with_fewer_streams_is_cheaper() -> None:
     many, few = a_group("many", streams=40), a_group("few", streams=10)
 
     def gap(busy: float) -> float:
-        costs = {t.group: t for t in choose([g._replace(busy_share=busy) for g in (many, few)], 1000, DICE).costs}
+        costs = {t.group: t for t in choose_group([g._replace(busy_share=busy) for g in (many, few)], 1000, DICE).costs}
         return costs["many"].stall_seconds - costs["few"].stall_seconds
 
     assert 0.0 < gap(0.0) < gap(0.5) < gap(0.9) < gap(1.0) < float("inf")
-    assert choose([g._replace(busy_share=0.5) for g in (many, few)], 1000, DICE).group == "few"
+    assert choose_group([g._replace(busy_share=0.5) for g in (many, few)], 1000, DICE).group == "few"
     cached = many._replace(busy_share=0.5, device_tokens=1000)
     assert (
-        choose([cached, few._replace(busy_share=0.5)], 1000, DICE).group == "many"
+        choose_group([cached, few._replace(busy_share=0.5)], 1000, DICE).group == "many"
     )  # what is cached makes nobody wait
 
 
@@ -306,21 +307,21 @@ def test_a_full_group_is_chosen_only_for_what_it_holds() -> None:
     no group has room, the cheapest is chosen."""
     room = a_group("room", queued_prefill_tokens=100)
     full = a_group("full", has_room=False)
-    decision = choose([room, full], 1000, DICE)
+    decision = choose_group([room, full], 1000, DICE)
     assert decision.group == "room" and "; cheaper, but without room or with too long a queue: full" in decision.why
     holds = full._replace(device_tokens=500)
-    assert choose([room, holds], 1000, DICE).group == "full"
-    assert choose([room._replace(device_tokens=500), holds], 1000, DICE).group == "room"
-    assert choose([room, holds._replace(queued_prefill_tokens=5000)], 1000, DICE).group == "room"
-    assert choose([room._replace(has_room=False), full], 1000, DICE).group == "full"
+    assert choose_group([room, holds], 1000, DICE).group == "full"
+    assert choose_group([room._replace(device_tokens=500), holds], 1000, DICE).group == "room"
+    assert choose_group([room, holds._replace(queued_prefill_tokens=5000)], 1000, DICE).group == "room"
+    assert choose_group([room._replace(has_room=False), full], 1000, DICE).group == "full"
 
 
 def test_requests_queued_in_the_router_wait_behind_too() -> None:
     """The longer the router's own queue, the more a cached prefix is worth."""
     holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
     other = a_group("other", queued_prefill_tokens=1000)
-    assert choose([holder, other], 1000, DICE).group == "other"
-    assert choose([holder, other], 1000, DICE, queued_in_router=4).group == "holder"
+    assert choose_group([holder, other], 1000, DICE).group == "other"
+    assert choose_group([holder, other], 1000, DICE, queued_in_router=4).group == "holder"
 
 
 def test_an_old_measurement_of_an_idle_group_counts_little() -> None:
@@ -328,12 +329,12 @@ def test_an_old_measurement_of_an_idle_group_counts_little() -> None:
     again, a group that is slow while busy does not."""
     fast = a_group("fast", streams=1, busy_share=0.5)
     once = a_group("slow", prefill_tokens_per_second=700.0)
-    assert choose([fast, once], 64, DICE).group == "slow"
-    assert choose([fast, once._replace(busy_share=0.5)], 64, DICE).group == "fast"
+    assert choose_group([fast, once], 64, DICE).group == "slow"
+    assert choose_group([fast, once._replace(busy_share=0.5)], 64, DICE).group == "fast"
 
 
 def test_a_group_without_measurements_is_assumed_average() -> None:
     """A new group is tried like the others, whatever their rate."""
     new = Candidate("new")
-    decision: Decision = choose([a_group("old", prefill_tokens_per_second=50.0), new], 1000, DICE)
+    decision: Decision = choose_group([a_group("old", prefill_tokens_per_second=50.0), new], 1000, DICE)
     assert {cost.prefill_seconds for cost in decision.costs} == {20.0}
