@@ -11,9 +11,9 @@ from typing import Final
 
 from coatcheck.proto.stubs.coatcheck_pb2 import CacheAudit
 
-_MEMORY: Final = 32  # prompts that the running averages cover
-_FEWEST: Final = 16  # prompts before a group can diverge
-_TOLERATED: Final = 0.5  # mean error, as a share of the mean larger count
+_AVERAGED_PROMPTS: Final = 32  # prompts that the running averages cover
+_MIN_PROMPTS: Final = 16  # prompts before a group can diverge
+_MAX_RELATIVE_ERROR: Final = 0.5  # mean error, as a share of the mean larger count
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class HitPrediction:
         error = abs(predicted - found)
         averages = self._averages[group]
         averages.prompts += 1
-        averages.error += (error - averages.error) / min(averages.prompts, _MEMORY)
-        averages.larger += (max(predicted, found) - averages.larger) / min(averages.prompts, _MEMORY)
-        diverges = averages.prompts >= _FEWEST and averages.error > _TOLERATED * averages.larger
+        averages.error += (error - averages.error) / min(averages.prompts, _AVERAGED_PROMPTS)
+        averages.larger += (max(predicted, found) - averages.larger) / min(averages.prompts, _AVERAGED_PROMPTS)
+        diverges = averages.prompts >= _MIN_PROMPTS and averages.error > _MAX_RELATIVE_ERROR * averages.larger
         if diverges:
             del self._averages[group]
         audit = self.audits[group]

@@ -50,7 +50,7 @@ _BUSIEST: Final = 0.97
 # request went to the group that held the prompt (TTFT p90 at a load of 0.3: 101 s; now 0.09 s). The own queue alone
 # costs goodput where all groups are busy (conversation/3000/0.95: 0.13 in place of 0.26).
 _BUSY_MARGIN: Final = 2.0
-_UNUSED: Final = 1e-4  # added to busy shares, so that groups that have all been idle are alike
+_BUSY_EPSILON: Final = 1e-4  # added to busy shares, so that groups that have all been idle are alike
 # Weights of _longest_queue: a queue of s seconds elsewhere allows a queue of _QUEUE_RATIO × s seconds here, and a
 # stream that would stand still elsewhere counts as _STREAM_WEIGHT of a waiting request. Tuned by bench/routing.py:
 # with smaller values too many requests leave their prefix while all groups are busy.
@@ -61,10 +61,10 @@ _STREAM_WEIGHT: Final = 0.5
 _STALL: Final = 0.005
 _STALL_IDLE: Final = 0.4
 # The prefill rate of a group is a mean of its own measured rate and that of all groups. The own rate weighs half at a
-# busy share of _BUSY_ENOUGH, and more above it. With its own rate alone, a group that measured slow once would never be
-# chosen again, and so its rate would never be updated.
-_BUSY_ENOUGH: Final = 0.05
-_IDLE: Final = 0.001  # least weight of a group in the mean rate of all groups
+# busy share of _HALF_WEIGHT_BUSY_SHARE, and more above it. With its own rate alone, a group that measured slow once
+# would never be chosen again, and so its rate would never be updated.
+_HALF_WEIGHT_BUSY_SHARE: Final = 0.05
+_MIN_RATE_WEIGHT: Final = 0.001  # least weight of a group in the mean rate of all groups
 _MAX_NAMED: Final = 3  # groups that a message names
 
 
@@ -156,7 +156,9 @@ def choose_group(
     go to the same one.
     """
     measured = [
-        (c.prefill_tokens_per_second, c.busy_share + _IDLE) for c in candidates if c.prefill_tokens_per_second > 0
+        (c.prefill_tokens_per_second, c.busy_share + _MIN_RATE_WEIGHT)
+        for c in candidates
+        if c.prefill_tokens_per_second > 0
     ]
     weights = sum([weight for _, weight in measured])
     mean_rate = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
@@ -165,10 +167,10 @@ def choose_group(
     behind_per_queued = _BEHIND + later_per_queued
     stall = _STALL * (_STALL_IDLE + later_per_queued)
     mean_queue = fmean([c.queued_requests for c in candidates]) + queued_in_router / len(candidates)
-    fully_busy = busy / _BUSY_MARGIN + _UNUSED
+    fully_busy = busy / _BUSY_MARGIN + _BUSY_EPSILON
     behind = [
         behind_per_queued
-        * max(mean_queue * min((c.busy_share + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
+        * max(mean_queue * min((c.busy_share + _BUSY_EPSILON) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
         for c in candidates
     ]
     costs = tuple(
@@ -216,7 +218,7 @@ def _group_cost(candidate: Candidate, prompt_tokens: int, mean_rate: float, behi
         group, queued, _, rate, restore_rate, step, max_batch, busy, free, evictable, device, host, expected,
         streams, has_room,
     ) = candidate  # fmt: skip
-    rate = mean_rate + (rate - mean_rate) * busy / (busy + _BUSY_ENOUGH) if rate else mean_rate
+    rate = mean_rate + (rate - mean_rate) * busy / (busy + _HALF_WEIGHT_BUSY_SHARE) if rate else mean_rate
     cached = device + host + expected
     uncached = max(prompt_tokens - cached, 0)
     queue = queued / rate
