@@ -52,7 +52,7 @@ class GroupLoad:
         self._unreported_tokens = self._unreported_choices = 0  # sums over `_unreported`
         self._max_running = registration.max_num_seqs  # 0 if unknown
         self._max_waiting = max(self._max_running // _SLOTS_PER_WAITING, _MIN_WAITING)
-        self._begun = 0  # choices that began to run since the last report, minus those that ended
+        self._running_delta = 0  # choices that began to run since the last report, minus those that ended
         self._has_refused = False  # since the last report
         self._max_queued_tokens = self._queue_limit()
 
@@ -62,7 +62,7 @@ class GroupLoad:
         status = load.status
         self._queued_tokens, self._waiting = load.queued_prefill_tokens, status.waiting
         self._running = status.running
-        self._begun = 0
+        self._running_delta = 0
         self._has_refused = False
         self._rate, self._restore_rate = status.prefill_tokens_per_second, status.restore_tokens_per_second
         self._step_seconds = status.step_seconds
@@ -85,13 +85,13 @@ class GroupLoad:
     def record_first_output(self, number: int) -> None:
         """Counts the choices of a submission with a first output as running, if no report contains the submission."""
         if number in self._unreported:
-            self._begun += self._remove_unreported(number).choices
+            self._running_delta += self._remove_unreported(number).choices
 
     def end_choices(self, number: int, count: int = 1) -> None:
         """Removes `count` choices of the submission, which are finished or aborted."""
         unreported = self._unreported.get(number)
         if unreported is None:
-            self._begun -= count
+            self._running_delta -= count
         elif unreported.choices == count:
             self._remove_unreported(number)
         else:
@@ -108,7 +108,7 @@ class GroupLoad:
         limit of waiting requests is reached, or it has refused a request since its last report."""
         if self._has_refused or self._waiting > self._max_waiting:
             return True
-        running = max(self._running + self._begun, 0)
+        running = max(self._running + self._running_delta, 0)
         limit = self._max_running + self._max_waiting
         return bool(self._max_running) and running + self._waiting + self._unreported_choices >= limit
 
@@ -137,7 +137,7 @@ class GroupLoad:
             device * size,
             host * size,
             expected * size,
-            max(self._running + self._begun, 0) + coming,
+            max(self._running + self._running_delta, 0) + coming,
             self.has_room,
         )
 

@@ -88,7 +88,7 @@ class PrefixIndex:
         """Applies the next events of a group, as far as they are new."""
         indexed = self._groups.get(group)
         if indexed is None or indexed.epoch != message.epoch:
-            return self._ignore_stranger(indexed, len(message.events))
+            return self._ignore_unregistered(indexed, len(message.events))
         if indexed.next_sequence is None:
             return self._ignore(EventProblem.BEFORE_SNAPSHOT, len(message.events))
         known = indexed.next_sequence - message.sequence
@@ -106,7 +106,7 @@ class PrefixIndex:
         """Adds a chunk of a snapshot. With its last chunk the snapshot replaces the blocks of the group."""
         indexed = self._groups.get(group)
         if indexed is None or indexed.epoch != chunk.epoch:
-            return self._ignore_stranger(indexed, len(chunk.events))
+            return self._ignore_unregistered(indexed, len(chunk.events))
         if chunk.first:
             indexed.staged = []
         if indexed.staged is None:  # the first chunk is missing
@@ -168,7 +168,7 @@ class PrefixIndex:
         indexed.next_sequence = None
         indexed.staged = None
 
-    def _ignore_stranger(self, indexed: _IndexedGroup | None, events: int) -> EventOutcome:
+    def _ignore_unregistered(self, indexed: _IndexedGroup | None, events: int) -> EventOutcome:
         return self._ignore(EventProblem.UNKNOWN_GROUP if indexed is None else EventProblem.OTHER_EPOCH, events)
 
     def _ignore(self, problem: EventProblem, events: int) -> EventOutcome:

@@ -1,4 +1,4 @@
-"""FairQueue: the requests that wait for a place on a group, in the order of weighted fair queueing.
+"""FairQueue: the requests that wait for room on a group, in the order of weighted fair queueing.
 
 The next request has the lowest `priority` value that waits. Among the tenants with such requests, the one with the
 least virtual time is next. Among the requests of this tenant and priority, the one that is due first is next.
