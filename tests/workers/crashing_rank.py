@@ -12,7 +12,7 @@ from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.rank import Rank
 from coatcheck.workers.rank_loading import LoadedRank
-from coatcheck.workers.runner.launched_step import DeviceStep
+from coatcheck.workers.runner.device_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 # The first token of a prompt says which rank ends, and how.

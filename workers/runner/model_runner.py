@@ -26,10 +26,10 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_graphs import CudaGraphs
+from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.host_transfer import Download, upload
 from coatcheck.workers.runner.kv_memory import layer_caches
-from coatcheck.workers.runner.launched_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans

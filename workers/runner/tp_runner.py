@@ -8,7 +8,7 @@ import torch
 
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.launched_step import DeviceStep
+from coatcheck.workers.runner.device_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 

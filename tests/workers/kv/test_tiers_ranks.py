@@ -16,8 +16,8 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.block_copier import CpuBlockCopier
+from coatcheck.workers.runner.device_step import DeviceStep
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
-from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
