@@ -23,9 +23,9 @@ from coatcheck.workers.core.runner_protocol import CopyReport, LaunchedStep, Run
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput
 from coatcheck.workers.core.step_plan import StepPlan
-from coatcheck.workers.engine.engine_stats import StepStatistics
 from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler
+from coatcheck.workers.engine.step_statistics import StepStatistics
 from coatcheck.workers.kv.kv_cache_manager import build_kv_cache
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
