@@ -87,7 +87,7 @@ def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list
 
 
 def check_rules(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -> None:
-    """Tokens equal `want`; the host waits for downloads only; both streams use the pool."""
+    """Tokens equal `want`; the host waits for host copies only; both streams use the pool."""
     runner.graphs.capture()
     gpu.watch(runner.pool)
     runner.pool.fill_(255)  # NaN in every float format, in place of what capturing wrote

@@ -13,7 +13,7 @@ from torch import Tensor
 from coatcheck.kernels.sampling.logprobs import logprobs
 from coatcheck.workers.core.runner_protocol import CopyReport, StepResult
 from coatcheck.workers.core.step_output import TokenLogprob
-from coatcheck.workers.runner.host_transfer import Download
+from coatcheck.workers.runner.host_transfer import HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class LogprobReport:
     """Log-probabilities of R tokens: each token's own and its rank, and those of the `counts[r]` most likely tokens."""
 
     _counts: Sequence[int]
-    _ids: Download  # int64 [R, 2 + max(counts)]: the token, its rank, the most likely tokens
-    _values: Download  # float32 [R, 1 + max(counts)]
+    _ids: HostCopy  # int64 [R, 2 + max(counts)]: the token, its rank, the most likely tokens
+    _values: HostCopy  # float32 [R, 1 + max(counts)]
 
     @classmethod
     def start(cls, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> "LogprobReport":
@@ -30,7 +30,7 @@ class LogprobReport:
         Both may change afterwards."""
         chosen, rank, top_ids, top = logprobs(logits, token_ids, max(counts))
         ids = torch.cat((token_ids[:, None], rank[:, None], top_ids), dim=1)
-        return cls(counts, Download.start(ids), Download.start(torch.cat((chosen[:, None], top), dim=1)))
+        return cls(counts, HostCopy.start(ids), HostCopy.start(torch.cat((chosen[:, None], top), dim=1)))
 
     def wait(self) -> list[TokenLogprob]:
         """Block until the copy is done. One entry for each token."""
@@ -48,7 +48,7 @@ class DeviceStep:
 
     num_rows: int
     sampled_rows: list[int]
-    token_ids: Download | None  # int64 [sampled rows]
+    token_ids: HostCopy | None  # int64 [sampled rows]
     logprobs: tuple[list[int], LogprobReport] | None = None
     prompt_logprobs: dict[int, list[LogprobReport]] = field(default_factory=dict)
     copies: CopyReport | None = None

@@ -20,14 +20,14 @@ def upload(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @dataclass(slots=True)
-class Download:
+class HostCopy:
     """A device tensor that is being copied to the host."""
 
     _host: Tensor
     _done: torch.cuda.Event | None
 
     @classmethod
-    def start(cls, tensor: Tensor) -> "Download":
+    def start(cls, tensor: Tensor) -> "HostCopy":
         """Queue the copy. Work that is queued later does not delay it."""
         if tensor.device.type == "cpu":
             return cls(tensor, None)

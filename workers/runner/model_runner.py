@@ -28,7 +28,7 @@ from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_graphs import CudaGraphs
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
-from coatcheck.workers.runner.host_transfer import Download, upload
+from coatcheck.workers.runner.host_transfer import HostCopy, upload
 from coatcheck.workers.runner.kv_memory import layer_caches
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
@@ -185,14 +185,14 @@ class ModelRunner:
         failed = self._apply_bitmasks(logits, slots)
         token_ids = self._sampler.sample_tokens(logits, slots, positions, self._token_ids)
         self._token_ids[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
-        download = Download.start(token_ids)
-        self._bitmasks.record_tokens(slots, download)
+        host_copy = HostCopy.start(token_ids)
+        self._bitmasks.record_tokens(slots, host_copy)
         logprobs = None
         if counts:
             report = LogprobReport.start(raw_logits, token_ids[reported], list(counts.values()))
             logprobs = [sampled[r] for r in counts], report
         failed_rows = {sampled[r]: reason for r, reason in failed.items()}
-        return DeviceStep(len(rows), sampled, download, logprobs, prompt_logprobs, failed=failed_rows)
+        return DeviceStep(len(rows), sampled, host_copy, logprobs, prompt_logprobs, failed=failed_rows)
 
     def _apply_bitmasks(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
         """Mask the tokens that structured output forbids. Return the reason for each row that cannot continue."""

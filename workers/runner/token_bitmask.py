@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coatcheck.proto.grammar import describe_matcher_error
 from coatcheck.workers.core.step_plan import NewSequence
-from coatcheck.workers.runner.host_transfer import Download, upload
+from coatcheck.workers.runner.host_transfer import HostCopy, upload
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class TokenBitmasks:
         self._device = device
         self._constraints: dict[int, _Constraint] = {}  # by slot
         self._budgets = WeakValueDictionary[int, _CpuBudget]()  # by grammar id, while a sequence has the grammar
-        # Sampled tokens that the matchers have not consumed: the download, and (index in it, constraint) pairs.
-        self._unread: list[tuple[Download, list[tuple[int, _Constraint]]]] = []
+        # Sampled tokens that the matchers have not consumed: the host copy, and (index in it, constraint) pairs.
+        self._unread: list[tuple[HostCopy, list[tuple[int, _Constraint]]]] = []
         self._executor: LLExecutor | None = None
         self._was_slow = False
 
@@ -84,7 +84,7 @@ class TokenBitmasks:
             budget = self._budgets.setdefault(new.grammar_id, _CpuBudget())
             self._constraints[new.slot] = _Constraint(self._grammars.create_matcher(new.grammar_id, output), budget)
 
-    def record_tokens(self, slots: Sequence[int], token_ids: Download) -> None:
+    def record_tokens(self, slots: Sequence[int], token_ids: HostCopy) -> None:
         """Keep the tokens sampled for `slots` until the next masks are computed."""
         if not self._constraints:
             return
