@@ -30,7 +30,7 @@ def _scores(queries, high_queries, key, PRECISION: tl.constexpr, KIND: tl.conste
 
 
 @triton.jit
-def _absorbed(
+def _accumulate_tile(
     score, slope, scale, value, v_scale, acc, high_acc, peak, total, dtype: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip

@@ -20,7 +20,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from coatcheck.kernels.attention.online_softmax import _absorbed, _scores
+from coatcheck.kernels.attention.online_softmax import _accumulate_tile, _scores
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _lift, _narrowed, _places, _scales_of
@@ -163,7 +163,7 @@ def _decode(
                 bend, cap = 2.0 * _LOG2_E * slope / softcap, softcap * _LOG2_E
                 score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
             score = tl.where((held & (keys >= lowest))[None], score, float("-inf"))
-            acc, high_acc, peak, total = _absorbed(
+            acc, high_acc, peak, total = _accumulate_tile(
                 score, slope, slope, value, v_scale, acc, high_acc, peak, total, queries.dtype,
                 PRECISION, KIND, CONVERT, CAPPED, True,
             )  # fmt: skip

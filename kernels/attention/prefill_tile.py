@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from coatcheck.kernels.attention.online_softmax import _absorbed, _scores
+from coatcheck.kernels.attention.online_softmax import _accumulate_tile, _scores
 from coatcheck.kernels.kv.quantise import _places, _scales_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -70,7 +70,7 @@ def _attend(
         if MASKED:
             seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
             score = tl.where(seen, score, float("-inf"))
-        acc, high_acc, peak, total = _absorbed(
+        acc, high_acc, peak, total = _accumulate_tile(
             score, slope, scale, value, v_scale, acc, high_acc, peak, total, queries.dtype,
             PRECISION, KIND, CONVERT, CAPPED, MASKED,
         )  # fmt: skip

@@ -37,13 +37,13 @@ def _unordered(key):
 
 
 @triton.jit
-def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _weight_at_least(row, temp, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """For each of a, b and c: the number (MASS: softmax mass) of elements at or above both that key and `low`."""
     sum_a = tl.zeros([BLOCK], tl.float32)
     sum_b, sum_c = sum_a, sum_a
     for first in range(0, vocab, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        x = tl.load(row + ids, ids < vocab, other=float("-inf")) / heat
+        x = tl.load(row + ids, ids < vocab, other=float("-inf")) / temp
         key = _ordered(x)
         weight = tl.exp(x - top) if MASS else tl.full([BLOCK], 1.0, tl.float32)
         weight = tl.where((ids < vocab) & (key >= low), weight, 0.0)
@@ -54,13 +54,13 @@ def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BL
 
 
 @triton.jit
-def _largest_key(row, heat, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _largest_key(row, temp, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest key such that the count or mass at or above it reaches `goal`."""
     found = tl.full([], 0, tl.uint32)
     one = tl.full([], 0x40000000, tl.uint32)
     for _ in range(16):
         a, b, c = found + one, found + one + one, found + one + one + one
-        at_a, at_b, at_c = _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS, BLOCK)
+        at_a, at_b, at_c = _weight_at_least(row, temp, vocab, low, a, b, c, top, MASS, BLOCK)
         found = tl.where(at_c >= goal, c, tl.where(at_b >= goal, b, tl.where(at_a >= goal, a, found)))
         one = one >> 2
     return found
@@ -69,15 +69,15 @@ def _largest_key(row, heat, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl
 @triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "floors"])
 def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, vocab, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
-    heat, k = tl.load(temperature + index), tl.load(top_k + index)
+    temp, k = tl.load(temperature + index), tl.load(top_k + index)
     p, least = tl.load(top_p + index), tl.load(min_p + index)
     row = logits + index * stride
     floor = tl.full([], float("-inf"), tl.float32)
-    if (heat > 0) & ((least > 0) | ((k > 0) & (k < vocab)) | (p < 1)):
+    if (temp > 0) & ((least > 0) | ((k > 0) & (k < vocab)) | (p < 1)):
         tops = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, BLOCK):
             ids = first + tl.arange(0, BLOCK)
-            tops = tl.maximum(tops, tl.load(row + ids, ids < vocab, other=float("-inf")) / heat)
+            tops = tl.maximum(tops, tl.load(row + ids, ids < vocab, other=float("-inf")) / temp)
         top = tl.max(tops, 0)
         low = tl.full([], 0, tl.uint32)
         if least > 0:
@@ -85,11 +85,11 @@ def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, voca
             low = _ordered(floor)
         if (k > 0) & (k < vocab):
             # Counted over the whole row: if min-p removes one of the k largest, its floor is above the k-th.
-            kth = _largest_key(row, heat, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
+            kth = _largest_key(row, temp, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
             low = tl.maximum(low, kth)
         if p < 1:
-            whole, _, _ = _weight_at_least(row, heat, vocab, low, low, low, low, top, True, BLOCK)
-            low = tl.maximum(low, _largest_key(row, heat, vocab, low, p * whole, top, True, BLOCK))
+            whole, _, _ = _weight_at_least(row, temp, vocab, low, low, low, low, top, True, BLOCK)
+            low = tl.maximum(low, _largest_key(row, temp, vocab, low, p * whole, top, True, BLOCK))
         floor = _unordered(low)
     tl.store(floors + index, floor)
 

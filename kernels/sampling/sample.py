@@ -73,7 +73,7 @@ def _draw(
 ):  # fmt: skip
     """Draw one row's token among the logits at or above its floor. BITS: store the hash instead, for a test."""
     row = tl.program_id(0).to(tl.int64)
-    heat, floor = tl.load(temperature + row), tl.load(floors + row)
+    temp, floor = tl.load(temperature + row), tl.load(floors + row)
     key = _row_key(tl.load(seed + row), tl.load(choice + row), tl.load(position + row))
     best = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int64)
@@ -84,8 +84,8 @@ def _draw(
         if BITS:
             tl.store(bits_out + row * vocab + ids, bits.to(tl.int64), mask)
         x = tl.load(logits + row * stride + ids, mask, other=float("-inf"))
-        if heat > 0:
-            x = x / heat
+        if temp > 0:
+            x = x / temp
             u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
             exponential = tl.where(u < 0.0009765625, u + 0.5 * u * u, -tl.log(1.0 - u))
             x = tl.where(x >= floor, x - tl.log(exponential), float("-inf"))

@@ -119,8 +119,8 @@ def test_draws_stay_inside_the_filters_and_equal_the_reference(data: st.DataObje
     arguments = knobs(rows, **{n: data.draw(st.lists(s, min_size=rows, max_size=rows)) for n, s in each.items()})
     have = sample(logits, **arguments)
     want = sample_reference(logits, **arguments)
-    heat = torch.where(arguments["temperature"] > 0, arguments["temperature"], 1.0)[:, None]
-    kept = filter_reference(logits / heat, arguments["top_k"], arguments["top_p"], arguments["min_p"])
+    temp = torch.where(arguments["temperature"] > 0, arguments["temperature"], 1.0)[:, None]
+    kept = filter_reference(logits / temp, arguments["top_k"], arguments["top_p"], arguments["min_p"])
     for row in range(rows):
         if arguments["temperature"][row] > 0:
             assert kept[row, have[row]] > -math.inf
