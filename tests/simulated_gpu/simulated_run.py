@@ -114,9 +114,14 @@ def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: Si
     """Each hazard is found if a wait is left out."""
     row = NewSequence(0, 0, 9, [5] * 9, _GREEDY, ())
     writes = [TableWrite(0, 0, 0), TableWrite(0, 1, 1)]
-    plain = StepPlan(new_sequences=[row], table_writes=writes, scheduled=[ScheduledSequence(0, 0, 9, sample=True)])
+    plain = StepPlan(
+        new_sequences=[row], table_writes=writes, scheduled=[ScheduledSequence(0, 0, 9, needs_sample=True)]
+    )
     out = StepPlan(
-        new_sequences=[row], table_writes=writes, scheduled=[ScheduledSequence(0, 0, 9, sample=True)], demotes=[(0, 0)]
+        new_sequences=[row],
+        table_writes=writes,
+        scheduled=[ScheduledSequence(0, 0, 9, needs_sample=True)],
+        demotes=[(0, 0)],
     )
     back = StepPlan(restores=[(0, 1)])
 
@@ -150,7 +155,7 @@ def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: Si
         runner.launch(plain)
         runner.graphs._inputs = runner.graphs._inputs.clone()
         with hazard("freed"):
-            runner.launch(StepPlan(scheduled=[ScheduledSequence(0, 9, 1, sample=True)]))
+            runner.launch(StepPlan(scheduled=[ScheduledSequence(0, 9, 1, needs_sample=True)]))
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ class FakeRunner:
                 there = self.pool[table[position // self.block_size]][position % self.block_size]
                 assert there == tuple(tokens[: position + 1]), f"slot {row.slot} reads another's KV at {position}"
             token = -1
-            if row.sample:
+            if row.needs_sample:
                 _, choice, seed = self.rows[row.slot]
                 token = next_token(tokens[:end], choice, seed)
                 assert len(tokens) == end, "sampled before its last token"

@@ -43,12 +43,12 @@ class NewSequence:
 
 
 class ScheduledSequence(NamedTuple):
-    """Compute `num_tokens` tokens of a slot from position `start` on. `sample`: draw a token after the last one."""
+    """Compute `num_tokens` tokens of a slot from position `start` on; if `needs_sample`, also sample the next token."""
 
     slot: int
     start: int
     num_tokens: int
-    sample: bool
+    needs_sample: bool
 
 
 class TableWrite(NamedTuple):
@@ -116,8 +116,8 @@ class StepPlan:
             table_writes=[TableWrite(*write) for write in reader.take_tuples(3)],
             copies=[(source, target) for source, target in reader.take_tuples(2)],
             scheduled=[
-                ScheduledSequence(slot, start, num_tokens, bool(sample))
-                for slot, start, num_tokens, sample in reader.take_tuples(4)
+                ScheduledSequence(slot, start, num_tokens, bool(needs_sample))
+                for slot, start, num_tokens, needs_sample in reader.take_tuples(4)
             ],
             demotes=[(block, slot) for block, slot in reader.take_tuples(2)],
             restores=[(slot, block) for slot, block in reader.take_tuples(2)],

@@ -243,7 +243,7 @@ class Engine:
     def _confirm_sequence(self, step: _StepInFlight, index: int, result: StepResult) -> SequenceOutput | None:
         """Apply the result of one scheduled sequence. Return its output, if it has one."""
         planned, sequence = step.plan.scheduled[index], step.sequences[index]
-        sequence.num_pending -= int(planned.sample)
+        sequence.num_pending -= int(planned.needs_sample)
         sequence.started_at = sequence.started_at or step.started_at
         if sequence.is_finished:  # the sequence ended after this step was planned
             return None
@@ -251,7 +251,7 @@ class Engine:
             self._grammars.mark_failed(sequence)
             self._refuse_request(sequence.request.request_id, InvalidRequest(result.failed[index]))
             return None
-        if planned.sample:
+        if planned.needs_sample:
             sequence.token_ids.append(result.token_ids[index])
         if sequence.num_preemptions == step.preemptions[index]:  # else a preemption freed the blocks
             sequence.num_computed = planned.start + planned.num_tokens
@@ -261,7 +261,7 @@ class Engine:
         output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
         if index in result.prompt_logprobs:
             output.prompt_logprobs = sequence.take_new_prompt_logprobs(planned.start, result.prompt_logprobs[index])
-        if planned.sample:
+        if planned.needs_sample:
             self._add_token(output, sequence, index, result)
         return output if output.token_ids or output.prompt_logprobs else None
 

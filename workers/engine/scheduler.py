@@ -208,9 +208,9 @@ class Scheduler:
             if not is_sent:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
         sequence.num_scheduled += count
-        sample = sequence.num_scheduled == sequence.num_tokens
-        sequence.num_pending += int(sample)
-        plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, sample))
+        needs_sample = sequence.num_scheduled == sequence.num_tokens
+        sequence.num_pending += int(needs_sample)
+        plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, needs_sample))
 
     # Preemption.
 

@@ -35,7 +35,7 @@ def pick_capture_size(rows: Sequence[ScheduledSequence], sizes: Sequence[int], m
 
     None if no size does, if a row is not a decode, or if the context lengths add up to more than `max_total_seq_len`.
     """
-    if not rows or any(row.num_tokens != 1 or not row.sample for row in rows):
+    if not rows or any(row.num_tokens != 1 or not row.needs_sample for row in rows):
         return None
     if sum(row.start + 1 for row in rows) > max_total_seq_len:
         return None

@@ -127,17 +127,17 @@ class ModelRunner:
             hidden = hidden if indices is None else hidden[indices.tokens]
         else:
             hidden = self._forward(rows, indices)
-        if not any(row.sample for row in rows):
+        if not any(row.needs_sample for row in rows):
             return DeviceStep(len(rows), [], None, prompt_logprobs=reports)
         return self._sample(rows, self.model.logits(hidden), reports)
 
     def _logits_indices(self, rows: list[ScheduledSequence]) -> LogitsIndices | None:
         """The last token of each row that samples. None if these are all tokens of the step."""
-        if all(row.sample and row.num_tokens == 1 for row in rows):
+        if all(row.needs_sample and row.num_tokens == 1 for row in rows):
             return None
         ends = accumulate(row.num_tokens for row in rows)
-        tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
-        counts = accumulate((int(row.sample) for row in rows), initial=0)
+        tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.needs_sample]
+        counts = accumulate((int(row.needs_sample) for row in rows), initial=0)
         return LogitsIndices(self._int64(tokens), self._int32(list(counts)))
 
     def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
@@ -174,7 +174,7 @@ class ModelRunner:
         self, rows: list[ScheduledSequence], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]
     ) -> DeviceStep:
         """Sample one token for each row with `sample`. `logits`: float32 [sampled rows, vocab], changed in place."""
-        sampled = [index for index, row in enumerate(rows) if row.sample]
+        sampled = [index for index, row in enumerate(rows) if row.needs_sample]
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
         # Logprobs are of the model's logits, before the mask, bias and penalties change them.

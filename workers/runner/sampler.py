@@ -25,12 +25,12 @@ class Sampler:
         self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._new_sequences: dict[int, NewSequence] = {}  # by slot
+        self._sequences: dict[int, NewSequence] = {}  # by slot
 
     def set_parameters(self, new: NewSequence) -> None:
         """Set the slot's parameters to those of a new sequence."""
         params, slot = new.sampling, new.slot
-        self._new_sequences[slot] = new
+        self._sequences[slot] = new
         floats = (
             params.temperature, params.top_p, params.min_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
@@ -46,12 +46,12 @@ class Sampler:
         logits:    float32 [R, vocab], changed in place; row r is of slots[r], for the token at positions[r]
         token_ids: int32 [num_slots, max_len]; the first positions[r] tokens of row slots[r] are the sequence so far
         """
-        new_sequences = [self._new_sequences[slot] for slot in slots]
-        self._add_bias(logits, new_sequences, positions)
+        sequences = [self._sequences[slot] for slot in slots]
+        self._add_bias(logits, sequences, positions)
         slot_ids, position_ids = (upload(ids, torch.int64, self._device) for ids in (slots, positions))
-        if any(_has_penalties(new) for new in new_sequences):
-            self._apply_penalties(logits, new_sequences, slot_ids, position_ids, token_ids[:, : max(positions)])
-        if all(new.sampling.temperature == 0.0 for new in new_sequences):
+        if any(_has_penalties(sequence) for sequence in sequences):
+            self._apply_penalties(logits, sequences, slot_ids, position_ids, token_ids[:, : max(positions)])
+        if all(sequence.sampling.temperature == 0.0 for sequence in sequences):
             return logits.argmax(dim=-1)
         floats, ints = self._floats[:, slot_ids], self._ints[:, slot_ids]
         return sample(
@@ -65,13 +65,13 @@ class Sampler:
             position=position_ids,
         )
 
-    def _add_bias(self, logits: Tensor, new_sequences: list[NewSequence], positions: list[int]) -> None:
+    def _add_bias(self, logits: Tensor, sequences: list[NewSequence], positions: list[int]) -> None:
         """Add logit_bias, and forbid end and stop tokens before min_tokens."""
         triples: list[tuple[int, int, float]] = []
-        for row, (new, position) in enumerate(zip(new_sequences, positions, strict=True)):
-            triples.extend((row, token, bias) for token, bias in new.sampling.logit_bias.items())
-            if position - new.prompt_len < new.sampling.min_tokens:
-                triples.extend((row, token, -math.inf) for token in new.stop_token_ids)
+        for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            triples.extend((row, token, bias) for token, bias in sequence.sampling.logit_bias.items())
+            if position - sequence.prompt_len < sequence.sampling.min_tokens:
+                triples.extend((row, token, -math.inf) for token in sequence.stop_token_ids)
         if triples:
             rows, ids, bias = zip(*triples, strict=True)
             columns = (upload(rows, torch.int64, self._device), upload(ids, torch.int64, self._device))
@@ -80,13 +80,13 @@ class Sampler:
     def _apply_penalties(
         self,
         logits: Tensor,
-        new_sequences: list[NewSequence],
+        sequences: list[NewSequence],
         slot_ids: Tensor,
         position_ids: Tensor,
         token_ids: Tensor,
     ) -> None:
         floats = self._floats[:, slot_ids]
-        prompt_lens = upload([new.prompt_len for new in new_sequences], torch.int32, self._device)
+        prompt_lens = upload([sequence.prompt_len for sequence in sequences], torch.int32, self._device)
         history, lens = token_ids[slot_ids], position_ids.to(torch.int32)
         apply_penalties(logits, history, prompt_lens, lens, floats[3], floats[4], floats[5])
 
@@ -95,12 +95,12 @@ class Sampler:
         return self.sampling(slot).prompt_logprobs is not None and start < self.prompt_len(slot) - 1
 
     def sampling(self, slot: int) -> SamplingParams:
-        return self._new_sequences[slot].sampling
+        return self._sequences[slot].sampling
 
     def prompt_len(self, slot: int) -> int:
-        return self._new_sequences[slot].prompt_len
+        return self._sequences[slot].prompt_len
 
 
-def _has_penalties(new: NewSequence) -> bool:
-    params = new.sampling
+def _has_penalties(sequence: NewSequence) -> bool:
+    params = sequence.sampling
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -48,9 +48,9 @@ def kernel_plans(
     for sampling in _SAMPLINGS if max_tokens > 2 else ():
         yield _prefill(2, sampling, block_size)
         yield _decode(2, sampling, block_size)
-        yield _decode(2, sampling, block_size, sample=False)
+        yield _decode(2, sampling, block_size, needs_sample=False)
     if num_blocks > 1:
-        yield StepPlan(copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, sample=False)])
+        yield StepPlan(copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, needs_sample=False)])
 
 
 def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:
@@ -63,12 +63,12 @@ def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:
 
 def _prefill(prompt: int, sampling: SamplingParams, block_size: int) -> StepPlan:
     """A prompt of `prompt` tokens in slot 0."""
-    return _step(prompt, prompt, ScheduledSequence(0, 0, prompt, sample=True), sampling, block_size)
+    return _step(prompt, prompt, ScheduledSequence(0, 0, prompt, needs_sample=True), sampling, block_size)
 
 
-def _decode(prompt: int, sampling: SamplingParams, block_size: int, *, sample: bool = True) -> StepPlan:
+def _decode(prompt: int, sampling: SamplingParams, block_size: int, *, needs_sample: bool = True) -> StepPlan:
     """The token after the prompt. The token is given, so that no step depends on the token of another."""
-    return _step(prompt, prompt + 1, ScheduledSequence(0, prompt, 1, sample), sampling, block_size)
+    return _step(prompt, prompt + 1, ScheduledSequence(0, prompt, 1, needs_sample), sampling, block_size)
 
 
 def _step(prompt: int, num_tokens: int, row: ScheduledSequence, sampling: SamplingParams, block_size: int) -> StepPlan:

@@ -25,7 +25,7 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
     """Sizes ascend to max_num_seqs, 256 at most. At most half of the rows of a step are padding."""
     sizes = capture_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
-    rows = [ScheduledSequence(slot, 5, 1, sample=True) for slot in range(count)]
+    rows = [ScheduledSequence(slot, 5, 1, needs_sample=True) for slot in range(count)]
     size = pick_capture_size(rows, sizes, 10**9)
     if count > sizes[-1]:
         assert size is None
@@ -36,19 +36,22 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "size"),
     [
-        ([ScheduledSequence(0, 4, 1, sample=True)], 2),
-        ([ScheduledSequence(s, 9, 1, sample=True) for s in range(3)], 4),
-        ([ScheduledSequence(s, 9, 1, sample=True) for s in range(5)], None),  # more than was captured
-        ([ScheduledSequence(0, 4, 1, sample=True), ScheduledSequence(1, 0, 3, sample=True)], None),  # a prefill
+        ([ScheduledSequence(0, 4, 1, needs_sample=True)], 2),
+        ([ScheduledSequence(s, 9, 1, needs_sample=True) for s in range(3)], 4),
+        ([ScheduledSequence(s, 9, 1, needs_sample=True) for s in range(5)], None),  # more than was captured
         (
-            [ScheduledSequence(0, 4, 1, sample=True), ScheduledSequence(1, 3, 1, sample=False)],
+            [ScheduledSequence(0, 4, 1, needs_sample=True), ScheduledSequence(1, 0, 3, needs_sample=True)],
+            None,
+        ),  # a prefill
+        (
+            [ScheduledSequence(0, 4, 1, needs_sample=True), ScheduledSequence(1, 3, 1, needs_sample=False)],
             None,
         ),  # the middle of a prompt
         (
-            [ScheduledSequence(0, 40, 1, sample=True), ScheduledSequence(1, 59, 1, sample=True)],
+            [ScheduledSequence(0, 40, 1, needs_sample=True), ScheduledSequence(1, 59, 1, needs_sample=True)],
             None,
         ),  # 101 tokens of context
-        ([ScheduledSequence(0, 40, 1, sample=True), ScheduledSequence(1, 58, 1, sample=True)], 2),
+        ([ScheduledSequence(0, 40, 1, needs_sample=True), ScheduledSequence(1, 58, 1, needs_sample=True)], 2),
         ([], None),
     ],
 )
