@@ -204,7 +204,7 @@ class Scheduler:
                 plan.copies.append((shared, sequence.block_table[index]))
                 self.pool.release_blocks([shared])
                 is_sent = False
-            self.kv_cache.demote_evicted_prefix(sequence.block_table[index], plan)
+            self.kv_cache.demote_evicted_block(sequence.block_table[index], plan)
             if not is_sent:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
         sequence.num_scheduled += count

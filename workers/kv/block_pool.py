@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.kv.eviction import Evictor
-from coatcheck.workers.kv.prefix_registry import Prefix
+from coatcheck.workers.kv.prefix_registry import PrefixBlock
 
 
 class BlockPool:
@@ -22,12 +22,12 @@ class BlockPool:
         self.evictor = evictor
         self.registry = evictor.registry
         self._ref_counts = [0] * num_blocks
-        self._prefixes: list[Prefix | None] = [None] * num_blocks
+        self._prefixes: list[PrefixBlock | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         # Blocks that still hold the KV of an evicted prefix, in the order of eviction. An OrderedDict, because a plain
         # dict scans all deleted slots to find its first key.
-        self._evicted: OrderedDict[int, Prefix] = OrderedDict()
+        self._evicted: OrderedDict[int, PrefixBlock] = OrderedDict()
         self._events: list[KvEvent] = []
 
     @property
@@ -93,8 +93,8 @@ class BlockPool:
         if block is not None and (prefix := self._prefixes[block]) is not None:
             self.evictor.requeue_block(prefix)
 
-    def pop_evicted_prefix(self, block: int) -> Prefix | None:
-        """The evicted prefix whose KV is still in the block, or None. Call this before every write to the block."""
+    def pop_evicted_block(self, block: int) -> PrefixBlock | None:
+        """The evicted prefix block whose KV is still in `block`, or None. Call this before every write to `block`."""
         return self._evicted.pop(block, None)
 
     def oldest_evicted_block(self) -> int | None:

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, Tier
 from coatcheck.workers.kv.eviction_policy import CandidateHeap, EvictionCandidate, EvictionPolicy
-from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
+from coatcheck.workers.kv.prefix_registry import PrefixBlock, PrefixRegistry
 
 # A tenant is protected while it has at most PROTECTED_SHARE of an equal share of the evictable blocks, and has made a
 # request within the last PROTECTION_SECONDS.
@@ -63,11 +63,11 @@ class Evictor:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, prefix: Prefix) -> bool:
+    def __contains__(self, prefix: PrefixBlock) -> bool:
         block = self._blocks.get(prefix.block_hash)
         return block is not None and block.prefix is prefix
 
-    def add_block(self, prefix: Prefix) -> None:
+    def add_block(self, prefix: PrefixBlock) -> None:
         """Make a block evictable. Add the blocks of a sequence deepest first."""
         assert prefix.block_hash not in self._blocks, "added twice"
         self._num_added += 1
@@ -81,7 +81,7 @@ class Evictor:
         if prefix.block_hash not in self._num_children:
             self._queue_leaf(block)
 
-    def remove_block(self, prefix: Prefix) -> None:
+    def remove_block(self, prefix: PrefixBlock) -> None:
         """Remove a block that is in use again, or evicted."""
         self._blocks.pop(prefix.block_hash).is_cancelled = True
         self._claims.pop(prefix.block_hash, None)
@@ -91,13 +91,13 @@ class Evictor:
             if is_leaf and (parent := self._blocks.get(prefix.parent_hash)) is not None:
                 self._queue_leaf(parent)
 
-    def requeue_block(self, prefix: Prefix) -> None:
+    def requeue_block(self, prefix: PrefixBlock) -> None:
         """Queue a block as just used and with its present retention claims. No effect if it is not evictable."""
         if prefix in self:
             self.remove_block(prefix)
             self.add_block(prefix)
 
-    def evict_block(self) -> Prefix:
+    def evict_block(self) -> PrefixBlock:
         """Remove and return the block to evict next. There must be an evictable block."""
         now = self.registry.now
         if now >= self._refreshed_at + _REFRESH_SECONDS:
@@ -111,7 +111,7 @@ class Evictor:
         prefix.eviction = EvictionMark(now, self._tier, reason)
         return prefix
 
-    def check(self, evictable: Iterable[Prefix]) -> None:
+    def check(self, evictable: Iterable[PrefixBlock]) -> None:
         """Raises AssertionError unless the blocks here are `evictable`, and the candidates are their leaves."""
         expected = {prefix.block_hash: prefix for prefix in evictable}
         assert expected == {block_hash: block.prefix for block_hash, block in self._blocks.items()}, "other blocks"
@@ -126,7 +126,7 @@ class Evictor:
         assert self._claims.keys() <= expected.keys(), "a retained block is not here"
         assert all(self._next_expiry <= until for _, until in self._claims.values()), "a retention never ends"
 
-    def _pop_candidate(self) -> tuple[Prefix, EvictionReason]:
+    def _pop_candidate(self) -> tuple[PrefixBlock, EvictionReason]:
         while (candidate := self._unwanted.pop()) is not None:
             if candidate.prefix.claims.is_unwanted(self.registry.now):
                 return candidate.prefix, EvictionReason.UNWANTED
@@ -174,7 +174,7 @@ class Evictor:
             self._ordinary.push(self._protected.popleft())
         return True
 
-    def _set_claim(self, prefix: Prefix) -> None:
+    def _set_claim(self, prefix: PrefixBlock) -> None:
         """Record the retention claim in force, if there is one."""
         claim = prefix.claims.in_force(self.registry.now)
         self._claims.pop(prefix.block_hash, None)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from coatcheck.workers.kv.prefix_registry import Prefix
+from coatcheck.workers.kv.prefix_registry import PrefixBlock
 from coatcheck.workers.kv.reuse_table import BANDS, ReuseTable
 
 _CLASSES_PER_DOUBLING: Final = 2  # of the time to compute a block
@@ -19,7 +19,7 @@ _CLASSES_PER_DOUBLING: Final = 2  # of the time to compute a block
 class EvictionCandidate:
     """A block that may be evicted. `order` counts up as blocks become evictable."""
 
-    prefix: Prefix
+    prefix: PrefixBlock
     order: int
     is_cancelled: bool = False
 

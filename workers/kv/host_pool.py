@@ -15,7 +15,7 @@ from collections import Counter
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.kv.eviction import Evictor
-from coatcheck.workers.kv.prefix_registry import Prefix
+from coatcheck.workers.kv.prefix_registry import PrefixBlock
 
 
 class HostPool:
@@ -27,7 +27,7 @@ class HostPool:
         self.evictor = evictor
         self.num_demotions = self.num_restores = self.num_corrupt = 0
         self._free = list(range(num_slots - 1, -1, -1))
-        self._prefixes: list[Prefix | None] = [None] * num_slots
+        self._prefixes: list[PrefixBlock | None] = [None] * num_slots
         self._by_hash: dict[bytes, int] = {}
         self._demoting: set[int] = set()
         self._pins: Counter[int] = Counter()
@@ -42,7 +42,7 @@ class HostPool:
         """Whether the block can be restored."""
         return block_hash in self._by_hash
 
-    def begin_demotion(self, prefix: Prefix) -> int | None:
+    def begin_demotion(self, prefix: PrefixBlock) -> int | None:
         """Reserve a slot for a block that the pool lacks. Return None if copies use every slot."""
         assert prefix.block_hash not in self._by_hash, "the block is here already"
         slot = self._allocate_slot()

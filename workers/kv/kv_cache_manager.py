@@ -150,9 +150,9 @@ class KVCacheManager:
         self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
         sequence.num_restoring += 1
 
-    def demote_evicted_prefix(self, block: int, plan: StepPlan) -> None:
-        """Before the plan writes to `block`, demote the evicted prefix whose KV is still there, if worthwhile."""
-        prefix = self.pool.pop_evicted_prefix(block)
+    def demote_evicted_block(self, block: int, plan: StepPlan) -> None:
+        """Before the plan writes to `block`, demote the evicted prefix block whose KV is still there, if worthwhile."""
+        prefix = self.pool.pop_evicted_block(block)
         if prefix is None or not self.host.num_slots:
             return
         if prefix.block_hash in self.host:
@@ -171,13 +171,13 @@ class KVCacheManager:
         while left > 0 and self._queued:
             restore = self._queued.popleft()
             before = len(plan.demotes)
-            self.demote_evicted_prefix(restore.block, plan)
+            self.demote_evicted_block(restore.block, plan)
             left -= 1 + len(plan.demotes) - before
             self.pool.share_blocks([restore.block])
             plan.restores.append((restore.slot, restore.block))
             restores.append(restore)
         while left > 0 and (block := self.pool.oldest_evicted_block()) is not None:
-            self.demote_evicted_prefix(block, plan)
+            self.demote_evicted_block(block, plan)
             left -= 1
         self._in_progress += [*(slot for _, slot in plan.demotes), *restores]
 

@@ -69,8 +69,8 @@ NO_CLAIMS: Final = RetentionClaims()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Prefix:
-    """The record of one full block and all blocks before it in a prompt.
+class PrefixBlock:
+    """The record of one full block; its hash covers all blocks before it.
 
     `depth`: number of blocks before it. `tenant`: the tenant whose share of the cache holds the block.
     `num_requests`: how many requests asked for the block. `cohort`: the blocks last requested together with it; None if
@@ -96,9 +96,9 @@ class PrefixRegistry:
     def __init__(self, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
         self.reuse_table = ReuseTable(_MAX_REQUESTS + 1)
-        self._records: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
-        self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # keeps ghosts alive
-        self._first_by_content: WeakValueDictionary[int, Prefix] = WeakValueDictionary()
+        self._records: WeakValueDictionary[bytes, PrefixBlock] = WeakValueDictionary()
+        self._recent: OrderedDict[bytes, PrefixBlock] = OrderedDict()  # keeps ghosts alive
+        self._first_by_content: WeakValueDictionary[int, PrefixBlock] = WeakValueDictionary()
         self._last_request_at: OrderedDict[str, float] = OrderedDict()  # by tenant
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class PrefixRegistry:
                 self._first_by_content.setdefault(record.content, record)
             parent_hash = block_hash
 
-    def record_computed(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
+    def record_computed(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> PrefixBlock:
         """The record of a block that was just computed. A block that no request asked for counts as generated."""
         record = self._get_or_create(block_hash, parent_hash, depth, tenant)
         record.eviction, record.is_corrupt = None, False
@@ -184,10 +184,10 @@ class PrefixRegistry:
             cohort = record.cohort
             assert cohort is None or cohort.size == sizes[id(cohort)], "a cohort's size is not its number of blocks"
 
-    def _get_or_create(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> Prefix:
+    def _get_or_create(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> PrefixBlock:
         record = self._records.get(block_hash)
         if record is None:
-            record = self._records[block_hash] = Prefix(block_hash, parent_hash, depth, tenant)
+            record = self._records[block_hash] = PrefixBlock(block_hash, parent_hash, depth, tenant)
         self._recent[block_hash] = record
         self._recent.move_to_end(block_hash)
         if len(self._recent) > self.max_ghosts:

@@ -45,7 +45,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
         block = data.draw(st.sampled_from(table))
         if self.pool.is_writable(block):
-            self.pool.pop_evicted_prefix(block)  # as before every write
+            self.pool.pop_evicted_block(block)  # as before every write
             known = self.pool.register_block(block, bytes([name]), b"")
             assert self.pool.get_cached_block(bytes([name])) == known
 
@@ -110,7 +110,7 @@ def test_the_oldest_evicted_block_is_found_in_constant_time() -> None:
                     began = time.perf_counter()
                 first = pool.oldest_evicted_block()
                 assert first is not None
-                pool.pop_evicted_prefix(first)
+                pool.pop_evicted_block(first)
                 taken.append(first)
             best = min(best, time.perf_counter() - began)
             assert sorted(taken) == sorted(table) and pool.oldest_evicted_block() is None

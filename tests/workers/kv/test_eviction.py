@@ -12,7 +12,7 @@ from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import PROTECTION_SECONDS
-from coatcheck.workers.kv.prefix_registry import Prefix
+from coatcheck.workers.kv.prefix_registry import PrefixBlock
 from tests.examples import examples
 from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
@@ -26,8 +26,8 @@ class EvictionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.evictor = make_evictor(self.order, self.capacity, ghosts=20)
-        self.evictable: dict[bytes, Prefix] = {}
-        self.asked: WeakKeyDictionary[Prefix, list[tuple[float, Retention | None]]] = WeakKeyDictionary()
+        self.evictable: dict[bytes, PrefixBlock] = {}
+        self.asked: WeakKeyDictionary[PrefixBlock, list[tuple[float, Retention | None]]] = WeakKeyDictionary()
 
     @rule(tenant=st.sampled_from("abc"), branch=st.integers(0, 2), length=st.integers(1, 6), data=st.data())
     def insert(self, tenant: str, branch: int, length: int, data: st.DataObject) -> None:
@@ -60,7 +60,7 @@ class EvictionMachine(RuleBasedStateMachine):
         assert gone in leaves
         self.pop_checked(gone, leaves)
 
-    def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
+    def pop_checked(self, gone: PrefixBlock, leaves: list[PrefixBlock]) -> None:
         """Further checks of an eviction, by subclasses."""
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 700.0]))
@@ -76,12 +76,12 @@ class EvictionMachine(RuleBasedStateMachine):
             assert prefix.claims.in_force(now) == self.claim(prefix)
             assert prefix.claims.is_unwanted(now) == self.is_unwanted(prefix)
 
-    def claim(self, prefix: Prefix) -> tuple[int, float]:
+    def claim(self, prefix: PrefixBlock) -> tuple[int, float]:
         """(priority, until) of the highest claim of any request that has not expired."""
         claims = [(asked.priority, at + asked.ttl_seconds) for at, asked in self.asked[prefix] if asked is not None]
         return max((claim for claim in claims if claim[0] and claim[1] > self.evictor.registry.now), default=(0, 0.0))
 
-    def is_unwanted(self, prefix: Prefix) -> bool:
+    def is_unwanted(self, prefix: PrefixBlock) -> bool:
         """Whether the last request said that it is unwanted, and no request retains it."""
         at, asked = self.asked[prefix][-1]
         is_last = asked is not None and asked.priority == 0 and at + asked.ttl_seconds > self.evictor.registry.now
@@ -100,7 +100,7 @@ class ClaimMachine(EvictionMachine):
     order, capacity = "lru", 1000
     takes_what_it_finds = True
 
-    def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
+    def pop_checked(self, gone: PrefixBlock, leaves: list[PrefixBlock]) -> None:
         unwanted = [leaf for leaf in leaves if self.is_unwanted(leaf)]
         claims = [self.claim(leaf) for leaf in leaves]
         assert not unwanted or gone in unwanted
