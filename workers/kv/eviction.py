@@ -2,8 +2,7 @@
 
 A block is *evictable* while no sequence and no copy uses it. Each tier (device pool, host pool) has an evictor. A block
 is evicted only after the blocks that follow it in the same prompt, because a suffix is useless without its prefix. So
-only *leaves*, evictable blocks without evictable children, are candidates. They stand in four queues, emptied in this
-order:
+only *leaves*, evictable blocks without evictable children, are queued. There are four queues, emptied in this order:
 
     unwanted    a request said that it is not needed again (retention priority 0); oldest first
     ordinary    all others, in the order of an `EvictionPolicy`
@@ -48,7 +47,7 @@ class Evictor:
         self.num_evictions: Counter[EvictionReason] = Counter()
         self._tier = tier
         self._max_retained = int(capacity * RETAINED_SHARE)
-        self._blocks: dict[bytes, EvictionCandidate] = {}  # cancelled while they have evictable children
+        self._candidates: dict[bytes, EvictionCandidate] = {}  # by block hash; queued only while they are leaves
         self._num_added = 0
         self._num_children: Counter[bytes] = Counter()  # evictable ones, by the parent's hash
         self._num_blocks_of: Counter[str] = Counter()  # by tenant
@@ -61,34 +60,34 @@ class Evictor:
         self._refreshed_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._candidates)
 
     def __contains__(self, prefix: PrefixBlock) -> bool:
-        block = self._blocks.get(prefix.block_hash)
-        return block is not None and block.prefix is prefix
+        candidate = self._candidates.get(prefix.block_hash)
+        return candidate is not None and candidate.prefix is prefix
 
     def add_block(self, prefix: PrefixBlock) -> None:
         """Make a block evictable. Add the blocks of a sequence deepest first."""
-        assert prefix.block_hash not in self._blocks, "added twice"
+        assert prefix.block_hash not in self._candidates, "added twice"
         self._num_added += 1
-        block = self._blocks[prefix.block_hash] = EvictionCandidate(prefix, self._num_added, is_cancelled=True)
+        candidate = self._candidates[prefix.block_hash] = EvictionCandidate(prefix, self._num_added)
         self._num_blocks_of[prefix.tenant] += 1
         self._set_claim(prefix)
         if prefix.parent_hash:
             self._num_children[prefix.parent_hash] += 1
-            if (parent := self._blocks.get(prefix.parent_hash)) is not None:
-                parent.is_cancelled = True
+            if (parent := self._candidates.get(prefix.parent_hash)) is not None:
+                parent.is_queued = False
         if prefix.block_hash not in self._num_children:
-            self._queue_leaf(block)
+            self._queue_leaf(candidate)
 
     def remove_block(self, prefix: PrefixBlock) -> None:
         """Remove a block that is in use again, or evicted."""
-        self._blocks.pop(prefix.block_hash).is_cancelled = True
+        self._candidates.pop(prefix.block_hash).is_queued = False
         self._claims.pop(prefix.block_hash, None)
         _decrement(self._num_blocks_of, prefix.tenant)
         if prefix.parent_hash:
             is_leaf = not _decrement(self._num_children, prefix.parent_hash)
-            if is_leaf and (parent := self._blocks.get(prefix.parent_hash)) is not None:
+            if is_leaf and (parent := self._candidates.get(prefix.parent_hash)) is not None:
                 self._queue_leaf(parent)
 
     def requeue_block(self, prefix: PrefixBlock) -> None:
@@ -114,13 +113,12 @@ class Evictor:
     def check(self, evictable: Iterable[PrefixBlock]) -> None:
         """Raises AssertionError unless the blocks here are `evictable`, and the candidates are their leaves."""
         expected = {prefix.block_hash: prefix for prefix in evictable}
-        assert expected == {block_hash: block.prefix for block_hash, block in self._blocks.items()}, "other blocks"
+        actual = {block_hash: candidate.prefix for block_hash, candidate in self._candidates.items()}
+        assert expected == actual, "other blocks"
         children = Counter(prefix.parent_hash for prefix in expected.values() if prefix.parent_hash)
         assert children == self._num_children, "children miscounted"
-        candidates = {block_hash for block_hash, block in self._blocks.items() if not block.is_cancelled}
-        assert candidates == expected.keys() - children.keys(), (
-            "a leaf is no candidate, or a block with children is one"
-        )
+        queued = {block_hash for block_hash, candidate in self._candidates.items() if candidate.is_queued}
+        assert queued == expected.keys() - children.keys(), "a leaf is not queued, or a block with children is"
         tenants = Counter(prefix.tenant for prefix in expected.values())
         assert tenants == self._num_blocks_of, "tenants miscounted"
         assert self._claims.keys() <= expected.keys(), "a retained block is not here"
@@ -140,7 +138,7 @@ class Evictor:
             reason = EvictionReason.OVER_FAIR_SHARE
             self._protected.append(candidate)
         while self._protected:
-            if not (candidate := self._protected.popleft()).is_cancelled:
+            if (candidate := self._protected.popleft()).is_queued:
                 return candidate.prefix, EvictionReason.LAST_RESORT
         candidate = self._retained.pop()
         assert candidate is not None, "evict_block of a tier without evictable blocks"
@@ -149,8 +147,8 @@ class Evictor:
     def _queue_leaf(self, leaf: EvictionCandidate) -> None:
         """Put a leaf into the queue where it belongs now."""
         prefix = leaf.prefix
-        leaf.is_cancelled = True  # it may still be in another queue
-        candidate = self._blocks[prefix.block_hash] = EvictionCandidate(prefix, leaf.order)
+        leaf.is_queued = False  # another queue may still hold it
+        candidate = self._candidates[prefix.block_hash] = EvictionCandidate(prefix, leaf.order, is_queued=True)
         if (claim := self._claims.get(prefix.block_hash)) is not None:
             self._retained.push(candidate, claim)
         elif prefix.claims.is_unwanted(self.registry.now):
@@ -161,13 +159,13 @@ class Evictor:
     def _is_protected(self, tenant: str) -> bool:
         if len(self._num_blocks_of) == 1:
             return False
-        max_blocks = PROTECTED_SHARE * len(self._blocks) / len(self._num_blocks_of)
+        max_blocks = PROTECTED_SHARE * len(self._candidates) / len(self._num_blocks_of)
         return self._num_blocks_of[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < PROTECTION_SECONDS
 
     def _end_protections(self) -> bool:
         """If a candidate in `_protected` is not protected any more, make all of them ordinary: those that still are
         come back when the policy picks them. Return whether there was one."""
-        self._protected = deque(candidate for candidate in self._protected if not candidate.is_cancelled)
+        self._protected = deque(candidate for candidate in self._protected if candidate.is_queued)
         if all(self._is_protected(candidate.prefix.tenant) for candidate in self._protected):
             return False
         while self._protected:
@@ -188,10 +186,10 @@ class Evictor:
             return False
         expired = [block_hash for block_hash, (_, until) in self._claims.items() if until <= self.registry.now]
         for block_hash in expired:
-            block = self._blocks[block_hash]
-            self._set_claim(block.prefix)  # a lower claim may last longer
-            if not block.is_cancelled:
-                self._queue_leaf(block)
+            candidate = self._candidates[block_hash]
+            self._set_claim(candidate.prefix)  # a lower claim may last longer
+            if candidate.is_queued:
+                self._queue_leaf(candidate)
         self._next_expiry = min((until for _, until in self._claims.values()), default=math.inf)
         return bool(expired)
 
@@ -199,13 +197,13 @@ class Evictor:
         """End the retentions of lowest priority beyond the limit: of a leaf and its parents of no higher priority."""
         while len(self._claims) > self._max_retained and (leaf := self._retained.pop()) is not None:
             priority, _ = self._claims[leaf.prefix.block_hash]
-            block: EvictionCandidate | None = leaf
-            while block is not None and len(self._claims) > self._max_retained:
-                block_hash, parent_hash = block.prefix.block_hash, block.prefix.parent_hash
+            candidate: EvictionCandidate | None = leaf
+            while candidate is not None and len(self._claims) > self._max_retained:
+                block_hash, parent_hash = candidate.prefix.block_hash, candidate.prefix.parent_hash
                 if self._claims.get(block_hash, (0, 0.0))[0] > priority:
                     break
                 self._claims.pop(block_hash, None)
-                block = self._blocks.get(parent_hash)
+                candidate = self._candidates.get(parent_hash)
             self._queue_leaf(leaf)
 
 

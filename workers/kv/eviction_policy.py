@@ -1,7 +1,7 @@
 """Eviction policies: the order in which evictable blocks are evicted, by expected saving or least recently used.
 
-A policy is a priority queue of candidates. An `Evictor` cancels a candidate when its block is in use again; policies
-skip cancelled candidates.
+A policy is a priority queue of candidates. An `Evictor` clears `is_queued` of a candidate whose block is in use again;
+policies skip the candidate.
 """
 
 import heapq
@@ -17,11 +17,15 @@ _CLASSES_PER_DOUBLING: Final = 2  # of the time to compute a block
 
 @dataclass(slots=True, eq=False)
 class EvictionCandidate:
-    """A block that may be evicted. `order` counts up as blocks become evictable."""
+    """An evictable block.
+
+    `order` counts up as blocks become evictable. `is_queued`: False if the block has evictable children, is in use,
+    or has a newer candidate; a queue that still holds the candidate skips it.
+    """
 
     prefix: PrefixBlock
     order: int
-    is_cancelled: bool = False
+    is_queued: bool = False
 
     def __lt__(self, other: "EvictionCandidate") -> bool:
         return self.order < other.order
@@ -31,13 +35,14 @@ class EvictionPolicy(Protocol):
     def push(self, candidate: EvictionCandidate) -> None: ...
 
     def pop(self) -> EvictionCandidate | None:
-        """The next candidate that is not cancelled, or None."""
+        """The next candidate whose `is_queued` is set, or None."""
 
 
 class CandidateHeap:
     """Candidates ordered by key, then by `order`. If all have the same key, the heap is the policy LRU.
 
-    The keys of one heap are all numbers or all tuples. Cancelled candidates are removed when they may be half of all.
+    The keys of one heap are all numbers or all tuples. Candidates that are no longer queued are removed when they may
+    be half of all.
     """
 
     def __init__(self) -> None:
@@ -45,19 +50,19 @@ class CandidateHeap:
         self._sweep_at = 64
 
     def __len__(self) -> int:
-        """Candidates, cancelled ones included."""
+        """Candidates, including those no longer queued."""
         return len(self._entries)
 
     def push(self, candidate: EvictionCandidate, key: float | tuple[int, float] = 0.0) -> None:
         heapq.heappush(self._entries, (key, candidate))
         if len(self._entries) >= self._sweep_at:
-            self._entries = [entry for entry in self._entries if not entry[1].is_cancelled]
+            self._entries = [entry for entry in self._entries if entry[1].is_queued]
             heapq.heapify(self._entries)
             self._sweep_at = 2 * len(self._entries) + 64
 
     def peek(self) -> EvictionCandidate | None:
-        """The first candidate that is not cancelled, or None."""
-        while self._entries and self._entries[0][1].is_cancelled:
+        """The first candidate whose `is_queued` is set, or None."""
+        while self._entries and not self._entries[0][1].is_queued:
             heapq.heappop(self._entries)
         return self._entries[0][1] if self._entries else None
 

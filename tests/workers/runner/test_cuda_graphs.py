@@ -41,8 +41,8 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
         ([ScheduledSequence(s, 9, 1, needs_sample=True) for s in range(5)], None),  # more than was captured
         (
             [ScheduledSequence(0, 4, 1, needs_sample=True), ScheduledSequence(1, 0, 3, needs_sample=True)],
-            None,
-        ),  # a prefill
+            None,  # a prefill
+        ),
         (
             [ScheduledSequence(0, 4, 1, needs_sample=True), ScheduledSequence(1, 3, 1, needs_sample=False)],
             None,
