@@ -131,8 +131,8 @@ def _decode(
             high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         slope = scale
         if KIND > 0:
-            queries, high_queries, unit = _narrowed(queries, high_queries, False)
-            slope *= unit
+            queries, high_queries, divisor = _narrowed(queries, high_queries, False)
+            slope *= divisor
         end = tl.minimum(seq_len, (split + 1) * SPLIT_SIZE)
         start = tl.maximum(split * SPLIT_SIZE, (lowest // BLOCK_N) * BLOCK_N)
         table = tables + seq.to(tl.int64) * table_stride

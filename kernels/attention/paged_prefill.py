@@ -139,8 +139,8 @@ def _prefill(
         high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     slope = scale
     if KIND > 0:
-        queries, high_queries, unit = _narrowed(queries, high_queries, True)
-        slope = unit * scale
+        queries, high_queries, divisor = _narrowed(queries, high_queries, True)
+        slope = divisor * scale
     end = shift + tl.minimum(first_query + QUERIES, q_len)
     lowest = tl.where(window > 0, tl.maximum(shift + first_query - window + 1, 0), 0)
     start = lowest // BLOCK_N * BLOCK_N

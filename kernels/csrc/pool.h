@@ -68,24 +68,24 @@ INLINE void put_row(void *row, uint16_t *scale, const float *x, int64_t dim, int
     float top = 0;
 #pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < dim; i++) top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
-    float unit = top / max_value;
-    *scale = to_f16(unit > 65504.0f ? 65504.0f : unit);
-    unit = from_f16(*scale);
-    unit = unit > 0 ? 1.0f / unit : 0.0f;
+    const float exact_scale = top / max_value;
+    *scale = to_f16(exact_scale > 65504.0f ? 65504.0f : exact_scale);
+    const float stored_scale = from_f16(*scale);
+    const float inverse_scale = stored_scale > 0 ? 1.0f / stored_scale : 0.0f;
     uint8_t *y = row;
     if (kind == INT4) {
         dim /= 2;
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) {
-            int low = (int)rintf(clamped(x[i] * unit, max_value));
-            int high = (int)rintf(clamped(x[i + dim] * unit, max_value));
+            int low = (int)rintf(clamped(x[i] * inverse_scale, max_value));
+            int high = (int)rintf(clamped(x[i + dim] * inverse_scale, max_value));
             y[i] = (uint8_t)((low + 8) | (high + 8) << 4);
         }
     } else if (kind == INT8) {
 #pragma omp simd
-        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int8_t)(int)rintf(clamped(x[i] * unit, max_value));
+        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int8_t)(int)rintf(clamped(x[i] * inverse_scale, max_value));
     } else {
 #pragma omp simd
-        for (int64_t i = 0; i < dim; i++) y[i] = to_e4m3(clamped(x[i] * unit, max_value));
+        for (int64_t i = 0; i < dim; i++) y[i] = to_e4m3(clamped(x[i] * inverse_scale, max_value));
     }
 }

@@ -66,23 +66,23 @@ def _fp8_bits(x):
 
 
 @triton.jit
-def _unit_of(top, KIND: tl.constexpr):
+def _scale_and_inverse(top, KIND: tl.constexpr):
     """(scale, 1 / scale) of a row whose largest magnitude is `top`."""
     max_value: tl.constexpr = 448.0 if KIND == 1 else (127.0 if KIND == 2 else 7.0)
     scale = tl.minimum(tl.div_rn(top, tl.full([], max_value, tl.float32)), 65504.0).to(tl.float16)
-    unit = scale.to(tl.float32)
-    return scale, tl.where(unit > 0, tl.div_rn(tl.full([], 1.0, tl.float32), tl.where(unit > 0, unit, 1.0)), 0.0)
+    wide = scale.to(tl.float32)
+    return scale, tl.where(wide > 0, tl.div_rn(tl.full([], 1.0, tl.float32), tl.where(wide > 0, wide, 1.0)), 0.0)
 
 
 @triton.jit
-def _quantised(x, unit, KIND: tl.constexpr):
+def _quantised(x, inverse_scale, KIND: tl.constexpr):
     """float32 elements as bytes. int4: a nibble (value + 8) in each byte; the caller joins two nibbles."""
     if KIND == 1:
-        y = _fp8_bits(tl.minimum(tl.maximum(x * unit, -448.0), 448.0))
+        y = _fp8_bits(tl.minimum(tl.maximum(x * inverse_scale, -448.0), 448.0))
     elif KIND == 2:
-        y = _round(tl.minimum(tl.maximum(x * unit, -127.0), 127.0)).to(tl.int32)
+        y = _round(tl.minimum(tl.maximum(x * inverse_scale, -127.0), 127.0)).to(tl.int32)
     else:
-        y = _round(tl.minimum(tl.maximum(x * unit, -7.0), 7.0)).to(tl.int32) + 8
+        y = _round(tl.minimum(tl.maximum(x * inverse_scale, -7.0), 7.0)).to(tl.int32) + 8
     return y.to(tl.uint8)
 
 
@@ -136,23 +136,23 @@ def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
 
 @triton.jit
 def _narrowed(x, more, ALONE: tl.constexpr):
-    """(x, more, unit): query rows divided by `unit`, as float16, the type that bytes are widened to. `more`: for int4
-    the second half of each row. `unit` is a power of two that keeps every magnitude in float16's range: one for each
-    row if ALONE, else one for all. float32 rows are unchanged and their unit is 1."""
+    """(x, more, divisor): query rows divided by `divisor`, as float16, the type that bytes are widened to. `more`: for
+    int4 the second half of each row. `divisor` is a power of two that keeps every magnitude in float16's range: one for
+    each row if ALONE, else one for all. float32 rows are unchanged and their divisor is 1."""
     if x.dtype == tl.float32:
-        unit = tl.full([x.shape[0]], 1.0, tl.float32) if ALONE else tl.full([], 1.0, tl.float32)
+        divisor = tl.full([x.shape[0]], 1.0, tl.float32) if ALONE else tl.full([], 1.0, tl.float32)
     else:
         x, more = x.to(tl.float32), more.to(tl.float32)
         top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(more), 1))
         if not ALONE:
             top = tl.max(top, 0)
         bits = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23), 227 << 23)
-        unit = bits.to(tl.float32, bitcast=True)
+        divisor = bits.to(tl.float32, bitcast=True)
         inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
         if ALONE:
             inverse = inverse[:, None]
         x, more = (x * inverse).to(tl.float16), (more * inverse).to(tl.float16)
-    return x, more, unit
+    return x, more, divisor
 
 
 @triton.jit
@@ -203,8 +203,8 @@ def quantise_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., dim] -> elements [..., dim] (int4: [..., dim / 2]) of `dtype`, and scales float16 [...]."""
     wide, max_value = x.float(), MAX_VALUE[dtype]
     scale = (wide.abs().amax(dim=-1) / max_value).clamp(max=65504.0).half()
-    unit = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
-    y = (wide * unit[..., None]).clamp(-max_value, max_value)
+    inverse_scale = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    y = (wide * inverse_scale[..., None]).clamp(-max_value, max_value)
     if dtype == torch.float8_e4m3fn:
         return y.to(dtype), scale
     y = y.round().to(torch.int8)

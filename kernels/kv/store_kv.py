@@ -19,7 +19,7 @@ from torch import Tensor
 from coatcheck.kernels import native
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.kv.quantise import KINDS, _quantised, _unit_of, quantise_reference
+from coatcheck.kernels.kv.quantise import KINDS, _quantised, _scale_and_inverse, quantise_reference
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, once_per_geometry
 
 NATIVE_MAX_DIM = 512  # of heads that the C library can quantise
@@ -56,12 +56,12 @@ def _store_rows(
         kept = (i < WIDTH)[None]
         low = tl.where(kept, _rotated(x, cos, sin, heads, inside, i, ROT, DIM), 0.0)
         high = tl.where(kept, _rotated(x, cos, sin, heads, inside, i + WIDTH, ROT, DIM), 0.0)
-        scale, unit = _unit_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
-        y = _quantised(low, unit[:, None], KIND) | (_quantised(high, unit[:, None], KIND) << 4)
+        scale, inverse_scale = _scale_and_inverse(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
+        y = _quantised(low, inverse_scale[:, None], KIND) | (_quantised(high, inverse_scale[:, None], KIND) << 4)
     else:
         whole = _rotated(x, cos, sin, heads, inside, i, ROT, DIM)
-        scale, unit = _unit_of(tl.max(tl.abs(whole), 1), KIND)
-        y = _quantised(whole, unit[:, None], KIND)
+        scale, inverse_scale = _scale_and_inverse(tl.max(tl.abs(whole), 1), KIND)
+        y = _quantised(whole, inverse_scale[:, None], KIND)
     rows = heads * SIZE
     tl.store(to + rows[:, None] * WIDTH + i[None], y, inside[:, None] & (i < WIDTH)[None])
     tl.store(to_scale + rows, scale, inside)
