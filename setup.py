@@ -12,10 +12,10 @@ SOURCES = [
     "cpu",
     "decoder_layers",
     "linear",
-    "move_blocks",
     "rows",
     "sampling",
     "shared_memory",
+    "transfer_blocks",
 ]
 HEADERS = ["attention", "pool", "rows", "scalar", "widen_avx512"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 7
+VERSION = 8
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
@@ -31,7 +31,7 @@ _SIGNATURES = {
     "rotary": "p:v",
     "silu_mul": "pqpqqqq:v",
     "copy_blocks": "pqppqpqq:v",
-    "move_blocks": "pqppqpqqp:v",
+    "transfer_blocks": "pqppqpqqp:v",
     "sample": "pqqqpppppppp:r",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",

@@ -14,8 +14,8 @@ from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.kv.move_blocks import move_blocks, sum_blocks
 from coatcheck.kernels.kv.store_kv import store_kv
+from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
@@ -80,8 +80,8 @@ def launches() -> dict[str, Launch]:
         ),
         "silu_mul": Launch(silu_mul, {"gate_up": _f(3, 8)}),
         "copy_blocks": Launch(copy_blocks, {"pool": pool, "src": two, "dst": two + 2}),
-        "move_blocks": Launch(
-            move_blocks, {"source": pool, "from_rows": two, "target": pool.clone(), "to_rows": two + 2}
+        "transfer_blocks": Launch(
+            transfer_blocks, {"source": pool, "from_rows": two, "target": pool.clone(), "to_rows": two + 2}
         ),
         "sum_blocks": Launch(sum_blocks, {"pool": pool, "rows": two}),
         "sample": Launch(sample, {"logits": _f(3, 40), **knobs}),

@@ -16,7 +16,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.kv.move_blocks import move_blocks
+from coatcheck.kernels.kv.transfer_blocks import transfer_blocks
 from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
@@ -91,12 +91,12 @@ class CpuBlockCopier(BlockCopier):
         if plan.demotes:
             began = time.perf_counter()
             blocks, slots = split_pairs(plan.demotes)
-            self._checksums[slots] = move_blocks(self._pool, blocks, self.host, slots)
+            self._checksums[slots] = transfer_blocks(self._pool, blocks, self.host, slots)
             self.record_demotes(self.add_copies(len(blocks)), time.perf_counter() - began)
         if plan.restores:
             began = time.perf_counter()
             slots, blocks = split_pairs(plan.restores)
-            is_intact = move_blocks(self.host, slots, self._pool, blocks) == self._checksums[slots]
+            is_intact = transfer_blocks(self.host, slots, self._pool, blocks) == self._checksums[slots]
             copies = self.add_copies(len(blocks))
             self.record_restores(copies, is_intact.tolist(), time.perf_counter() - began)
 

@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.kv.move_blocks import sum_blocks
+from coatcheck.kernels.kv.transfer_blocks import sum_blocks
 from coatcheck.workers.core.runner_protocol import CopyReport
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator

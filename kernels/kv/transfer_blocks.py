@@ -25,16 +25,16 @@ _CACHE_LINE = 8 * _LANES
 _P, _Q = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
 
 
-def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
+def transfer_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
     _check_pool("source", source, "from_rows", from_rows)
     _check_pool("target", target, "to_rows", to_rows)
     check_shape("target", target, (None, source.shape[1]))
     check_shape("to_rows", to_rows, (from_rows.shape[0],))
     library = native.library()
     if library is None:
-        return move_blocks_reference(source, from_rows, target, to_rows)
+        return transfer_blocks_reference(source, from_rows, target, to_rows)
     sums = torch.empty_like(from_rows)
-    library.move_blocks(
+    library.transfer_blocks(
         source.data_ptr(), source.stride(0), from_rows.data_ptr(),
         target.data_ptr(), target.stride(0), to_rows.data_ptr(),
         source.shape[1], from_rows.shape[0], sums.data_ptr(),
@@ -43,13 +43,13 @@ def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tens
 
 
 def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
-    """The checksums of `move_blocks`, without moving blocks: int64 [n]."""
+    """The checksums of `transfer_blocks`, without a copy: int64 [n]."""
     _check_pool("pool", pool, "rows", rows)
     library = native.library()
     if library is None:
         return _sums(pool[rows])
     sums = torch.empty_like(rows)
-    library.move_blocks(
+    library.transfer_blocks(
         pool.data_ptr(), pool.stride(0), rows.data_ptr(), 0, 0, rows.data_ptr(),
         pool.shape[1], rows.shape[0], sums.data_ptr(),
     )  # fmt: skip
@@ -66,15 +66,15 @@ def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
     check_dense(rows_name, rows, (None,), torch.int64, torch.device("cpu"))
 
 
-def move_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
-    moved = source[from_rows]
-    target[to_rows] = moved
-    return _sums(moved)
+def transfer_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
+    blocks = source[from_rows]
+    target[to_rows] = blocks
+    return _sums(blocks)
 
 
-def _sums(moved: Tensor) -> Tensor:
+def _sums(blocks: Tensor) -> Tensor:
     assert sys.byteorder == "little", "words are little-endian"
-    words = moved.view(torch.int64).reshape(len(moved), moved.shape[1] // _CACHE_LINE, _LANES)
+    words = blocks.view(torch.int64).reshape(len(blocks), blocks.shape[1] // _CACHE_LINE, _LANES)
     lanes, rows = torch.arange(_LANES), torch.arange(words.shape[1], 0, -1)
     weighted = (words * rows[:, None]).sum(1)
     return (words.sum(1) * (2 * lanes + _signed(_P)) + weighted * (4 * lanes + _signed(_Q))).sum(1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.kernels import native
-from coatcheck.kernels.kv.move_blocks import move_blocks, move_blocks_reference, sum_blocks
+from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks, transfer_blocks_reference
 from coatcheck.kernels.launch_check import LaunchRefused
 
 
@@ -23,8 +23,8 @@ def test_every_byte_arrives_and_sums_agree_with_the_reference(width: int, rows: 
     source, target = pools(width)
     from_rows, to_rows = torch.tensor(rows, dtype=torch.int64), torch.tensor([6, 1, 2][: len(rows)], dtype=torch.int64)
     wanted = target.clone()
-    expected = move_blocks_reference(source, from_rows, wanted, to_rows)
-    assert torch.equal(move_blocks(source, from_rows, target, to_rows), expected)
+    expected = transfer_blocks_reference(source, from_rows, wanted, to_rows)
+    assert torch.equal(transfer_blocks(source, from_rows, target, to_rows), expected)
     assert torch.equal(target, wanted) and torch.equal(target[to_rows], source[from_rows])
     assert torch.equal(sum_blocks(source, from_rows), expected)
 
@@ -53,11 +53,11 @@ def test_a_refusal_names_the_argument() -> None:
     source, target = pools(128)
     rows = torch.tensor([0])
     for name, call in (
-        ("target", lambda: move_blocks(source, rows, target[:, :64], rows)),
-        ("source", lambda: move_blocks(source[:, :100], rows, target[:, :100], rows)),
-        ("source", lambda: move_blocks(source.char(), rows, target, rows)),
-        ("from_rows", lambda: move_blocks(source, rows.int(), target, rows)),
-        ("to_rows", lambda: move_blocks(source, rows, target, torch.tensor([0, 1]))),
+        ("target", lambda: transfer_blocks(source, rows, target[:, :64], rows)),
+        ("source", lambda: transfer_blocks(source[:, :100], rows, target[:, :100], rows)),
+        ("source", lambda: transfer_blocks(source.char(), rows, target, rows)),
+        ("from_rows", lambda: transfer_blocks(source, rows.int(), target, rows)),
+        ("to_rows", lambda: transfer_blocks(source, rows, target, torch.tensor([0, 1]))),
     ):
         with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
             call()
