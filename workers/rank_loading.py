@@ -28,14 +28,14 @@ _WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """`spec` has the name under which the model is served. `copies`: the report on the copies of the warm-up; None
+    """`spec` has the name under which the model is served. `copy_report`: the report on the copies of the warm-up; None
     without a host tier."""
 
     spec: ModelSpec
     memory: MemoryBudget
     runner: ModelRunner
     grammars: GrammarBackend
-    copies: CopyReport | None
+    copy_report: CopyReport | None
 
 
 def load_rank(
@@ -71,9 +71,9 @@ def load_rank(
     layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
     memory = MemoryBudget.allocate(config, layout, communicator, device, ranks_on_host=ranks_on_host)
     runner = _build_runner(config, model, memory, communicator, grammars)
-    copies = _warm_up(config, runner, memory)
+    copy_report = _warm_up(config, runner, memory)
     compile_watch.mark_ready()
-    return LoadedRank(spec, memory, runner, grammars, copies)
+    return LoadedRank(spec, memory, runner, grammars, copy_report)
 
 
 def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Engine:
@@ -92,7 +92,7 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
         pipeline_depth=1 if memory.pool.device.type == "cuda" else 0,
         grammars=loaded.grammars,
     )
-    engine.update_copy_costs(loaded.copies)
+    engine.update_copy_costs(loaded.copy_report)
     return engine
 
 
@@ -117,7 +117,7 @@ def _build_runner(
 
 def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
     """Run the same first steps on every rank. Return the report on their copies."""
-    copies = None
+    copy_report = None
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
         runner.warm_up()
@@ -127,6 +127,6 @@ def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> 
     for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
         runner.launch(plan).wait()
     for plan in copy_warm_up_plans(min(memory.host_blocks, memory.num_blocks)):
-        copies = runner.launch(plan).wait().copies or copies
+        copy_report = runner.launch(plan).wait().copy_report or copy_report
         runner.wait_for_copies()
-    return copies
+    return copy_report

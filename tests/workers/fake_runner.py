@@ -106,7 +106,7 @@ class FakeRunner:
             self.rows[new.slot] = (new.prompt_len, new.choice, new.sampling.seed or 0)
         for write in plan.table_writes:
             self.tables[write.slot][write.block_index] = write.block
-        for source, target in plan.copies:
+        for source, target in plan.cow_copies:
             self.pool[target] = list(self.pool[source])
         sampled = []
         slots = [row.slot for row in plan.scheduled]
@@ -131,7 +131,7 @@ class FakeRunner:
                 assert len(tokens) == end, "sampled before its last token"
                 tokens.append(token)
             sampled.append(token)
-        return FakeStep(StepResult(sampled, copies=self._report()))
+        return FakeStep(StepResult(sampled, copy_report=self._report()))
 
     def _report(self) -> CopyReport | None:
         statuses = []

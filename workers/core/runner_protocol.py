@@ -41,7 +41,7 @@ class StepResult:
     `token_ids`: one for each scheduled sequence; -1 for those that do not sample.
     `logprobs`, `prompt_logprobs`: by index in `scheduled`, for sequences that asked for them.
     `failed`: by index in `scheduled`, why the sequence cannot continue.
-    `copies`: set while copies between tiers are in progress.
+    `copy_report`: set while copies between tiers are in progress.
     `num_compiled`: set while grammars are being compiled. For each compile queue, how many of the grammars sent since
     the start are compiled on every rank.
     """
@@ -49,7 +49,7 @@ class StepResult:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    copies: CopyReport | None = None
+    copy_report: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)
     num_compiled: tuple[int, ...] | None = None
 

@@ -63,15 +63,15 @@ class TableWrite(NamedTuple):
 class StepPlan:
     """One step.
 
-    Ranks apply the fields in this order: demotes, restores, new sequences, table writes, copies; then they compute all
-    scheduled tokens in one forward pass. They report the progress of demotes and restores (see CopyReport) and of
-    grammars, which they compile beside the steps (see GrammarCompiler).
+    Ranks apply the fields in this order: demotes, restores, new sequences, table writes, cow_copies; then they compute
+    all scheduled tokens in one forward pass. They report the progress of demotes and restores (see CopyReport)
+    and of grammars, which they compile beside the steps (see GrammarCompiler).
     """
 
     step: int = 0
     new_sequences: list[NewSequence] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (source block, target block)
+    cow_copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (source block, target block)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     demotes: list[tuple[int, int]] = field(default_factory=list)  # (device block, host slot)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (host slot, device block)
@@ -99,7 +99,7 @@ class StepPlan:
                 _put_list(out, values)
         for grammar in self.new_grammars:
             _put_list(out, _encode_grammar(grammar))
-        for tuples in (self.table_writes, self.copies, self.scheduled, self.demotes, self.restores):
+        for tuples in (self.table_writes, self.cow_copies, self.scheduled, self.demotes, self.restores):
             _put_list(out, list(chain.from_iterable(tuples)))
         _put_list(out, self.dropped_grammars)
         return out
@@ -114,7 +114,7 @@ class StepPlan:
             new_sequences=[_decode_new_sequence(reader) for _ in range(num_new)],
             new_grammars=[_decode_grammar(reader.take_list()) for _ in range(num_grammars)],
             table_writes=[TableWrite(*write) for write in reader.take_tuples(3)],
-            copies=[(source, target) for source, target in reader.take_tuples(2)],
+            cow_copies=[(source, target) for source, target in reader.take_tuples(2)],
             scheduled=[
                 ScheduledSequence(slot, start, num_tokens, bool(needs_sample))
                 for slot, start, num_tokens, needs_sample in reader.take_tuples(4)

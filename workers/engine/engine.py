@@ -179,12 +179,12 @@ class Engine:
         waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
         return waiting - {s.request.request_id for s in self.scheduler.running}
 
-    def update_copy_costs(self, copies: CopyReport | None) -> None:
-        """Update the measured costs by which the KV cache chooses between copying and computing. `copies`: None if the
-        ranks have no new measurement."""
+    def update_copy_costs(self, copy_report: CopyReport | None) -> None:
+        """Update the measured costs by which the KV cache chooses between copying and computing. `copy_report`: None if
+        the ranks have no new measurement."""
         measured = self._statistics
         self._kv_cache.copy_cost.update(
-            copies, tokens_per_second=measured.prefill_tokens_per_second, step=measured.step_seconds
+            copy_report, tokens_per_second=measured.prefill_tokens_per_second, step=measured.step_seconds
         )
 
     def snapshot_blocks(self) -> list[KvEvent]:
@@ -229,12 +229,12 @@ class Engine:
         for index in range(len(step.sequences)):
             if (output := self._confirm_sequence(step, index, result)) is not None:
                 outputs.append(output)
-        if result.copies is not None:
-            self.scheduler.record_copies(result.copies)
+        if result.copy_report is not None:
+            self.scheduler.record_copies(result.copy_report)
         if result.num_compiled is not None:
             self._release_compiled(result.num_compiled)
         num_prefill_tokens, seconds = self._record_step(step)
-        self.update_copy_costs(result.copies)
+        self.update_copy_costs(result.copy_report)
         events = self._kv_cache.drain_events()
         refused, self._refused = self._refused, []
         num_decodes = step.plan.num_tokens - num_prefill_tokens

@@ -201,7 +201,7 @@ class Scheduler:
                 sequence.block_table += self.pool.allocate_blocks(1)
             elif not self.pool.is_writable(shared := sequence.block_table[index]):
                 (sequence.block_table[index],) = self.pool.allocate_blocks(1)
-                plan.copies.append((shared, sequence.block_table[index]))
+                plan.cow_copies.append((shared, sequence.block_table[index]))
                 self.pool.release_blocks([shared])
                 is_sent = False
             self.kv_cache.demote_evicted_block(sequence.block_table[index], plan)

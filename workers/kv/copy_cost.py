@@ -29,12 +29,12 @@ class CopyCost:
     prefill: float = 0.0
     step: float = 0.0
 
-    def update(self, copies: CopyReport | None, *, tokens_per_second: float, step: float) -> None:
-        """Record how fast ranks copy, prefill and decode. `copies`: None without a new measurement."""
+    def update(self, copy_report: CopyReport | None, *, tokens_per_second: float, step: float) -> None:
+        """Record how fast ranks copy, prefill and decode. `copy_report`: None without a new measurement."""
         self.prefill = 1 / tokens_per_second if tokens_per_second else 0.0
         self.step = step
-        if copies is not None:
-            self.demote, self.restore = copies.demote_seconds, copies.restore_seconds
+        if copy_report is not None:
+            self.demote, self.restore = copy_report.demote_seconds, copy_report.restore_seconds
 
     def is_restore_faster(self, num_blocks: int, *, num_queued: int, with_decodes: bool) -> bool:
         """Whether restoring `num_blocks`, after `num_queued` restores, takes less time than computing them."""

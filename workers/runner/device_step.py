@@ -51,7 +51,7 @@ class DeviceStep:
     token_ids: HostCopy | None  # int64 [sampled rows]
     logprobs: tuple[list[int], LogprobReport] | None = None
     prompt_logprobs: dict[int, list[LogprobReport]] = field(default_factory=dict)
-    copies: CopyReport | None = None
+    copy_report: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)
     num_compiled: tuple[int, ...] | None = None
 
@@ -65,4 +65,4 @@ class DeviceStep:
         prompt_logprobs = {
             row: [entry for part in parts for entry in part.wait()] for row, parts in self.prompt_logprobs.items()
         }
-        return StepResult(token_ids, row_logprobs, prompt_logprobs, self.copies, self.failed, self.num_compiled)
+        return StepResult(token_ids, row_logprobs, prompt_logprobs, self.copy_report, self.failed, self.num_compiled)

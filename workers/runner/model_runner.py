@@ -86,10 +86,10 @@ class ModelRunner:
         if self._copier is not None:
             self._copier.start_copies(plan)
         self._update_state(plan)
-        self._copy_blocks(plan.copies)
+        self._copy_blocks(plan.cow_copies)
         step = self._compute_rows(plan.scheduled) if plan.scheduled else DeviceStep(0, [], None)
         if self._copier is not None:
-            step.copies = self._copier.report_copies()
+            step.copy_report = self._copier.report_copies()
         step.num_compiled = self._grammar_compiler.report_compiled()
         return step
 

@@ -50,7 +50,7 @@ def kernel_plans(
         yield _decode(2, sampling, block_size)
         yield _decode(2, sampling, block_size, needs_sample=False)
     if num_blocks > 1:
-        yield StepPlan(copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, needs_sample=False)])
+        yield StepPlan(cow_copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, needs_sample=False)])
 
 
 def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:

@@ -37,7 +37,7 @@ plans = st.builds(
         max_size=3,
     ),
     table_writes=st.lists(st.builds(TableWrite, ints, ints, ints), max_size=4),
-    copies=st.lists(st.tuples(ints, ints), max_size=3),
+    cow_copies=st.lists(st.tuples(ints, ints), max_size=3),
     scheduled=st.lists(st.builds(ScheduledSequence, ints, ints, ints, st.booleans()), max_size=4),
     demotes=st.lists(st.tuples(ints, ints), max_size=3),
     restores=st.lists(st.tuples(ints, ints), max_size=3),

@@ -73,8 +73,8 @@ def random_plans(seed: int) -> Iterator[StepPlan]:
             news.append(NewSequence(slot, 0, rng.randint(1, length), [5] * length, sampling, ()))
             writes += [TableWrite(slot, index, rng.randrange(_BLOCKS)) for index in range(-(-length // 8))]
             rows.append(ScheduledSequence(slot, start, count, needs_sample=decoding or rng.random() < 0.8))
-        copies = [(2 * i, 2 * i + 1) for i in range(rng.choice((0, 0, 1, 2, 3)))]
-        yield StepPlan(new_sequences=news, table_writes=writes, copies=copies, scheduled=rows)
+        cow_copies = [(2 * i, 2 * i + 1) for i in range(rng.choice((0, 0, 1, 2, 3)))]
+        yield StepPlan(new_sequences=news, table_writes=writes, cow_copies=cow_copies, scheduled=rows)
 
 
 def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], set[str]]:
