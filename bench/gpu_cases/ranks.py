@@ -21,8 +21,7 @@ from coatcheck.workers.core.runner_protocol import CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.block_copier import BlockCopier
-from coatcheck.workers.runner.cuda_block_copier import make_copier
+from coatcheck.workers.runner.block_copier import BlockCopier, make_copier
 from coatcheck.workers.runner.kv_memory import allocate_host_pool
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 

@@ -22,8 +22,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.block_copier import BlockCopier, CpuBlockCopier
-from coatcheck.workers.runner.cuda_block_copier import CudaBlockCopier
+from coatcheck.workers.runner.block_copier import BlockCopier, CpuBlockCopier, CudaBlockCopier
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner
