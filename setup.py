@@ -17,7 +17,7 @@ SOURCES = [
     "shared_memory",
     "transfer_blocks",
 ]
-HEADERS = ["attention", "pool", "rows", "scalar", "widen_avx512"]
+HEADERS = ["attention", "kv_cache", "rows", "scalar", "widen_avx512"]
 
 setup(
     script_name="setup.py",  # so that this file, which lies in the root of the package, is no module of it

@@ -54,7 +54,7 @@ _AVX512_SIGNATURES = {
 
 # The C structs, with the fields of the headers.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
-POOL = struct.Struct("@PPqqPPqqqqqqq")
+KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@9P12q")
 

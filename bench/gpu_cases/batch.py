@@ -11,7 +11,7 @@ from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_caches
 
 BLOCK = 16
 
@@ -27,7 +27,7 @@ class Batch:
         per_seq = [-(-seq_len // BLOCK) for _, seq_len in lengths]
         layout = BlockLayout.of([LayerSpec(heads, kv_heads, dim, window, softcap)], BLOCK, kv)
         self.pool = allocate_kv_pool(layout, sum(per_seq), device)
-        self.cache: KVCache = layer_caches(layout, self.pool)[0]
+        self.cache: KVCache = make_layer_caches(layout, self.pool)[0]
         self.kv_bytes = sum(seq_len for _, seq_len in lengths) * layout.bytes_per_token
         blocks = torch.randperm(sum(per_seq), dtype=torch.int32).to(device)
         self.tables = torch.zeros(len(lengths), max(per_seq), dtype=torch.int32, device=device)

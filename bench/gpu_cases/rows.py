@@ -19,7 +19,7 @@ from coatcheck.kernels.sampling.token_mask import apply_token_mask, apply_token_
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_caches
 
 _TARGET = 0.8
 
@@ -81,7 +81,7 @@ def _stores(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Ite
     for kv in (KvDtype.BFLOAT16, KvDtype.FP8, KvDtype.INT8, KvDtype.INT4):
         layout = BlockLayout.of([LayerSpec(heads, kv_heads, dim)], 16, kv)
         pools = [allocate_kv_pool(layout, tokens // 16, device) for _ in range(2)]
-        ours, theirs = (layer_caches(layout, pool)[0] for pool in pools)
+        ours, theirs = (make_layer_caches(layout, pool)[0] for pool in pools)
         rotated = rotary_and_store(q, k, v, cos, sin, ours, slots)
         error = _error(rotated, rotary_and_store_reference(q, k, v, cos, sin, theirs, slots))
         blocks = torch.arange(tokens // 16, device=device)

@@ -30,7 +30,7 @@ from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_caches
 
 KINDS = ("auto", "fp8", "int8", "int4")
 WINDOW, CHUNK, BLOCK = 512, 128, 16
@@ -56,7 +56,7 @@ class DtypeFigures:
 @torch.inference_mode()
 def perplexity(model: Model, ids: list[int], kv_dtype: KvDtype) -> float:
     layout = BlockLayout.of(model.spec.layers, BLOCK, kv_dtype)
-    caches = layer_caches(layout, allocate_kv_pool(layout, WINDOW // BLOCK, CPU))
+    caches = make_layer_caches(layout, allocate_kv_pool(layout, WINDOW // BLOCK, CPU))
     tables = torch.arange(WINDOW // BLOCK, dtype=torch.int32)[None]
     loss, count = 0.0, 0
     for at in range(0, len(ids) - WINDOW + 1, WINDOW):
@@ -89,7 +89,7 @@ class Attention:
     def over(cls, kv_dtype: KvDtype, sequences: int, q_len: int, context: int) -> "Attention":
         blocks = sequences * context // BLOCK
         layout = BlockLayout.of(LAYERS, BLOCK, kv_dtype)
-        caches = layer_caches(layout, allocate_kv_pool(layout, blocks, CPU))
+        caches = make_layer_caches(layout, allocate_kv_pool(layout, blocks, CPU))
         for cache in caches:
             for part in (cache.k, cache.v):
                 bytes_ = torch.randint(0, 120, (*part.shape[:3], part.shape[3] * part.itemsize), dtype=torch.uint8)

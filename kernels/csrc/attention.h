@@ -1,11 +1,11 @@
 /* The arguments of one call of paged attention. kernels/attention/paged_attention.py packs them and has the formula. */
 #pragma once
-#include "pool.h"
+#include "kv_cache.h"
 
 typedef struct {
     const void *q;          /* [tokens][heads][dim], tokens q_stride elements apart */
     int64_t q_stride;
-    const Pool *pool;
+    const KvCache *cache;
     const int32_t *tables;  /* [seqs][table_stride] */
     int64_t table_stride;
     const int32_t *seq_lens, *cu_seqlens;

@@ -1,4 +1,4 @@
-/* Paged attention in bfloat16 with vdpbf16ps, read from a pool of any kind in place.
+/* Paged attention in bfloat16 with vdpbf16ps, read from a KV cache of any kind in place.
  *
  * The rows of one (sequence, KV head) are its queries' heads: row r is head r % group of query r / group. A work item
  * is up to ROWS of them. It walks the keys in chunks of CHUNK at absolute positions: each chunk of K and V is packed
@@ -107,20 +107,20 @@ INLINE int64_t end_key(const Item *it) {
 
 /* Prefetches keys [from, to): the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
 static void prefetch(const Item *it, int64_t from, int64_t to) {
-    const Pool *pool = it->a->pool;
+    const KvCache *cache = it->a->cache;
     const int32_t *table = it->a->tables + it->seq * it->a->table_stride;
     while (from < to) {
-        int64_t block = from / pool->block_size, offset = from % pool->block_size;
-        int64_t run = min_i64(pool->block_size - offset, to - from), row = row_of(pool, it->kv_head, offset);
-        const uint8_t *k = pool->k + table[block] * pool->k_block + row * pool->row_bytes;
-        const uint8_t *v = pool->v + table[block] * pool->v_block + row * pool->row_bytes;
-        for (int64_t byte = 0; byte < run * pool->row_bytes; byte += 64) {
+        int64_t block = from / cache->block_size, offset = from % cache->block_size;
+        int64_t run = min_i64(cache->block_size - offset, to - from), row = row_of(cache, it->kv_head, offset);
+        const uint8_t *k = cache->k + table[block] * cache->k_block + row * cache->row_bytes;
+        const uint8_t *v = cache->v + table[block] * cache->v_block + row * cache->row_bytes;
+        for (int64_t byte = 0; byte < run * cache->row_bytes; byte += 64) {
             _mm_prefetch(k + byte, _MM_HINT_T1);
             _mm_prefetch(v + byte, _MM_HINT_T1);
         }
-        if (pool->k_scales) {
-            _mm_prefetch(pool->k_scales + table[block] * pool->k_scales_block + row, _MM_HINT_T1);
-            _mm_prefetch(pool->v_scales + table[block] * pool->v_scales_block + row, _MM_HINT_T1);
+        if (cache->k_scales) {
+            _mm_prefetch(cache->k_scales + table[block] * cache->k_scales_block + row, _MM_HINT_T1);
+            _mm_prefetch(cache->v_scales + table[block] * cache->v_scales_block + row, _MM_HINT_T1);
         }
         from += run;
     }
@@ -129,8 +129,8 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
 /* Packs keys [chunk, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
 static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const Item *next) {
     const Attention *a = it->a;
-    const Pool *pool = a->pool;
-    const int64_t dim = pool->dim, words = dim / 2, size = pool->block_size;
+    const KvCache *cache = a->cache;
+    const int64_t dim = cache->dim, words = dim / 2, size = cache->block_size;
     const int32_t *table = a->tables + it->seq * a->table_stride;
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -139,22 +139,22 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     const uint16_t *k[CHUNK], *v[CHUNK];
     const int64_t count = min_i64(CHUNK, to - chunk);
     for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < count; block++, offset = 0) {
-        int64_t run = min_i64(size - offset, count - j), row = row_of(pool, it->kv_head, offset);
-        const uint8_t *one_k = pool->k + table[block] * pool->k_block + row * pool->row_bytes;
-        const uint8_t *one_v = pool->v + table[block] * pool->v_block + row * pool->row_bytes;
-        if (pool->kind == BF16) {
-            for (int64_t i = j; i < j + run; i++, one_k += pool->row_bytes, one_v += pool->row_bytes)
+        int64_t run = min_i64(size - offset, count - j), row = row_of(cache, it->kv_head, offset);
+        const uint8_t *one_k = cache->k + table[block] * cache->k_block + row * cache->row_bytes;
+        const uint8_t *one_v = cache->v + table[block] * cache->v_block + row * cache->row_bytes;
+        if (cache->kind == BF16) {
+            for (int64_t i = j; i < j + run; i++, one_k += cache->row_bytes, one_v += cache->row_bytes)
                 k[i] = (const uint16_t *)one_k, v[i] = (const uint16_t *)one_v;
         } else {
-            for (int64_t i = j; i < j + run; i++, one_k += pool->row_bytes, one_v += pool->row_bytes) {
-                widen_row(s->wide_k + i * dim, one_k, dim, pool->kind);
-                widen_row(s->wide_v + i * dim, one_v, dim, pool->kind);
+            for (int64_t i = j; i < j + run; i++, one_k += cache->row_bytes, one_v += cache->row_bytes) {
+                widen_row(s->wide_k + i * dim, one_k, dim, cache->kind);
+                widen_row(s->wide_v + i * dim, one_v, dim, cache->kind);
                 k[i] = s->wide_k + i * dim, v[i] = s->wide_v + i * dim;
             }
         }
-        if (pool->k_scales) {
-            const uint16_t *one = pool->k_scales + table[block] * pool->k_scales_block + row;
-            const uint16_t *two = pool->v_scales + table[block] * pool->v_scales_block + row;
+        if (cache->k_scales) {
+            const uint16_t *one = cache->k_scales + table[block] * cache->k_scales_block + row;
+            const uint16_t *two = cache->v_scales + table[block] * cache->v_scales_block + row;
             for (int64_t i = 0; i < run; i += 16) {
                 __mmask16 mask = run - i >= 16 ? 0xFFFF : (__mmask16)((1u << (run - i)) - 1);
                 _mm512_mask_storeu_ps(s->k_scales + j + i, mask,
@@ -214,7 +214,7 @@ INLINE __m512 dot(__m512 acc, __m512i packed, const uint32_t *pair) {
 /* One chunk for m rows, the first of which is `row` of the item: scores, running softmax, weighted values. */
 INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
     const Attention *a = it->a;
-    const int64_t dim = a->pool->dim, words = dim / 2;
+    const int64_t dim = a->cache->dim, words = dim / 2;
     const int64_t shift = it->seq_len - it->q_len;
     const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
     if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
@@ -237,7 +237,7 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
     const int inside = chunk + CHUNK - 1 <= first && (!a->window || chunk > last - a->window);
     /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
     const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
-    const int scaled = a->pool->k_scales != NULL;
+    const int scaled = a->cache->k_scales != NULL;
     __m512 decay[TILE];
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++) {
@@ -350,7 +350,7 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
         sum = sum * scale + _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(sink - top)));
     }
     scale = sum > 0 ? scale / sum : 0.0f;
-    const int64_t dim = a->pool->dim;
+    const int64_t dim = a->cache->dim;
     uint16_t *out = (uint16_t *)a->out + (token * a->heads + head) * dim;
     for (int64_t d = 0; d < dim; d += 16)
         _mm256_storeu_si256((__m256i *)(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(
@@ -359,7 +359,7 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
 
 static void run(const Item *it, Scratch *s, const Item *next) {
     const Attention *a = it->a;
-    const int64_t dim = a->pool->dim, words = dim / 2;
+    const int64_t dim = a->cache->dim, words = dim / 2;
     for (int64_t r = 0; r < it->rows; r += TILE) {
         int64_t m = min_i64(TILE, it->rows - r);
         for (int64_t i = 0; i < m; i++) {
@@ -398,7 +398,7 @@ static void run(const Item *it, Scratch *s, const Item *next) {
 
 /* Combines the splits of a decode in order. */
 static void join(const Item *it, int64_t splits) {
-    const int64_t dim = it->a->pool->dim;
+    const int64_t dim = it->a->cache->dim;
     for (int64_t r = 0; r < it->rows; r++) {
         float o[MAX_DIM] = {0}, peak = -INFINITY, sum = 0;
         for (int64_t split = 0; split < splits; split++) {
@@ -411,7 +411,7 @@ static void join(const Item *it, int64_t splits) {
 
 /* Returns 0, or -1 if the list of work items cannot be allocated. */
 int attention_bf16_avx512(const Attention *a) {
-    const int64_t kv_heads = a->pool->kv_heads, dim = a->pool->dim, group = a->heads / kv_heads;
+    const int64_t kv_heads = a->cache->kv_heads, dim = a->cache->dim, group = a->heads / kv_heads;
     int64_t count = 0, partials = 0;
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;

@@ -1,4 +1,4 @@
-/* Paged attention in plain C: float32 everywhere, and bfloat16 on processors without vdpbf16ps, over a pool of any
+/* Paged attention in plain C: float32 everywhere, and bfloat16 on processors without vdpbf16ps, over a KV cache of any
  * kind. One row after the other, keys in chunks of 64 at absolute positions: a row's result never depends on the other
  * rows of the call. */
 #include "attention.h"
@@ -9,8 +9,8 @@
 #define MAX_DIM 512
 
 INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row, int kind) {
-    const Pool *pool = a->pool;
-    const int64_t dim = pool->dim, group = a->heads / pool->kv_heads, size = pool->block_size;
+    const KvCache *cache = a->cache;
+    const int64_t dim = cache->dim, group = a->heads / cache->kv_heads, size = cache->block_size;
     const int type = (int)a->type, scaled = kind == FP8 || kind == INT8 || kind == INT4;
     const int32_t *table = a->tables + seq * a->table_stride;
     const int64_t start = a->cu_seqlens[seq], q_len = a->cu_seqlens[seq + 1] - start;
@@ -31,9 +31,9 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
         float score[CHUNK], top = peak;
         for (int64_t j = 0; j < count; j++) {
             int64_t key = first + j;
-            int64_t block = table[key / size], inside = row_of(pool, kv_head, key % size);
-            float total = dot_row(q, pool->k + block * pool->k_block + inside * pool->row_bytes, dim, kind);
-            if (scaled) total *= from_f16(pool->k_scales[block * pool->k_scales_block + inside]);
+            int64_t block = table[key / size], inside = row_of(cache, kv_head, key % size);
+            float total = dot_row(q, cache->k + block * cache->k_block + inside * cache->row_bytes, dim, kind);
+            if (scaled) total *= from_f16(cache->k_scales[block * cache->k_scales_block + inside]);
             score[j] = a->softcap > 0 ? a->softcap * tanhf(total / a->softcap) : total;
             top = score[j] > top ? score[j] : top;
         }
@@ -46,11 +46,11 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
         for (int64_t j = 0; j < count; j++) score[j] = exp_(score[j] - top);
         for (int64_t j = 0; j < count; j++) {
             int64_t key = first + j;
-            int64_t block = table[key / size], inside = row_of(pool, kv_head, key % size);
+            int64_t block = table[key / size], inside = row_of(cache, kv_head, key % size);
             float weight = score[j];
             sum += weight;
-            if (scaled) weight *= from_f16(pool->v_scales[block * pool->v_scales_block + inside]);
-            add_row(o, pool->v + block * pool->v_block + inside * pool->row_bytes, weight, dim, kind);
+            if (scaled) weight *= from_f16(cache->v_scales[block * cache->v_scales_block + inside]);
+            add_row(o, cache->v + block * cache->v_block + inside * cache->row_bytes, weight, dim, kind);
         }
     }
     float scale = 1.0f;
@@ -76,7 +76,7 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
         break;
 
 CLONES static void attend_rows(const Attention *a, int64_t seq, int64_t kv_head, int64_t from, int64_t to) {
-    switch (a->pool->kind) {
+    switch (a->cache->kind) {
         ROWS(BF16)
         ROWS(F32)
         ROWS(F16)
@@ -88,7 +88,7 @@ CLONES static void attend_rows(const Attention *a, int64_t seq, int64_t kv_head,
 
 /* Rows are handed out in runs of a few queries of one KV head, so that its keys stay in the cache. */
 int attention_plain(const Attention *a) {
-    const int64_t kv_heads = a->pool->kv_heads, group = a->heads / kv_heads, step = 4 * group;
+    const int64_t kv_heads = a->cache->kv_heads, group = a->heads / kv_heads, step = 4 * group;
     int64_t *first = malloc((a->seqs + 1) * sizeof(int64_t));
     if (!first) return -1;
     first[0] = 0;

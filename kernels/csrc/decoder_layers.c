@@ -93,7 +93,7 @@ void mlp_sublayer(const Mlp *m, const Stream *s) {
 }
 
 /* Returns 0, or -1 if attention cannot allocate its list of work items. */
-int attention_sublayer(const Attend *a, const Pool *pool, const Step *step, const Stream *s) {
+int attention_sublayer(const Attend *a, const KvCache *cache, const Step *step, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
     const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
@@ -111,9 +111,9 @@ int attention_sublayer(const Attend *a, const Pool *pool, const Step *step, cons
         norm_heads(&a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
         q = dense_q, q_stride = q_width, k = dense_k, k_stride = k_width;
     }
-    rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, 0, pool, step->slots, tokens, a->heads, a->kv_heads,
+    rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, 0, cache, step->slots, tokens, a->heads, a->kv_heads,
                      a->dim, step->rot_dim, q_stride, k_stride, all, q_width, 0, a->type, step->table_type});
-    Attention call = {rotated, q_width, pool, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
+    Attention call = {rotated, q_width, cache, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
                       step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended};
     if ((a->type == 0 ? attention_bf16_avx512 : attention_plain)(&call)) return -1;
     product(&a->output, attended, tokens, a->type, s->out, scratch);
@@ -138,12 +138,12 @@ static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, i
 
 /* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next one. The residual
  * is added to in place. Returns 0, or -1 as attention_sublayer does. */
-int fused_layers(const Layer *layers, const Pool *pools, int64_t count, const Step *steps, const Stream *s) {
+int fused_layers(const Layer *layers, const KvCache *caches, int64_t count, const Step *steps, const Stream *s) {
     Stream now = *s;
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = layers + i;
         const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
-        if (attention_sublayer(&l->attention, pools + i, steps + l->table_index, &now)) return -1;
+        if (attention_sublayer(&l->attention, caches + i, steps + l->table_index, &now)) return -1;
         scale_rows(&l->after_attention, now.out, now.tokens, width, type);
         now.x = now.out, now.residual = now.sum;
         mlp_sublayer(&l->mlp, &now);

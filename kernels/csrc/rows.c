@@ -101,14 +101,14 @@ INLINE void rotate_head(const void *x, void *y, const Rotary *r, int64_t token, 
     if (x != y) memcpy(at(y, r->rot_dim, type), at(x, r->rot_dim, type), (r->dim - r->rot_dim) * (type == BF16 ? 2 : 4));
 }
 
-INLINE void store_row(const Pool *pool, void *row, uint16_t *scale, const float *x) {
-    switch (pool->kind) {
-    case BF16: put_row(row, scale, x, pool->dim, BF16); break;
-    case F32: put_row(row, scale, x, pool->dim, F32); break;
-    case F16: put_row(row, scale, x, pool->dim, F16); break;
-    case FP8: put_row(row, scale, x, pool->dim, FP8); break;
-    case INT8: put_row(row, scale, x, pool->dim, INT8); break;
-    default: put_row(row, scale, x, pool->dim, INT4);
+INLINE void store_row(const KvCache *cache, void *row, uint16_t *scale, const float *x) {
+    switch (cache->kind) {
+    case BF16: put_row(row, scale, x, cache->dim, BF16); break;
+    case F32: put_row(row, scale, x, cache->dim, F32); break;
+    case F16: put_row(row, scale, x, cache->dim, F16); break;
+    case FP8: put_row(row, scale, x, cache->dim, FP8); break;
+    case INT8: put_row(row, scale, x, cache->dim, INT8); break;
+    default: put_row(row, scale, x, cache->dim, INT4);
     }
 }
 
@@ -127,28 +127,28 @@ INLINE void rotate_token(const Rotary *r, int64_t token, int type, int table) {
     }
     if (slot < 0) return;
     const void *v = at(r->v, token * r->v_stride, type);
-    const Pool *pool = r->pool;
-    const int64_t block = slot / pool->block_size, offset = slot % pool->block_size;
+    const KvCache *cache = r->cache;
+    const int64_t block = slot / cache->block_size, offset = slot % cache->block_size;
     for (int64_t h = 0; h < r->kv_heads; h++) {
-        const int64_t row = row_of(pool, h, offset);
-        uint8_t *to_k = pool->k + block * pool->k_block + row * pool->row_bytes;
-        uint8_t *to_v = pool->v + block * pool->v_block + row * pool->row_bytes;
+        const int64_t row = row_of(cache, h, offset);
+        uint8_t *to_k = cache->k + block * cache->k_block + row * cache->row_bytes;
+        uint8_t *to_v = cache->v + block * cache->v_block + row * cache->row_bytes;
         const void *head_k = at(k, h * dim, type), *head_v = at(v, h * dim, type);
-        if (pool->kind == type) {
+        if (cache->kind == type) {
             if (r->cos) rotate_head(head_k, to_k, r, token, type, table);
-            else memcpy(to_k, head_k, pool->row_bytes);
-            memcpy(to_v, head_v, pool->row_bytes);
+            else memcpy(to_k, head_k, cache->row_bytes);
+            memcpy(to_v, head_v, cache->row_bytes);
             continue;
         }
-        /* The pool has another dtype than the model: rotate, round to the model's dtype, widen to float, then store. */
+        /* The cache has another dtype than the model: rotate, round to the model's dtype, widen to float, then store. */
         float rotated[MAX_DIM], wide[MAX_DIM];
         if (r->cos) rotate_head(head_k, rotated, r, token, type, table), head_k = rotated;
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) wide[i] = get(head_k, i, type);
-        store_row(pool, to_k, pool->k_scales + block * pool->k_scales_block + row, wide);
+        store_row(cache, to_k, cache->k_scales + block * cache->k_scales_block + row, wide);
 #pragma omp simd
         for (int64_t i = 0; i < dim; i++) wide[i] = get(head_v, i, type);
-        store_row(pool, to_v, pool->v_scales + block * pool->v_scales_block + row, wide);
+        store_row(cache, to_v, cache->v_scales + block * cache->v_scales_block + row, wide);
     }
 }
 

@@ -1,6 +1,6 @@
 /* The arguments of each row-wise operation, as its launcher packs them (formulas and shapes: the Python files). */
 #pragma once
-#include "pool.h"
+#include "kv_cache.h"
 
 typedef struct {
     const void *x, *residual, *weight; /* residual may be null */
@@ -14,7 +14,7 @@ typedef struct {
 typedef struct {
     const void *q, *k, *v, *cos, *sin; /* k or v may be null */
     void *q_out, *k_out;               /* k_out: dense, or null where k goes to its slot */
-    const Pool *pool;                  /* null where nothing is stored */
+    const KvCache *cache;              /* null where nothing is stored */
     const int64_t *slots;
     int64_t tokens, heads, kv_heads, dim, rot_dim;
     int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride;

@@ -14,7 +14,7 @@
 #define CLONES
 #endif
 
-/* Element types of tensors (the first two) and of pools (all), numbered as in kernels/native.py. */
+/* Element types of tensors (the first two) and of KV caches (all), numbered as in kernels/native.py. */
 enum { BF16 = 0, F32 = 1, F16 = 2, FP8 = 3, INT8 = 4, INT4 = 5 };
 
 INLINE float from_bits(uint32_t bits) {

@@ -1,8 +1,8 @@
-/* Rows of a pool of any kind as bfloat16, without their scale: exact for all but float16 and float32. */
+/* Rows of a KV cache of any kind as bfloat16, without their scale: exact for all but float16 and float32. */
 #pragma once
 #include <immintrin.h>
 
-#include "pool.h"
+#include "kv_cache.h"
 
 static void widen_row(uint16_t *to, const void *row, int64_t dim, int64_t kind) {
     if (kind == INT4) {

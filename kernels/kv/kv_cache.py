@@ -19,7 +19,7 @@ from coatcheck.kernels.launch_check import FLOATS, check_device, check_dtype, ch
 
 
 class KVCache:
-    """`packed` is the C library's struct Pool, `pointer` its address."""
+    """`packed` is the C library's struct KvCache, `pointer` its address."""
 
     def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
         _check_layout("k_cache", k)
@@ -48,7 +48,7 @@ class KVCache:
         _, self.kv_heads, self.block_size, width = k.shape
         self.head_dim = 2 * width if k.dtype == torch.uint8 else width
         self.bits = 4 if k.dtype == torch.uint8 else 8 * k.itemsize  # of an element
-        self.packed = native.POOL.pack(
+        self.packed = native.KV_CACHE.pack(
             k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize, v.stride(0) * v.itemsize,
             0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
             self.scales_stride(0), self.scales_stride(1),

@@ -105,10 +105,10 @@ class AttentionSublayer:
         _check_stream(x, residual, self.hidden, self.dtype)
         if tokens != step.tokens or step.rot_dim > self.head_dim:
             refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self.head_dim}", list(x.shape))
-        pool = self.pack_cache(cache)
+        packed_cache = self.pack_cache(cache)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((tokens, self._out), dtype=self.dtype)
-        if self._call(self.packed, pool, step.packed, _stream(x, residual, total, out, self.row_bytes)):
+        if self._call(self.packed, packed_cache, step.packed, _stream(x, residual, total, out, self.row_bytes)):
             raise native.out_of_memory("attention_sublayer")
         return out, total
 

@@ -13,7 +13,7 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_caches
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Driver:
         # All bits set, a NaN of every float: a read outside of a sequence's own tokens cannot go unnoticed.
         pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
-        self.kv = layer_caches(self.layout, pool)
+        self.layer_caches = make_layer_caches(self.layout, pool)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 
@@ -77,7 +77,7 @@ class Driver:
             torch.tensor([0, *accumulate(whole)], dtype=torch.int32),
         )
         return self.model.logits(
-            self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.kv, wanted)
+            self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.layer_caches, wanted)
         )
 
     def hidden(self, sequence: Running, n: int) -> Tensor:
@@ -92,7 +92,7 @@ class Driver:
             max_seqlen_q=n,
         )
         ids = torch.tensor(sequence.tokens[span.start : span.stop])
-        return self.model.forward(ids, torch.tensor(list(span)), metadata, self.kv)
+        return self.model.forward(ids, torch.tensor(list(span)), metadata, self.layer_caches)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
         """Greedy tokens; sequence i joins at step i * stagger, so that its prefill meets the others' decodes."""

@@ -20,7 +20,7 @@ from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
 
-KVPools = list[KVCache]  # by layer
+LayerCaches = list[KVCache]  # by layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def attend(
     *,
     attention_metadata: AttentionMetadata,
     attention_layers: Sequence[AttentionLayer],
-    kv_pools: KVPools,
+    layer_caches: LayerCaches,
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
@@ -56,14 +56,14 @@ def attend(
     window only into the mask. `s_aux`: attention sinks, [heads].
     """
     index = layer_index(module)
-    cache = kv_pools[index]
+    cache = layer_caches[index]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     store_kv(k, v, cache, attention_metadata.slot_mapping)
     sinks = None if s_aux is None else s_aux.float()
-    return attend_pool(q, cache, attention_layers[index], attention_metadata, sinks).unsqueeze(0), None
+    return attend_cache(q, cache, attention_layers[index], attention_metadata, sinks).unsqueeze(0), None
 
 
-def attend_pool(
+def attend_cache(
     q: Tensor, cache: KVCache, layer: AttentionLayer, metadata: AttentionMetadata, sinks: Tensor | None = None
 ) -> Tensor:
     """q [T, heads, dim] -> [T, heads, dim]: attention of each token over its sequence's keys and values in `cache`."""

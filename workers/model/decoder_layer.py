@@ -24,7 +24,7 @@ from coatcheck.kernels.layers.decoder_layers import (
 )
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
-from coatcheck.workers.attention.attention import AttentionLayer, attend_pool
+from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.model.packed_linears import pack_linears, pack_merged, pack_row_parallel
 
@@ -119,7 +119,7 @@ class DecoderLayer:
         q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
         if logits_indices is not None:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
-        return attend_pool(q, cache, spec, metadata).flatten(1)
+        return attend_cache(q, cache, spec, metadata).flatten(1)
 
     def _native_attention(self) -> AttentionSublayer | None:
         """The attention sublayer as one call into C; None if the linears or the head size do not allow it."""

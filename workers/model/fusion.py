@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.workers.attention.attention import AttentionLayer, KVPools
+from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.model.decoder_layer import (
     ACTIVATIONS,
@@ -53,7 +53,7 @@ class FusedBody:
         input_ids: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
-        kv: KVPools,
+        layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
         """As Model.forward."""
@@ -67,11 +67,11 @@ class FusedBody:
         if self._fused_layers is not None and native_tables and last > 0:
             # One call into C for all layers, except for a last layer that computes fewer rows.
             done = last if logits_indices is not None else last + 1
-            hidden, residual = self._fused_layers(hidden, done, native_tables, kv)
+            hidden, residual = self._fused_layers(hidden, done, native_tables, layer_caches)
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
             rows = logits_indices if index == last else None
-            hidden, residual = layer(hidden, residual, rotary[rope_type], metadata, kv[index], rows)
+            hidden, residual = layer(hidden, residual, rotary[rope_type], metadata, layer_caches[index], rows)
         assert residual is not None
         return self.norm.add_and_norm(hidden, residual)[0]
 

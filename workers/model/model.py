@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
-from coatcheck.workers.attention.attention import AttentionLayer, KVPools
+from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
@@ -27,7 +27,7 @@ from coatcheck.workers.model.meta_model import check_complete, prepare_model
 from coatcheck.workers.model.packed_linears import pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 
-Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, LogitsIndices | None], Tensor]
+Body = Callable[[Tensor, Tensor, AttentionMetadata, LayerCaches, LogitsIndices | None], Tensor]
 
 
 class Model:
@@ -59,15 +59,15 @@ class Model:
         input_ids: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
-        kv: KVPools,
+        layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         """input_ids, positions: int64 [T] -> hidden states after the final norm, [T, hidden_size].
 
-        Stores keys and values of all T tokens in `kv`. With `logits_indices`, returns only the hidden states of its R
-        tokens, [R, hidden_size].
+        Stores keys and values of all T tokens in `layer_caches`. With `logits_indices`, returns only the hidden states
+        of its R tokens, [R, hidden_size].
         """
-        return self._body(input_ids, positions, metadata, kv, logits_indices)
+        return self._body(input_ids, positions, metadata, layer_caches, logits_indices)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class TransformersBody:
         input_ids: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
-        kv: KVPools,
+        layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
         hidden: Tensor = self.base(
@@ -174,7 +174,7 @@ class TransformersBody:
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             attention_metadata=metadata,
-            kv_pools=kv,
+            layer_caches=layer_caches,
             attention_layers=self._layers,
         ).last_hidden_state
         return hidden[0] if logits_indices is None else hidden[0, logits_indices.tokens]

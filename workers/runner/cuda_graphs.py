@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatcheck.workers.attention.attention import KVPools
+from coatcheck.workers.attention.attention import LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.model.model import Model
@@ -53,7 +53,7 @@ class CudaGraphs:
     def __init__(
         self,
         model: Model,
-        kv: KVPools,
+        layer_caches: LayerCaches,
         token_ids: Tensor,
         block_tables: Tensor,
         *,
@@ -62,7 +62,7 @@ class CudaGraphs:
         max_total_seq_len: int,
     ) -> None:
         self._model = model
-        self._kv = kv
+        self._layer_caches = layer_caches
         self._token_ids = token_ids
         self._block_tables = block_tables
         self._block_size = block_size
@@ -128,5 +128,5 @@ class CudaGraphs:
             batch_invariant=self._model.deterministic,
             total_seq_len=self._max_total_seq_len,
         )
-        hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._kv)
+        hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
         self._logits[:size].copy_(self._model.logits(hidden))

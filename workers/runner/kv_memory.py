@@ -45,7 +45,7 @@ def allocate_host_pool(num_blocks: int, bytes_per_block: int, device: torch.devi
     return host
 
 
-def layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
+def make_layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
     """Each layer's keys, values and scales as strided views of `pool`.
 
     Raises ValueError if a layer's value_dim is not its head_dim: attention kernels need equal sizes.

@@ -29,7 +29,7 @@ from coatcheck.workers.runner.cuda_graphs import CudaGraphs
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
-from coatcheck.workers.runner.kv_memory import layer_caches
+from coatcheck.workers.runner.kv_memory import make_layer_caches
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans
@@ -62,7 +62,7 @@ class ModelRunner:
         self.pool = pool
         self.steps = 0
         self._layout = layout
-        self._kv = layer_caches(layout, pool)
+        self._layer_caches = make_layer_caches(layout, pool)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
         # The batch state, one row per slot. The extra token column is for a token sampled after the last position.
@@ -74,7 +74,7 @@ class ModelRunner:
         self._grammar_compiler = GrammarCompiler(grammars, communicator or Communicator())
         self._copier = copier
         self.graphs = CudaGraphs(
-            model, self._kv, self._token_ids, self._block_tables,
+            model, self._layer_caches, self._token_ids, self._block_tables,
             block_size=layout.block_size, sizes=capture_sizes, max_total_seq_len=len(pool) * layout.block_size,
         )  # fmt: skip
 
@@ -168,7 +168,7 @@ class ModelRunner:
             num_prefills=sum(row.num_tokens > 1 for row in rows),
         )
         input_ids = self._token_ids[token_slots, positions].long()
-        return self.model.forward(input_ids, positions, metadata, self._kv, logits_indices)
+        return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
 
     def _sample(
         self, rows: list[ScheduledSequence], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]

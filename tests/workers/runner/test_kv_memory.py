@@ -8,7 +8,7 @@ from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks
-from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool, make_layer_caches
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_values_of_another_size_than_keys_are_refused(value_dim: int) -> None:
     """A layer whose values are smaller than its keys raises ValueError: V's view would reach into the next part."""
     layout = BlockLayout.of([LayerSpec(4, 2, 16, v_head_dim=value_dim)], 4, KvDtype.BFLOAT16)
     with pytest.raises(ValueError, match=f"value_dim is {value_dim} and head_dim 16; they must be equal"):
-        layer_caches(layout, allocate_kv_pool(layout, 3, torch.device("cpu")))
+        make_layer_caches(layout, allocate_kv_pool(layout, 3, torch.device("cpu")))

@@ -9,9 +9,11 @@ typedef struct {
     uint16_t *k_scales, *v_scales; /* float16, one a row; null where elements are floats */
     int64_t k_scales_block, v_scales_block; /* scales from one block to the next */
     int64_t kv_heads, block_size, dim, row_bytes, kind;
-} Pool;
+} KvCache;
 
-INLINE int64_t row_of(const Pool *p, int64_t kv_head, int64_t offset) { return kv_head * p->block_size + offset; }
+INLINE int64_t row_of(const KvCache *cache, int64_t kv_head, int64_t offset) {
+    return kv_head * cache->block_size + offset;
+}
 
 /* One element of a row; int4 has the first half of the row in the low nibbles, the second in the high ones. */
 INLINE float element(const void *row, int64_t i, int kind) {
