@@ -6,7 +6,7 @@ have asked for, *computed* is what ranks have reported.
     token_ids   [ prompt ............ | resumed | generated ]        known tokens
                   ^ num_computed: tokens whose KV is in the pool
                      ^ num_scheduled: the same, and the tokens of plans in flight
-    num_pending   tokens that plans in flight sample; not yet in token_ids
+    num_output_placeholders   tokens that plans in flight sample; not yet in token_ids
 """
 
 import math
@@ -44,7 +44,7 @@ class Sequence:
     num_registered: int = 0
     num_computed: int = 0
     num_scheduled: int = 0
-    num_pending: int = 0
+    num_output_placeholders: int = 0
     num_preemptions: int = 0
     num_restoring: int = 0
     cached_device_tokens: int = -1
@@ -66,7 +66,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens once all plans in flight are computed."""
-        return len(self.token_ids) + self.num_pending
+        return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def num_outputs(self) -> int:

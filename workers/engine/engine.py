@@ -243,7 +243,7 @@ class Engine:
     def _confirm_sequence(self, step: _StepInFlight, index: int, result: StepResult) -> SequenceOutput | None:
         """Apply the result of one scheduled sequence. Return its output, if it has one."""
         planned, sequence = step.plan.scheduled[index], step.sequences[index]
-        sequence.num_pending -= int(planned.needs_sample)
+        sequence.num_output_placeholders -= int(planned.needs_sample)
         sequence.started_at = sequence.started_at or step.started_at
         if sequence.is_finished:  # the sequence ended after this step was planned
             return None

@@ -209,7 +209,7 @@ class Scheduler:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
         sequence.num_scheduled += count
         needs_sample = sequence.num_scheduled == sequence.num_tokens
-        sequence.num_pending += int(needs_sample)
+        sequence.num_output_placeholders += int(needs_sample)
         plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, needs_sample))
 
     # Preemption.
@@ -278,7 +278,7 @@ class Scheduler:
 
     def _waits_for_another(self, sequence: Sequence, *, with_decodes: bool) -> bool:
         """Whether a token, a prompt or a prefix block that `sequence` needs is being computed."""
-        if sequence.num_pending:
+        if sequence.num_output_placeholders:
             return True
         source = sequence.prompt_source
         if source is not None and not source.is_finished:
