@@ -37,7 +37,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
     host = allocate_host_pool(count, size, device)
     copier = make_copier(pool, host, Communicator())
     pairs = [(i, count - 1 - i) for i in range(count)]
-    back = [(slot, block) for block, slot in pairs]
+    back = [(host_block, block) for block, host_block in pairs]
     for way, plan in (("to the host", StepPlan(demotes=pairs)), ("back", StepPlan(restores=back))):
         equal = True
         for _ in range(2):  # the first is slower: pages and streams are new
@@ -65,7 +65,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
     copier.start_copies(StepPlan(restores=back))
     statuses = _wait_for_copies(copier, count)
     broken = [index for index, status in enumerate(statuses) if status is CopyStatus.CORRUPT]
-    right = [slot for slot, _ in back].index(3)
+    right = [host_block for host_block, _ in back].index(3)
     yield Measurement(
         "tiers",
         "a bit turned in host memory is found",

@@ -56,18 +56,18 @@ class FakeStep:
 
 @dataclass
 class FakeCopy:
-    """A copy that is under way for `steps_left` more steps; `slot` and `block` are those of a restore."""
+    """A copy that is under way for `steps_left` more steps; `host_block` and `block` are those of a restore."""
 
     steps_left: int
-    slot: int = -1
+    host_block: int = -1
     block: int = -1
 
 
 class FakeRunner:
     """`pool[block][offset]` is the context up to and with the token stored there, or None.
 
-    `delay()` is how many steps the next copy takes beyond its own; a restore of a slot in `broken` fails. Copies take
-    `seconds` a block, or so they say when one has ended.
+    `delay()` is how many steps the next copy takes beyond its own; a restore of a host block in `broken` fails. Copies
+    take `seconds` a block, or so they say when one has ended.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, delay: Callable[[], int] = lambda: 0) -> None:
@@ -90,16 +90,18 @@ class FakeRunner:
         """Carry out the plan, encoded and decoded as between ranks."""
         plan = StepPlan.decode(plan.encode())
         self.plans += 1
-        for block, slot in plan.demotes:
-            assert not any(copy.slot == slot for copy in self._copies), "a slot is overwritten while it is read"
-            self.host[slot] = list(self.pool[block])
-            self.broken.discard(slot)
+        for block, host_block in plan.demotes:
+            assert not any(copy.host_block == host_block for copy in self._copies), (
+                "a host block is overwritten while it is read"
+            )
+            self.host[host_block] = list(self.pool[block])
+            self.broken.discard(host_block)
             self.demoted += 1
             self._copies.append(FakeCopy(self._delay()))
-        for slot, block in plan.restores:
+        for host_block, block in plan.restores:
             assert not any(copy.block == block for copy in self._copies), "two restores into one block"
             self.pool[block] = [None] * self.block_size
-            self._copies.append(FakeCopy(self._delay(), slot, block))
+            self._copies.append(FakeCopy(self._delay(), host_block, block))
         for new in plan.new_sequences:
             self.tokens[new.slot] = list(new.token_ids)
             self.tables[new.slot] = {}
@@ -147,7 +149,7 @@ class FakeRunner:
         if copy.block < 0:
             return CopyStatus.DONE
         self.restored += 1
-        if copy.slot in self.broken:
+        if copy.host_block in self.broken:
             return CopyStatus.CORRUPT
-        self.pool[copy.block] = list(self.host[copy.slot])
+        self.pool[copy.block] = list(self.host[copy.host_block])
         return CopyStatus.DONE

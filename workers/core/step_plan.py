@@ -73,8 +73,8 @@ class StepPlan:
     table_writes: list[TableWrite] = field(default_factory=list)
     cow_copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (source block, target block)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    demotes: list[tuple[int, int]] = field(default_factory=list)  # (device block, host slot)
-    restores: list[tuple[int, int]] = field(default_factory=list)  # (host slot, device block)
+    demotes: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     dropped_grammars: list[int] = field(default_factory=list)  # ids
     new_grammars: list[Grammar] = field(default_factory=list)  # to compile; ids count up from 0 since the start
     stop: bool = False  # the group ends after this step
@@ -119,8 +119,8 @@ class StepPlan:
                 ScheduledSequence(slot, start, num_tokens, bool(needs_sample))
                 for slot, start, num_tokens, needs_sample in reader.take_tuples(4)
             ],
-            demotes=[(block, slot) for block, slot in reader.take_tuples(2)],
-            restores=[(slot, block) for slot, block in reader.take_tuples(2)],
+            demotes=[(block, host_block) for block, host_block in reader.take_tuples(2)],
+            restores=[(host_block, block) for host_block, block in reader.take_tuples(2)],
             dropped_grammars=reader.take_list().tolist(),
         )
 

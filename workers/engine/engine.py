@@ -160,7 +160,7 @@ class Engine:
             prefill_seconds=measured.prefill_seconds,
             prefill_tokens_per_second=measured.prefill_tokens_per_second,
             step_seconds=measured.step_seconds,
-            host_blocks_total=host.num_slots,
+            host_blocks_total=host.num_blocks,
             host_blocks_used=host.num_held,
             demotions=host.num_demotions,
             restores=host.num_restores,

@@ -1,13 +1,13 @@
-"""HostPool: which prefix blocks are in host memory, in which slot, and which slots a copy reads or writes.
+"""HostPool: which host block holds which prefix block, and which host blocks a copy reads or writes.
 
-Slots have the same numbers on every rank. A slot is
+A host block is a block of host memory, with the same number on every rank. It is
 
     free
-    demoting    a block is being copied into the slot. Restores may be queued: copies of one slot run in order
-    held        every rank has its part of the block, and routers get a stored event
-    corrupt     the checksum did not match; the slot becomes free when the last restore that reads it has ended
+    demoting    a device block is being copied into it. Restores may be queued: copies of one host block run in order
+    held        every rank has its part of the prefix block, and routers get a stored event
+    corrupt     the checksum did not match; it becomes free when the last restore that reads it has ended
 
-A slot that a restore reads is *pinned* and cannot be evicted.
+A host block that a restore reads is *pinned* and cannot be evicted.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ from coatcheck.workers.kv.prefix_registry import PrefixBlock
 
 
 class HostPool:
-    """Slots 0 to `num_slots` - 1; none without a host tier. `num_demotions`, `num_restores`, `num_corrupt`: copies that
-    have ended, and those whose checksum did not match."""
+    """Host blocks 0 to `num_blocks` - 1; none without a host tier. `num_demotions`, `num_restores`, `num_corrupt`:
+    copies that have ended, and those whose checksum did not match."""
 
-    def __init__(self, num_slots: int, evictor: Evictor) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_blocks: int, evictor: Evictor) -> None:
+        self.num_blocks = num_blocks
         self.evictor = evictor
         self.num_demotions = self.num_restores = self.num_corrupt = 0
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._prefixes: list[PrefixBlock | None] = [None] * num_slots
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._prefixes: list[PrefixBlock | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._demoting: set[int] = set()
         self._pins: Counter[int] = Counter()
@@ -36,50 +36,50 @@ class HostPool:
     @property
     def num_held(self) -> int:
         """Blocks that every rank has copied."""
-        return len(self._by_hash) - sum(self._prefixes[slot] is not None for slot in self._demoting)
+        return len(self._by_hash) - sum(self._prefixes[host_block] is not None for host_block in self._demoting)
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether the block can be restored."""
         return block_hash in self._by_hash
 
     def begin_demotion(self, prefix: PrefixBlock) -> int | None:
-        """Reserve a slot for a block that the pool lacks. Return None if copies use every slot."""
+        """Reserve a host block for a prefix block that the pool lacks. Return None if copies use every host block."""
         assert prefix.block_hash not in self._by_hash, "the block is here already"
-        slot = self._allocate_slot()
-        if slot is not None:
-            self._prefixes[slot] = prefix
-            self._by_hash[prefix.block_hash] = slot
-            self._demoting.add(slot)
-        return slot
+        host_block = self._allocate_block()
+        if host_block is not None:
+            self._prefixes[host_block] = prefix
+            self._by_hash[prefix.block_hash] = host_block
+            self._demoting.add(host_block)
+        return host_block
 
-    def end_demotion(self, slot: int) -> None:
-        """Mark the slot as held, because every rank has copied its part of the block."""
-        self._demoting.remove(slot)
+    def end_demotion(self, host_block: int) -> None:
+        """Mark the host block as held, because every rank has copied its part."""
+        self._demoting.remove(host_block)
         self.num_demotions += 1
-        if (prefix := self._prefixes[slot]) is not None:
+        if (prefix := self._prefixes[host_block]) is not None:
             self._events.append(KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.HOST))
-        self._release_slot(slot)
+        self._release_block(host_block)
 
     def begin_restore(self, block_hash: bytes) -> int:
-        """Pin and return the slot of a block that the pool has, until `end_restore`."""
-        slot = self._by_hash[block_hash]
-        prefix = self._prefixes[slot]
+        """Return the host block of a prefix block that the pool has. It is pinned until `end_restore`."""
+        host_block = self._by_hash[block_hash]
+        prefix = self._prefixes[host_block]
         assert prefix is not None
         if prefix in self.evictor:
             self.evictor.remove_block(prefix)
-        self._pins[slot] += 1
-        return slot
+        self._pins[host_block] += 1
+        return host_block
 
-    def end_restore(self, slot: int, *, is_intact: bool | None) -> None:
-        """Unpin the slot. `is_intact`: whether the checksums matched on every rank; None if no rank read the slot."""
-        assert self._pins[slot] > 0, f"no restore reads slot {slot}"
-        self._pins[slot] -= 1
+    def end_restore(self, host_block: int, *, is_intact: bool | None) -> None:
+        """Unpin the host block. `is_intact`: whether the checksums matched on every rank; None if no rank read it."""
+        assert self._pins[host_block] > 0, f"no restore reads host block {host_block}"
+        self._pins[host_block] -= 1
         if is_intact is not None:
             self.num_restores += 1
         if is_intact is False:
             self.num_corrupt += 1
-            self._discard_block(slot)
-        self._release_slot(slot)
+            self._discard_block(host_block)
+        self._release_block(host_block)
 
     def requeue_block(self, block_hash: bytes) -> None:
         """Queue a block that the pool has for eviction again, as just used and with its present retention claims."""
@@ -93,49 +93,55 @@ class HostPool:
 
     def snapshot(self) -> list[KvEvent]:
         """A stored event for each block held."""
-        prefixes = (self._prefixes[slot] for slot in self._by_hash.values() if slot not in self._demoting)
+        prefixes = (
+            self._prefixes[host_block] for host_block in self._by_hash.values() if host_block not in self._demoting
+        )
         return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.HOST) for prefix in prefixes if prefix]
 
     def check(self) -> None:
-        """Raises AssertionError unless every slot is in one state."""
+        """Raises AssertionError unless every host block is in one state."""
         free, evictable = set(self._free), set[int]()
-        assert len(free) == len(self._free), "a slot is free twice"
-        for slot, prefix in enumerate(self._prefixes):
-            is_copied = bool(self._pins[slot]) or slot in self._demoting
-            assert (slot in free) == (prefix is None and not is_copied), f"slot {slot} is free and in use, or lost"
+        assert len(free) == len(self._free), "a host block is free twice"
+        for host_block, prefix in enumerate(self._prefixes):
+            is_copied = bool(self._pins[host_block]) or host_block in self._demoting
+            assert (host_block in free) == (prefix is None and not is_copied), (
+                f"host block {host_block} is free and in use, or lost"
+            )
             if prefix is not None:
-                assert self._by_hash[prefix.block_hash] == slot, f"slot {slot}: found under no hash"
-                assert (prefix in self.evictor) == (not is_copied), f"slot {slot}: the evictor is wrong about it"
-                evictable |= set() if is_copied else {slot}
+                assert self._by_hash[prefix.block_hash] == host_block, f"host block {host_block}: found under no hash"
+                assert (prefix in self.evictor) == (not is_copied), (
+                    f"host block {host_block}: the evictor is wrong about it"
+                )
+                evictable |= set() if is_copied else {host_block}
         assert len(evictable) == len(self.evictor), "the evictor has blocks that are not here"
-        assert len(self._by_hash) == sum(prefix is not None for prefix in self._prefixes), "a hash has no slot"
+        assert len(self._by_hash) == sum(prefix is not None for prefix in self._prefixes), "a hash has no host block"
 
-    def _allocate_slot(self) -> int | None:
+    def _allocate_block(self) -> int | None:
         if self._free:
             return self._free.pop()
         if not len(self.evictor):
             return None
         prefix = self.evictor.evict_block()
-        slot = self._by_hash.pop(prefix.block_hash)
-        self._prefixes[slot] = None
+        host_block = self._by_hash.pop(prefix.block_hash)
+        self._prefixes[host_block] = None
         self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.HOST))
-        return slot
+        return host_block
 
-    def _discard_block(self, slot: int) -> None:
-        if (prefix := self._prefixes[slot]) is None:
-            return  # another restore of the slot discarded it before
+    def _discard_block(self, host_block: int) -> None:
+        if (prefix := self._prefixes[host_block]) is None:
+            return  # another restore discarded it before
         prefix.is_corrupt = True
-        self._prefixes[slot] = None
+        self._prefixes[host_block] = None
         del self._by_hash[prefix.block_hash]
-        if slot not in self._demoting:
+        if host_block not in self._demoting:
             self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.HOST))
 
-    def _release_slot(self, slot: int) -> None:
-        """Make a slot that no copy uses any more evictable or free."""
-        if self._pins[slot] or slot in self._demoting:
+    def _release_block(self, host_block: int) -> None:
+        """Make a host block that no copy uses any more evictable or free."""
+        if self._pins[host_block] or host_block in self._demoting:
             return
-        del self._pins[slot]
-        if (prefix := self._prefixes[slot]) is not None:
+        del self._pins[host_block]
+        if (prefix := self._prefixes[host_block]) is not None:
             self.evictor.add_block(prefix)
         else:  # its block was corrupt
-            self._free.append(slot)
+            self._free.append(host_block)

@@ -32,17 +32,17 @@ _TRIAL_EVERY: Final = 31
 
 @dataclass(slots=True, eq=False)
 class _Restore:
-    """A copy from a host slot to a device block. `sequence`: has the block at `index` of its block table; None once the
-    sequence has given the block up."""
+    """A copy from a host block to a device block. `sequence`: has `block` at `index` of its block table; None once the
+    sequence has given `block` up."""
 
     sequence: Sequence | None
     index: int
-    slot: int
+    host_block: int
     block: int
 
 
 class KVCacheManager:
-    """`host`: without slots if there is no host tier.
+    """`host`: without blocks if there is no host tier.
 
     A block is *pending* while a running sequence is going to compute or restore it. Another sequence that needs the
     block waits instead of computing it twice.
@@ -56,14 +56,15 @@ class KVCacheManager:
         self.copy_cost = CopyCost(block_size)
         self._pending: dict[bytes, Sequence] = {}  # by block hash
         self._queued: deque[_Restore] = deque()
-        self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; an int is a demotion's slot
+        # In the order of the ranks' reports; an int is a demotion's host block.
+        self._in_progress: list[int | _Restore] = []
         self._num_rejected: Counter[str] = Counter()  # copies that cost too much, by direction
         self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
     @property
     def has_copies(self) -> bool:
         """Whether copies are queued, in progress, or would be made in another step."""
-        to_demote = self.host.num_slots and self.pool.oldest_evicted_block() is not None
+        to_demote = self.host.num_blocks and self.pool.oldest_evicted_block() is not None
         return bool(self._queued or self._in_progress or to_demote)
 
     # Which blocks of a prompt are cached.
@@ -146,25 +147,25 @@ class KVCacheManager:
 
     def queue_restore(self, sequence: Sequence, index: int) -> None:
         """Queue the copy of block `index` from the host pool to the sequence's device block."""
-        slot = self.host.begin_restore(sequence.block_hashes[index])
-        self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
+        host_block = self.host.begin_restore(sequence.block_hashes[index])
+        self._queued.append(_Restore(sequence, index, host_block, sequence.block_table[index]))
         sequence.num_restoring += 1
 
     def demote_evicted_block(self, block: int, plan: StepPlan) -> None:
         """Before the plan writes to `block`, demote the evicted prefix block whose KV is still there, if worthwhile."""
         prefix = self.pool.pop_evicted_block(block)
-        if prefix is None or not self.host.num_slots:
+        if prefix is None or not self.host.num_blocks:
             return
         if prefix.block_hash in self.host:
             self.host.requeue_block(prefix.block_hash)
             return
         is_worthwhile = self.copy_cost.is_demotion_worthwhile or self._is_trial("demote")
-        if is_worthwhile and (slot := self.host.begin_demotion(prefix)) is not None:
-            plan.demotes.append((block, slot))
+        if is_worthwhile and (host_block := self.host.begin_demotion(prefix)) is not None:
+            plan.demotes.append((block, host_block))
 
     def plan_copies(self, plan: StepPlan, *, with_decodes: bool) -> None:
         """Add as many queued restores, then demotions, as the step has time for. Call this last for each plan."""
-        if not self.host.num_slots:
+        if not self.host.num_blocks:
             return
         left = max(self.copy_cost.max_blocks_per_step(with_decodes=with_decodes) - len(plan.demotes), 1)
         restores = []
@@ -174,12 +175,12 @@ class KVCacheManager:
             self.demote_evicted_block(restore.block, plan)
             left -= 1 + len(plan.demotes) - before
             self.pool.share_blocks([restore.block])
-            plan.restores.append((restore.slot, restore.block))
+            plan.restores.append((restore.host_block, restore.block))
             restores.append(restore)
         while left > 0 and (block := self.pool.oldest_evicted_block()) is not None:
             self.demote_evicted_block(block, plan)
             left -= 1
-        self._in_progress += [*(slot for _, slot in plan.demotes), *restores]
+        self._in_progress += [*(host_block for _, host_block in plan.demotes), *restores]
 
     def record_copies(self, report: CopyReport) -> list[tuple[Sequence, int | None]]:
         """Take the ranks' report on the oldest copies in progress.
@@ -205,7 +206,7 @@ class KVCacheManager:
             return
         for restore in self._queued:
             if restore.sequence is sequence:
-                self.host.end_restore(restore.slot, is_intact=None)
+                self.host.end_restore(restore.host_block, is_intact=None)
         self._queued = deque(restore for restore in self._queued if restore.sequence is not sequence)
         for copy in self._in_progress:
             if isinstance(copy, _Restore) and copy.sequence is sequence:
@@ -217,7 +218,7 @@ class KVCacheManager:
         """Seconds to get back the blocks that only `sequence` holds; their number of tokens if nothing is measured."""
         num_shared = sum(self.pool.is_shared(block) for block in sequence.block_table)
         num_tokens = max(sequence.num_scheduled - num_shared * self.copy_cost.block_size, 0)
-        if not self.host.num_slots or not self.copy_cost.prefill:
+        if not self.host.num_blocks or not self.copy_cost.prefill:
             return float(num_tokens)
         return self.copy_cost.recovery_seconds(num_tokens)
 
@@ -250,7 +251,7 @@ class KVCacheManager:
 
     def _end_restore(self, restore: _Restore, *, is_intact: bool) -> Sequence | None:
         """Return the restore's sequence if this was its last one."""
-        self.host.end_restore(restore.slot, is_intact=is_intact)
+        self.host.end_restore(restore.host_block, is_intact=is_intact)
         self.pool.release_blocks([restore.block])
         sequence = restore.sequence
         if sequence is None:

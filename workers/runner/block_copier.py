@@ -105,19 +105,19 @@ class CpuBlockCopier(BlockCopier):
     def start_copies(self, plan: StepPlan) -> None:
         if plan.demotes:
             began = time.perf_counter()
-            blocks, slots = _split_pairs(plan.demotes)
-            self._checksums[slots] = transfer_blocks(self._pool, blocks, self.host, slots)
+            blocks, host_blocks = _split_pairs(plan.demotes)
+            self._checksums[host_blocks] = transfer_blocks(self._pool, blocks, self.host, host_blocks)
             self.record_demotes(self.add_copies(len(blocks)), time.perf_counter() - began)
         if plan.restores:
             began = time.perf_counter()
-            slots, blocks = _split_pairs(plan.restores)
-            is_intact = transfer_blocks(self.host, slots, self._pool, blocks) == self._checksums[slots]
+            host_blocks, blocks = _split_pairs(plan.restores)
+            is_intact = transfer_blocks(self.host, host_blocks, self._pool, blocks) == self._checksums[host_blocks]
             copies = self.add_copies(len(blocks))
             self.record_restores(copies, is_intact.tolist(), time.perf_counter() - began)
 
 
 class CudaBlockCopier(BlockCopier):
-    """`pool`: on the GPU. `host`: pinned. `thread`: must run tasks in order, to keep copies of one slot ordered."""
+    """`pool`: on the GPU. `host`: pinned. `thread`: must run tasks in order, so that copies of a host block are."""
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None) -> None:
         super().__init__(pool, host, communicator)
@@ -134,7 +134,8 @@ class CudaBlockCopier(BlockCopier):
         compute_stream = torch.cuda.current_stream(self._pool.device)
         self._stream.wait_stream(compute_stream)
         if plan.demotes:
-            began, done = self._queue([(self.host[slot], self._pool[block]) for block, slot in plan.demotes])
+            pairs = [(self.host[host_block], self._pool[block]) for block, host_block in plan.demotes]
+            began, done = self._queue(pairs)
             compute_stream.wait_event(done)
             copies = self.add_copies(len(plan.demotes))
             self._tasks.append(self._thread.submit(self._finish_demotes, plan.demotes, copies, began, done))
@@ -165,17 +166,17 @@ class CudaBlockCopier(BlockCopier):
     ) -> None:
         done.synchronize()
         started = time.perf_counter()
-        _, slots = _split_pairs(pairs)
-        self._checksums[slots] = sum_blocks(self.host, slots)
+        _, host_blocks = _split_pairs(pairs)
+        self._checksums[host_blocks] = sum_blocks(self.host, host_blocks)
         self.record_demotes(copies, _seconds_between(began, done) + time.perf_counter() - started)
 
     def _restore(self, pairs: Pairs, copies: list[BlockCopy]) -> None:
         started = time.perf_counter()
-        slots, _ = _split_pairs(pairs)
-        is_intact = (sum_blocks(self.host, slots) == self._checksums[slots]).tolist()
+        host_blocks, _ = _split_pairs(pairs)
+        is_intact = (sum_blocks(self.host, host_blocks) == self._checksums[host_blocks]).tolist()
         checksum_seconds = time.perf_counter() - started
         intact = [pair for pair, is_good in zip(pairs, is_intact, strict=True) if is_good]
-        began, done = self._queue([(self._pool[block], self.host[slot]) for slot, block in intact])
+        began, done = self._queue([(self._pool[block], self.host[host_block]) for host_block, block in intact])
         done.synchronize()
         self.record_restores(copies, is_intact, checksum_seconds + _seconds_between(began, done))
 

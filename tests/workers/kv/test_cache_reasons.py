@@ -76,7 +76,7 @@ def test_a_broken_block_is_named_as_such() -> None:
     ask(engine, "first", PROMPT)
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)
-    runner.broken = {slot for slot, held in runner.host.items() if held[3] == tuple(PROMPT[:24])}
+    runner.broken = {host_block for host_block, held in runner.host.items() if held[3] == tuple(PROMPT[:24])}
     assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(5, MissReason.CORRUPT)
     assert engine.stats().prefix_misses[MissReason.CORRUPT] == 1
 

@@ -30,12 +30,14 @@ class HostPoolMachine(RuleBasedStateMachine):
         if block_hash in self.host_pool:
             self.host_pool.requeue_block(block_hash)
             return
-        slot = self.host_pool.begin_demotion(self.registry.record_computed(block_hash, b""))
-        if slot is None:
+        host_block = self.host_pool.begin_demotion(self.registry.record_computed(block_hash, b""))
+        if host_block is None:
             assert len({*self.demoting, *self.reading}) == 4, "room was refused"
         else:
-            assert slot not in self.demoting and slot not in self.reading, "a slot in use was given away"
-            self.demoting.append(slot)
+            assert host_block not in self.demoting and host_block not in self.reading, (
+                "a host block in use was given away"
+            )
+            self.demoting.append(host_block)
 
     @precondition(lambda self: self.demoting)
     @rule(data=st.data())
@@ -69,33 +71,33 @@ TestHostPool.settings = settings(max_examples=examples(60), stateful_step_count=
 def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
     """While a block is being demoted there is no event, but it can be restored already."""
     host_pool, prefix = HostPool(2, make_evictor("lru", 2)), PrefixRegistry(4).record_computed(b"a", b"")
-    slot = host_pool.begin_demotion(prefix)
-    assert slot is not None and b"a" in host_pool
+    host_block = host_pool.begin_demotion(prefix)
+    assert host_block is not None and b"a" in host_pool
     assert not host_pool.drain_events() and not host_pool.snapshot()
-    host_pool.end_demotion(slot)
+    host_pool.end_demotion(host_block)
     assert [event.block_hash for event in host_pool.drain_events()] == [b"a"]
 
 
 def test_a_broken_block_is_a_miss_and_counted() -> None:
-    """A corrupt block is removed at once. Its slot is free when the last restore that reads it has ended."""
+    """A corrupt block is removed at once. The host block is free when the last restore of it has ended."""
     host_pool = HostPool(1, make_evictor("lru", 1))
-    slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
-    assert slot is not None
-    host_pool.end_demotion(slot)
-    assert host_pool.begin_restore(b"a") == host_pool.begin_restore(b"a") == slot
-    host_pool.end_restore(slot, is_intact=False)
+    host_block = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
+    assert host_block is not None
+    host_pool.end_demotion(host_block)
+    assert host_pool.begin_restore(b"a") == host_pool.begin_restore(b"a") == host_block
+    host_pool.end_restore(host_block, is_intact=False)
     assert b"a" not in host_pool and not host_pool._free
-    host_pool.end_restore(slot, is_intact=True)
-    assert host_pool._free == [slot] and host_pool.num_corrupt == 1
+    host_pool.end_restore(host_block, is_intact=True)
+    assert host_pool._free == [host_block] and host_pool.num_corrupt == 1
 
 
 def test_a_restore_ends_only_once() -> None:
-    """Ending a restore twice is an error, because it would free a slot that another restore reads."""
+    """Ending a restore twice is an error, because it would free a host block that another restore reads."""
     host_pool = HostPool(1, make_evictor("lru", 1))
-    slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
-    assert slot is not None
-    host_pool.end_demotion(slot)
+    host_block = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
+    assert host_block is not None
+    host_pool.end_demotion(host_block)
     host_pool.begin_restore(b"a")
-    host_pool.end_restore(slot, is_intact=True)
-    with pytest.raises(AssertionError, match="no restore reads slot 0"):
-        host_pool.end_restore(slot, is_intact=True)
+    host_pool.end_restore(host_block, is_intact=True)
+    with pytest.raises(AssertionError, match="no restore reads host block 0"):
+        host_pool.end_restore(host_block, is_intact=True)

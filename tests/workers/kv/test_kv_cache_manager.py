@@ -98,7 +98,7 @@ def test_a_broken_block_is_computed_again() -> None:
     ask(engine, "first", prompt)
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)
-    runner.broken = {slot for slot, held in runner.host.items() if held[3] == tuple(prompt[:24])}
+    runner.broken = {host_block for host_block, held in runner.host.items() if held[3] == tuple(prompt[:24])}
     computed = runner.computed
     done = ask(engine, "again", prompt)
     assert done.tokens["again", 0] == answer(prompt, 4, seed=7)
