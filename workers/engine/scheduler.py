@@ -204,6 +204,7 @@ class Scheduler:
                 plan.cow_copies.append((shared, sequence.block_table[index]))
                 self.pool.release_blocks([shared])
                 is_sent = False
+            # The block may still hold the KV of an evicted prefix block: save that before this step overwrites it.
             self.kv_cache.demote_evicted_block(sequence.block_table[index], plan)
             if not is_sent:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
