@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 8
+VERSION = 9
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
@@ -30,7 +30,7 @@ _SIGNATURES = {
     "rms_norm": "p:v",
     "rotary": "p:v",
     "silu_mul": "pqpqqqq:v",
-    "copy_blocks": "pqppqpqq:v",
+    "copy_blocks": "pqppqq:v",
     "transfer_blocks": "pqppqpqqp:v",
     "sample": "pqqqpppppppp:r",
     "noise_bits": "pppqpqp:v",
@@ -56,7 +56,7 @@ _AVX512_SIGNATURES = {
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
-ROTARY = struct.Struct("@9P12q")
+ROTARY = struct.Struct("@8P11q")
 
 # The dtypes that the C library computes, as its `type`. On CPU float16 takes the references.
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

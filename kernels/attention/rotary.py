@@ -104,9 +104,9 @@ def rotary_and_store(
     tokens, heads, dim = q.shape
     library.rotary(
         native.ROTARY.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), 0,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
             cache.pointer, slot_mapping.data_ptr(), tokens, heads, k.shape[1], dim, cos.shape[1],
-            q.stride(0), k.stride(0), v.stride(0), heads * dim, 0,
+            q.stride(0), k.stride(0), v.stride(0), heads * dim,
             native.TYPES[q.dtype], native.TYPES[cos.dtype],
         )
     )  # fmt: skip

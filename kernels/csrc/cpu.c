@@ -1,7 +1,7 @@
 /* The library's version, and whether this processor can run its AVX512-BF16 functions. */
 
 /* Raised with every change of a signature or a struct: the Python side refuses a library that was built before. */
-int native_version(void) { return 8; }
+int native_version(void) { return 9; }
 
 int has_avx512_bf16(void) {
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -111,8 +111,8 @@ int attention_sublayer(const Attend *a, const KvCache *cache, const Step *step, 
         norm_heads(&a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
         q = dense_q, q_stride = q_width, k = dense_k, k_stride = k_width;
     }
-    rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, 0, cache, step->slots, tokens, a->heads, a->kv_heads,
-                     a->dim, step->rot_dim, q_stride, k_stride, all, q_width, 0, a->type, step->table_type});
+    rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, cache, step->slots, tokens, a->heads, a->kv_heads,
+                     a->dim, step->rot_dim, q_stride, k_stride, all, q_width, a->type, step->table_type});
     Attention call = {rotated, q_width, cache, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
                       step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended};
     if ((a->type == 0 ? attention_bf16_avx512 : attention_plain)(&call)) return -1;

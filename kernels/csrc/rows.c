@@ -114,17 +114,12 @@ INLINE void store_row(const KvCache *cache, void *row, uint16_t *scale, const fl
 
 /* Rotates q and k of a token, and stores k and v in its slot. */
 INLINE void rotate_token(const Rotary *r, int64_t token, int type, int table) {
-    int64_t dim = r->dim, slot = r->slots ? r->slots[token] : -1;
+    int64_t dim = r->dim, slot = r->slots[token];
     const void *q = at(r->q, token * r->q_stride, type), *k = at(r->k, token * r->k_stride, type);
     void *q_out = at(r->q_out, token * r->q_out_stride, type);
     if (r->q)
         for (int64_t h = 0; h < r->heads; h++)
             rotate_head(at(q, h * dim, type), at(q_out, h * dim, type), r, token, type, table);
-    if (r->k_out) {
-        void *k_out = at(r->k_out, token * r->k_out_stride, type);
-        for (int64_t h = 0; h < r->kv_heads; h++)
-            rotate_head(at(k, h * dim, type), at(k_out, h * dim, type), r, token, type, table);
-    }
     if (slot < 0) return;
     const void *v = at(r->v, token * r->v_stride, type);
     const KvCache *cache = r->cache;
@@ -167,10 +162,9 @@ void rotary(const Rotary *r) {
         rotate_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
 }
 
-/* Copies block from[i] of one pool to block to[i] of another or of the same. */
-void copy_blocks(const char *source, int64_t source_stride, const int64_t *from, char *target, int64_t target_stride,
-                 const int64_t *to, int64_t bytes, int64_t count) {
+/* Copies block from[i] of a pool to block to[i]. */
+void copy_blocks(char *pool, int64_t stride, const int64_t *from, const int64_t *to, int64_t bytes, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes >= PARALLEL_FROM * 4)
     for (int64_t i = 0; i < count; i++)
-        memcpy(target + to[i] * target_stride, source + from[i] * source_stride, bytes);
+        memcpy(pool + to[i] * stride, pool + from[i] * stride, bytes);
 }

@@ -12,12 +12,12 @@ typedef struct {
 } Norm;
 
 typedef struct {
-    const void *q, *k, *v, *cos, *sin; /* k or v may be null */
-    void *q_out, *k_out;               /* k_out: dense, or null where k goes to its slot */
-    const KvCache *cache;              /* null where nothing is stored */
-    const int64_t *slots;
+    const void *q, *k, *v, *cos, *sin; /* q, cos and sin are null where nothing is rotated */
+    void *q_out;
+    const KvCache *cache;
+    const int64_t *slots; /* of each token in the cache; negative: not stored */
     int64_t tokens, heads, kv_heads, dim, rot_dim;
-    int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride;
+    int64_t q_stride, k_stride, v_stride, q_out_stride;
     int64_t type, table_type;
 } Rotary;
 

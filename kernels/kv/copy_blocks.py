@@ -37,10 +37,7 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     elif library is None or pool.device.type != "cpu":
         pool[dst] = pool[src]
     else:
-        library.copy_blocks(
-            pool.data_ptr(), pool.stride(0), src.data_ptr(), pool.data_ptr(), pool.stride(0), dst.data_ptr(),
-            pool.shape[1], len(src),
-        )  # fmt: skip
+        library.copy_blocks(pool.data_ptr(), pool.stride(0), src.data_ptr(), dst.data_ptr(), pool.shape[1], len(src))
 
 
 def _launch(pool: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -116,8 +116,8 @@ def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None
     kind = native.TYPES[k.dtype]
     library.rotary(
         native.ROTARY.pack(
-            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, cache.pointer, slot_mapping.data_ptr(),
-            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0, kind, kind,
+            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, cache.pointer, slot_mapping.data_ptr(),
+            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, kind, kind,
         )
     )  # fmt: skip
 
