@@ -14,7 +14,7 @@ from typing import Final
 
 from coatcheck import __version__
 
-CONTRACT: Final = 1
+CONTRACT: Final = 0  # no release has been made yet
 VERSION: Final = __version__
 
 
