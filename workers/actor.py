@@ -80,9 +80,10 @@ class RankActor:
             raise self._failure
 
     def progress(self) -> RankProgress:
-        """How far the rank has started, and whether its host's disk is full."""
+        """How far the rank has started, whether its host's disk is full, and the niceness of this process."""
         progress = self._rank.progress if self._rank is not None else RankProgress()
-        return replace(progress, full_disk=describe_full_disk(os.path.dirname(self.log_file())))
+        full_disk = describe_full_disk(os.path.dirname(self.log_file()))
+        return replace(progress, full_disk=full_disk, niceness=os.getpriority(os.PRIO_PROCESS, os.getpid()))
 
     def log_file(self) -> str:
         """Path of this process's log on its host."""

@@ -155,13 +155,16 @@ class ServeSession:
 
     def _wait_until_ready(self, supervisor: "SupervisorHandle") -> "ClusterState | None":
         """Show the progress of each rank until every router uses every group. Returns None if a signal comes first."""
-        printed, serving_since = "", None
+        printed, warned, serving_since = "", False, None
         with ProgressBars(self._console) as bars:
             while not self._signals.drain_requested.wait(_POLL_SECONDS):
                 state = self._call(supervisor.get_state)
                 bars.update_bars(state)
                 if state.failure:
                     raise Unavailable(state.failure)
+                if not (warned or self._starts_ray) and (warning := niceness_warning(state)):
+                    warned = True
+                    self._print(f"warning: {warning}")
                 stage = state.stage
                 if state.is_ready:
                     serving_since = serving_since or time.monotonic()
@@ -313,6 +316,17 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     return (
         f"ready: {config.model_name} ({rank.dtype}) at {state.grpc_addresses[0]}{http}, {groups} x tp {config.tp}, "
         f"{'each with ' if len(state.groups) > 1 else ''}{holds}"
+    )
+
+
+def niceness_warning(state: "ClusterState") -> str:
+    """The warning that a joined Ray runs ranks at a niceness above 0; "" if it runs none so."""
+    niceness = max((rank.niceness for group in state.groups for rank in group.ranks), default=0)
+    if niceness <= 0:
+        return ""
+    return (
+        f"Ray runs ranks at nice {niceness}, so that any other process of their hosts slows every token; set "
+        "RAY_worker_niceness=0 in the environment of `ray start` on every host"
     )
 
 

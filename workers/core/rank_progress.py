@@ -20,7 +20,7 @@ class RankProgress:
 
     `address`: of rank 0. `max_model_len`: the longest sequence that the group accepts. `model_len`: the longest that it
     would accept with a larger KV pool. `full_disk`: the result of describe_full_disk for the rank's host; "" if there
-    is room.
+    is room. `niceness`: of the rank's process, from -20 (scheduled first) to 19.
     """
 
     phase: Phase = Phase.STARTING
@@ -32,3 +32,4 @@ class RankProgress:
     model_len: int = 0
     dtype: str = ""
     full_disk: str = ""
+    niceness: int = 0

@@ -1,6 +1,6 @@
-"""The `ready:` line of `coatcheck serve`: addresses, and what fits the KV pool."""
+"""The `ready:` line of `coatcheck serve`: addresses, and what fits the KV pool. The warning about slow ranks."""
 
-from coatcheck.cluster.commands.serve_session import ready_line
+from coatcheck.cluster.commands.serve_session import niceness_warning, ready_line
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
@@ -38,3 +38,14 @@ def test_too_small_a_pool_is_said() -> None:
         "5 blocks of 16 tokens, which is too few: no sequence can be longer than 79 tokens, and the model goes to "
         "2048; raise --kv-memory"
     )
+
+
+def test_ranks_at_a_niceness_above_0_are_told() -> None:
+    """One rank at nice 15 gives a warning that names the variable of `ray start`. Ranks at 0 and below give none."""
+
+    def warning(*niceness: int) -> str:
+        ranks = tuple(RankProgress(niceness=one) for one in niceness)
+        return niceness_warning(ClusterState((GroupState("group-0", ranks=ranks),)))
+
+    assert warning(0, -5) == warning() == ""
+    assert warning(0, 15).startswith("Ray runs ranks at nice 15") and "RAY_worker_niceness=0" in warning(0, 15)

@@ -57,9 +57,17 @@ class JoinedCluster:
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path) -> Iterator[JoinedCluster]:
-    """One group. The tests of this file run in order, and the last one ends the cluster."""
-    with ray_head(2) as head, ExitStack() as stack:
+    """One group, on a Ray that adds 1 to its niceness. The tests of this file run in order, and the last one ends the
+    cluster."""
+    with ray_head(2, ENVIRONMENT | {"RAY_worker_niceness": "1"}) as head, ExitStack() as stack:
         yield JoinedCluster(head, tiny_model, stack)
+
+
+def test_the_niceness_of_ranks_is_told(cluster: JoinedCluster) -> None:
+    """`serve` warns once before its `ready:` line that Ray has started the rank at a niceness above 0."""
+    warnings = [line for line in cluster.serving.lines if line.startswith("warning:")]
+    assert len(warnings) == 1, cluster.serving.lines
+    assert f"nice {min(os.nice(0) + 1, 19)}," in warnings[0] and "RAY_worker_niceness=0" in warnings[0]
 
 
 def test_a_cluster_outlives_its_command(cluster: JoinedCluster) -> None:
