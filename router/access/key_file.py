@@ -93,7 +93,8 @@ def read_keys(file: str) -> dict[str, Tenant]:
         # As JSON, because strict validation of Python values takes instances of a dataclass only.
         return _by_credential(_KeyFile.model_validate_json(json.dumps({"tenants": entries}, default=str)).tenants)
     except OSError as error:
-        raise InvalidConfig(f"the key file {file}: {error.strerror or error}") from None
+        remedy = f"; `coatcheck keys new NAME --file {file}` makes it" if isinstance(error, FileNotFoundError) else ""
+        raise InvalidConfig(f"the key file {file}: {error.strerror or error}{remedy}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = getattr(error, "problem_mark", None)
         raise InvalidConfig(f"the key file {file} is not YAML{f' (line {where.line + 1})' if where else ''}") from None

@@ -94,6 +94,6 @@ def test_a_wrong_key_file_is_refused(tmp_path: Path, written: str, said: str) ->
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """The error names a missing file."""
-    with pytest.raises(InvalidConfig, match=r"none\.yaml: No such file"):
+    """The error names a missing file, and the command that makes the file."""
+    with pytest.raises(InvalidConfig, match=r"none\.yaml: No such file.*`coatcheck keys new NAME --file .*none\.yaml`"):
         Authenticator(os.fspath(tmp_path / "none.yaml"))
