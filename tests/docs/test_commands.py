@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.docs.command_blocks import Command, code_blocks, shows
 from tests.docs.own_network import OwnNetwork
 from tests.docs.page_session import ROOT, PageSession
@@ -87,6 +88,21 @@ def test_every_block_is_of_commands(page: str) -> None:
 def test_what_is_not_run_is_still_there(page: str) -> None:
     """Every command in the list of those that are not run is still on the page."""
     assert set(NOT_RUN[page]) <= {command.text for command in commands_of(page)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_prompts_that_show_the_cache_are_longer_than_blocks(page: str) -> None:
+    """A prompt that a page explains or retains has more than 100 tokens of the demo model, as README says. A prompt
+    below 32 tokens would show little of the cache, and one below 16 nothing."""
+    tokenizer = TokenizerJson.load(str(ROOT / "demo" / "model"))
+    commands = [command.text for command in commands_of(page)]
+    exports = "\n".join(text for text in commands if text.startswith("export PROMPT="))
+    shown = [text for text in commands if text.startswith("coatcheck explain ") or " --retain " in text]
+    assert shown
+    for text in shown:
+        script = f'coatcheck() {{ printf %s "$2"; }}\n{exports}\n{text}'
+        prompt = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert len(tokenizer.encode(prompt)) > 100, text
 
 
 def test_make_targets_exist() -> None:
