@@ -166,7 +166,7 @@ def _download(model: str) -> Path:
     except Exception as error:  # the hub client raises many kinds of errors
         raise InvalidModel(
             f"{model!r} is neither a directory here nor a model that can be downloaded from the hub: {error}"
-        ) from error
+        ) from None  # the hub client's own traceback has a hundred lines
 
 
 def _from_transformers(directory: Path) -> Tokenizer:

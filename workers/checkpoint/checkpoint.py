@@ -118,4 +118,4 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_COPIES)))
     except (OSError, ValueError) as error:  # the hub's errors are subclasses: not found, gated, offline, malformed id
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidModel(f"{hub_id} is no directory, and cannot be downloaded from the hub: {reason}") from error
+        raise InvalidModel(f"{hub_id} is no directory, and cannot be downloaded from the hub: {reason}") from None

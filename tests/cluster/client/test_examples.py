@@ -63,6 +63,6 @@ async def test_page_runs(block: int, capsys: pytest.CaptureFixture[str]) -> None
     """Each Python block of docs/python.md runs as a program of its own and prints text."""
     program = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[block]
     async with FakeRouter() as router:
-        program = program.replace(ADDRESS, router.address).replace('"MODEL"', repr(DEMO))
+        program = program.replace(ADDRESS, router.address).replace('"demo/model"', repr(DEMO))
         await asyncio.to_thread(exec, compile(program, "docs/python.md", "exec"), {})
     assert capsys.readouterr().out.strip()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,13 @@ def test_a_progress_bar_is_shown_where_it_is_asked_for(llm: coatcheck.LLM, capfd
     assert "1/1" in capfd.readouterr().err
     llm.generate("x", max_tokens=2)
     assert capfd.readouterr().err == ""
+
+
+def test_a_model_id_that_the_hub_refuses_has_a_short_traceback() -> None:
+    """The traceback is that of `LLM` alone, without the hub client's, which has a hundred lines."""
+    with pytest.raises(InvalidModel, match="nor a model that can be downloaded from the hub") as refused:
+        coatcheck.LLM("nobody/never--was")
+    assert "huggingface_hub" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
