@@ -208,7 +208,7 @@ class ModelRunner:
         reports: dict[int, list[LogprobReport]] = {}
         firsts = accumulate((row.num_tokens for row in rows), initial=0)
         for index, (row, first) in enumerate(zip(rows, firsts, strict=False)):
-            count = self._sampler.sampling(row.slot).prompt_logprobs
+            count = self._sampler.prompt_logprobs(row.slot)
             # The hidden state at position p predicts token p + 1, which must belong to the prompt.
             last = min(row.start + row.num_tokens, self._sampler.prompt_len(row.slot) - 1)
             num_scored = last - row.start

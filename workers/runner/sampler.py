@@ -90,9 +90,13 @@ class Sampler:
         history, lens = token_ids[slot_ids], position_ids.to(torch.int32)
         apply_penalties(logits, history, prompt_lens, lens, floats[3], floats[4], floats[5])
 
+    def prompt_logprobs(self, slot: int) -> int | None:
+        """`prompt_logprobs` of the slot's request, for its first choice. None for others, whose prompt is the same."""
+        return self.sampling(slot).prompt_logprobs if self._sequences[slot].choice == 0 else None
+
     def scores_prompt(self, slot: int, start: int) -> bool:
         """Whether a row from position `start` on reports logprobs of prompt tokens."""
-        return self.sampling(slot).prompt_logprobs is not None and start < self.prompt_len(slot) - 1
+        return self.prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
 
     def sampling(self, slot: int) -> SamplingParams:
         return self._sequences[slot].sampling

@@ -224,6 +224,17 @@ def test_prompt_logprobs_cover_the_prompt(make: Make, checkpoint: Path) -> None:
         assert len(score.top) == 2
 
 
+def test_each_prompt_token_is_scored_once_for_all_choices(make: Make) -> None:
+    """The later choices compute the prompt themselves if the first has ended, and do not score it again."""
+    engine = make()
+    engine.submit_request(ask(prompt=PROMPT[:5], sampling=params(prompt_logprobs=0, n=3, max_tokens=1)))
+    scored: list[TokenLogprob] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            scored += output.prompt_logprobs
+    assert [score.token_id for score in scored] == PROMPT[1:5]
+
+
 def test_min_tokens_holds_stops_back(make: Make) -> None:
     """Before min_tokens no end-of-sequence and no stop token is drawn; after it the first one ends the choice."""
     engine = make()
