@@ -60,7 +60,7 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 _MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")
-_REQUEST_FIELDS = ("model", "request_id", "cache_salt", "session_id", "priority")
+_REQUEST_FIELDS = {"model", "request_id", "cache_salt", "session_id", "priority"}
 
 
 def build_request(
@@ -75,17 +75,30 @@ def build_request(
     server refuses.
     """
     given: dict[str, Any] = {**(options or {})}
-    request = pb.GenerateRequest(**{name: given.pop(name) for name in _REQUEST_FIELDS if name in given})
+    request = pb.GenerateRequest()
+    for name in _REQUEST_FIELDS & given.keys():
+        value = given.pop(name)
+        try:
+            request.MergeFrom(pb.GenerateRequest(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{name} is {value!r}, which its field cannot hold: {error}") from None
     if (retention := given.pop("retention", None)) is not None:
+        if not isinstance(retention, Retention):
+            raise InvalidRequest(f"retention is {retention!r}; it must be a coatcheck.proto.retention.Retention")
         request.retention.CopyFrom(retention.to_message())
     request.sampling.CopyFrom(build_sampling(given, sampling))
-    if messages is not None:
-        request.chat.CopyFrom(build_chat(messages))
-    elif isinstance(prompt, str):
-        request.text = prompt
-    elif prompt is not None:
-        request.token_ids.SetInParent()
-        request.token_ids.ids.extend(prompt)
+    try:
+        if messages is not None:
+            request.chat.CopyFrom(build_chat(messages))
+        elif isinstance(prompt, str):
+            request.text = prompt
+        elif prompt is not None:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(prompt)
+    except UnicodeEncodeError:
+        raise InvalidRequest("a text holds half of a surrogate pair, which is no character; leave it out") from None
+    except (TypeError, ValueError):
+        raise InvalidRequest("a prompt must be one text, or one list of token ids: whole numbers from 0") from None
     return request
 
 
@@ -102,11 +115,14 @@ def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = N
             present[name] = tuple(present[name])
     if "logit_bias" in present:
         present["logit_bias"] = dict(present["logit_bias"])
+    structured = present.get("structured")
+    if not isinstance(structured, Grammar | None):
+        raise InvalidRequest(f"structured is {structured!r}; it must be a coatcheck.Grammar")
     try:
         checked = dataclasses.replace(sampling or SamplingParams(), **present)
         if sampling is not None:
             return checked.to_message()
-        if (structured := present.pop("structured", None)) is not None:
+        if structured is not None:
             present["structured"] = structured.to_message()
         return pb.SamplingParams(**present)
     except TypeError as error:
@@ -118,6 +134,9 @@ def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = N
 def build_chat(messages: Conversation) -> pb.Chat:
     """The conversation as a message. Raises InvalidRequest for an unknown key, or a value of a wrong type."""
     chat = pb.Chat()
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not (is_list and all(isinstance(message, Mapping) for message in messages)):
+        raise InvalidRequest('a conversation must be a list of messages such as {"role": "user", "content": "Hello"}')
     for message in messages:
         if unknown := set(message) - {*_MESSAGE_TEXTS, "tool_calls"}:
             raise InvalidRequest(f"a message has the unknown key {min(unknown)!r}")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -82,12 +82,22 @@ async def test_chat_sends_messages() -> None:
         ([{"role": "user", "content": "x", "mood": "good"}], "unknown key 'mood'"),
         ([{"role": "user", "content": ["part"]}], "texts"),
         ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "tool call"),
+        ("Hello", "a list of messages"),
+        ({"role": "user", "content": "Hello"}, "a list of messages"),
+        (["Hello"], "a list of messages"),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
     ],
-    ids=["unknown key", "content is no text", "call without a function"],
+    ids=[
+        "unknown key",
+        "content is no text",
+        "call without a function",
+        "a text",
+        "one message",
+        "a list of texts",
+        "half a character",
+    ],
 )
-async def test_malformed_messages_are_refused_before_they_are_sent(
-    messages: list[dict[str, object]], said: str
-) -> None:
+async def test_malformed_messages_are_refused_before_they_are_sent(messages: Any, said: str) -> None:
     """A message that cannot be sent raises InvalidRequest, and nothing reaches the router."""
     async with FakeRouter() as router:
         with pytest.raises(InvalidRequest, match=said):
@@ -170,6 +180,29 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         client.generate("a", temperature=-1.0)
     with coatcheck.Client() as client, pytest.raises(InvalidRequest, match="warmth"):
         client.generate("a", warmth=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("prompt", [5, ["a text", "another"], [1.5], [-1], [2**32], {"text": 1}])
+def test_a_prompt_is_one_text_or_one_list_of_token_ids(prompt: Any) -> None:
+    """Anything else is refused with what a prompt must be."""
+    with coatcheck.Client() as client, pytest.raises(InvalidRequest, match="one text, or one list of token ids"):
+        client.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("priority", 2**40, "priority is 1099511627776, "),
+        ("cache_salt", 5, "cache_salt is 5, "),
+        ("retention", 5, "a coatcheck.proto.retention.Retention"),
+        ("structured", "[ab]", "a coatcheck.Grammar"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_named(option: str, value: object, said: str) -> None:
+    """An option whose value cannot be sent is refused by its name."""
+    options: dict[str, Any] = {option: value}
+    with coatcheck.Client() as client, pytest.raises(InvalidRequest, match=said):
+        client.generate("a", **options)
 
 
 def test_a_closed_client_says_so() -> None:
