@@ -19,7 +19,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from coatcheck.cluster.client.request_builder import Conversation, Prompt, SamplingOptions, build_request
+from coatcheck.cluster.client.request_builder import (
+    CONVERSATION_FORM,
+    PROMPT_FORM,
+    Conversation,
+    Prompt,
+    SamplingOptions,
+    build_request,
+)
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.derived_config import group_config
 from coatcheck.cluster.config.serve_config import ServeConfig
@@ -114,7 +121,7 @@ class LLM:
         Raises InvalidRequest, before anything is generated.
         """
         _check_options(options)
-        batch: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else prompts
+        batch: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else _check_batch(prompts, PROMPT_FORM)
         requests = [build_request(prompt, sampling=sampling, options=options) for prompt in batch]
         return self._run(requests, progress)
 
@@ -128,6 +135,7 @@ class LLM:
     ) -> list[GenerationResult]:
         """Answer each conversation by the model's chat template. One conversation is a list of messages."""
         _check_options(options)
+        _check_batch(conversations, CONVERSATION_FORM)
         is_one = not conversations or isinstance(conversations[0], Mapping)
         batch: Sequence[Any] = [conversations] if is_one else conversations
         requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in batch]
@@ -227,4 +235,14 @@ def _check_options(options: SamplingOptions) -> None:
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
     """Whether `prompts` is one prompt: a text, or a list of token ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (
+        isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+    )
+
+
+def _check_batch(batch: object, item_form: str) -> Sequence[Any]:
+    """`batch` unchanged. Raises InvalidRequest unless it is a sequence. `item_form`: the form of one item, for the
+    message."""
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise InvalidRequest(f"LLM takes one or a list of them, not a {type(batch).__name__}: {item_form}")
+    return batch

@@ -59,6 +59,8 @@ class RequestOptions(SamplingOptions, total=False):
     timeout: float | None
 
 
+PROMPT_FORM = "a prompt must be one text, or one list of token ids: whole numbers from 0"
+CONVERSATION_FORM = 'a conversation must be a list of messages such as {"role": "user", "content": "Hello"}'
 _MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")
 _REQUEST_FIELDS = {"model", "request_id", "cache_salt", "session_id", "priority"}
 
@@ -72,9 +74,12 @@ def build_request(
     """The request for `prompt`, or for `messages` by the model's chat template.
 
     `sampling` sets every field; `options` overrides single ones. Raises InvalidRequest for a value that every
-    server refuses.
+    server refuses, a value of a wrong type, and an unknown option.
     """
     given: dict[str, Any] = {**(options or {})}
+    if unknown := given.keys() - RequestOptions.__annotations__.keys():
+        known = ", ".join(RequestOptions.__annotations__)
+        raise InvalidRequest(f"there is no option {min(unknown)}; the options are {known}")
     request = pb.GenerateRequest()
     for name in _REQUEST_FIELDS & given.keys():
         value = given.pop(name)
@@ -92,13 +97,15 @@ def build_request(
             request.chat.CopyFrom(build_chat(messages))
         elif isinstance(prompt, str):
             request.text = prompt
-        elif prompt is not None:
+        elif isinstance(prompt, bytes | Mapping | None):
+            raise TypeError
+        else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(prompt)
     except UnicodeEncodeError:
         raise InvalidRequest("a text holds half of a surrogate pair, which is no character; leave it out") from None
     except (TypeError, ValueError):
-        raise InvalidRequest("a prompt must be one text, or one list of token ids: whole numbers from 0") from None
+        raise InvalidRequest(f"{PROMPT_FORM}; for several prompts call the method once for each") from None
     return request
 
 
@@ -107,18 +114,21 @@ def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = N
 
     Raises InvalidRequest.
     """
+    if not isinstance(sampling, SamplingParams | None):
+        kind = type(sampling).__name__
+        raise InvalidRequest(f"sampling is a {kind}; give one SamplingParams, which holds for every prompt")
     present = {name: value for name, value in given.items() if value is not None}
     if isinstance(stop := present.get("stop"), str):
         present["stop"] = (stop,)
-    for name in ("stop", "stop_token_ids"):
-        if name in present:
-            present[name] = tuple(present[name])
-    if "logit_bias" in present:
-        present["logit_bias"] = dict(present["logit_bias"])
     structured = present.get("structured")
     if not isinstance(structured, Grammar | None):
         raise InvalidRequest(f"structured is {structured!r}; it must be a coatcheck.Grammar")
     try:
+        for name in ("stop", "stop_token_ids"):
+            if name in present:
+                present[name] = tuple(present[name])
+        if "logit_bias" in present:
+            present["logit_bias"] = dict(present["logit_bias"])
         checked = dataclasses.replace(sampling or SamplingParams(), **present)
         if sampling is not None:
             return checked.to_message()
@@ -136,7 +146,7 @@ def build_chat(messages: Conversation) -> pb.Chat:
     chat = pb.Chat()
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     if not (is_list and all(isinstance(message, Mapping) for message in messages)):
-        raise InvalidRequest('a conversation must be a list of messages such as {"role": "user", "content": "Hello"}')
+        raise InvalidRequest(CONVERSATION_FORM)
     for message in messages:
         if unknown := set(message) - {*_MESSAGE_TEXTS, "tool_calls"}:
             raise InvalidRequest(f"a message has the unknown key {min(unknown)!r}")

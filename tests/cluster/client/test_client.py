@@ -182,10 +182,11 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         client.generate("a", warmth=1.0)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("prompt", [5, ["a text", "another"], [1.5], [-1], [2**32], {"text": 1}])
+@pytest.mark.parametrize("prompt", [5, None, b"a", ["a text", "another"], [1.5], [-1], [2**32], {"text": 1}])
 def test_a_prompt_is_one_text_or_one_list_of_token_ids(prompt: Any) -> None:
-    """Anything else is refused with what a prompt must be."""
-    with coatcheck.Client() as client, pytest.raises(InvalidRequest, match="one text, or one list of token ids"):
+    """Anything else is refused with what a prompt must be, and with what to do for several prompts."""
+    said = "one text, or one list of token ids: .*; for several prompts call the method once for each"
+    with coatcheck.Client() as client, pytest.raises(InvalidRequest, match=said):
         client.generate(prompt)
 
 
@@ -196,6 +197,7 @@ def test_a_prompt_is_one_text_or_one_list_of_token_ids(prompt: Any) -> None:
         ("cache_salt", 5, "cache_salt is 5, "),
         ("retention", 5, "a coatcheck.proto.retention.Retention"),
         ("structured", "[ab]", "a coatcheck.Grammar"),
+        ("stop", 5, "a sampling option cannot be used"),
     ],
 )
 def test_an_option_of_a_wrong_type_is_named(option: str, value: object, said: str) -> None:
@@ -203,6 +205,22 @@ def test_an_option_of_a_wrong_type_is_named(option: str, value: object, said: st
     options: dict[str, Any] = {option: value}
     with coatcheck.Client() as client, pytest.raises(InvalidRequest, match=said):
         client.generate("a", **options)
+
+
+@pytest.mark.parametrize("sampling", [[coatcheck.SamplingParams()], {"max_tokens": 3}])
+def test_several_sampling_params_are_refused(sampling: Any) -> None:
+    """A list or a dict in place of a SamplingParams raises InvalidRequest that says to give one."""
+    with coatcheck.Client() as client, pytest.raises(InvalidRequest, match="give one SamplingParams, which holds for"):
+        client.generate("a", sampling)
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    """An option that no request has raises InvalidRequest that lists the options."""
+    with (
+        coatcheck.Client() as client,
+        pytest.raises(InvalidRequest, match="no option max_token; the options are max_tokens, min_tokens, "),
+    ):
+        client.generate("a", max_token=9)  # type: ignore[call-arg]
 
 
 def test_a_closed_client_says_so() -> None:

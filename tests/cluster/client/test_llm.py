@@ -119,6 +119,26 @@ def test_an_option_that_would_have_no_effect_is_refused(llm: coatcheck.LLM, opti
         llm.chat([{"role": "user", "content": "good"}], **options)
 
 
+@pytest.mark.parametrize("prompts", [{"prompt": "a"}, [{"prompt": "a"}], None, [None], b"a", 5])
+def test_a_prompt_of_a_wrong_type_is_refused(llm: coatcheck.LLM, prompts: Any) -> None:
+    """What is no prompt and no list of prompts raises InvalidRequest, with the two forms of a prompt."""
+    with pytest.raises(InvalidRequest, match="a prompt must be one text, or one list of token ids"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("conversations", [{"role": "user", "content": "a"}, "a", ["a"], None])
+def test_a_conversation_of_a_wrong_type_is_refused(llm: coatcheck.LLM, conversations: Any) -> None:
+    """What is no conversation and no list of them raises InvalidRequest, with the form of a conversation."""
+    with pytest.raises(InvalidRequest, match="a conversation must be a list of messages"):
+        llm.chat(conversations)
+
+
+def test_several_sampling_params_are_refused(llm: coatcheck.LLM) -> None:
+    """A list of SamplingParams, one for each prompt, raises InvalidRequest that says to give one."""
+    with pytest.raises(InvalidRequest, match="give one SamplingParams, which holds for every prompt"):
+        llm.generate(["a"], [coatcheck.SamplingParams()])  # type: ignore[arg-type]
+
+
 def test_structured_output(llm: coatcheck.LLM) -> None:
     """A grammar holds as it does on a server."""
     (result,) = llm.generate("Is it so? ", structured=coatcheck.Grammar.of_choices(["yes", "no"]))
