@@ -2,11 +2,14 @@
 
 import importlib.util
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coatcheck.cluster.client.llm import LLMSettings
+from coatcheck.cluster.client.results import GenerationChoice, GenerationResult
 from coatcheck.cluster.config.derived_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import default_in_words, flag_name
@@ -74,10 +77,10 @@ def test_commands_and_flags_exist(page: Path) -> None:
 
 def settings_table() -> str:
     """The rows of README's table of settings, as ServeConfig gives them."""
-    fields = ServeConfig.model_fields.items()
+    settings = ServeConfig.model_fields.items()
     return "".join(
         f"| `{flag_name(name)}` | {default_in_words(field)} | {field.description} |\n"
-        for name, field in fields
+        for name, field in settings
         if not field.is_required()
     )
 
@@ -90,14 +93,25 @@ def test_the_settings_table_is_what_serve_takes() -> None:
     assert help_of["tp"] == "Ranks in each group: GPUs that share one copy. Default: 1."
 
 
+def test_the_python_page_lists_the_settings_of_llm() -> None:
+    """docs/python.md lists each setting that LLM takes, and the fields of a result that exist."""
+    text = (ROOT / "docs" / "python.md").read_text()
+    listed = re.search(r"The settings are these of `coatcheck serve`[^:]*: ([^.]*)\.", text)
+    assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == list(LLMSettings.__annotations__)
+    _, _, results = text.partition("## Results")
+    assert set(re.findall(r"`result\.(\w+)`", results)) <= {*dir(GenerationResult)}
+    (of_a_choice,) = re.findall(r"each of the `n` answers, with (.*?)\.\s", results, re.DOTALL)
+    assert re.findall(r"`(\w+)`", of_a_choice) == [field.name for field in fields(GenerationChoice)]
+
+
 def test_defaults_that_depend_on_the_device() -> None:
     """Without a setting, steps and KV pools have the sizes that the table gives."""
-    config, fields = ServeConfig(model="some/model"), ServeConfig.model_fields
+    config, settings = ServeConfig(model="some/model"), ServeConfig.model_fields
     on_cpu, on_gpu = (group_config(config, "group-0", device) for device in ("cpu", "cuda"))
     for name in ("max_batch_tokens", "kv_memory"):
         in_words = f"{getattr(on_cpu, name)} on CPUs, {getattr(on_gpu, name)} on GPUs"
-        assert default_in_words(fields[name]) == in_words
-    assert default_in_words(fields["http_port"]) == str(router_config(config, "router-0", 1).http_port)
+        assert default_in_words(settings[name]) == in_words
+    assert default_in_words(settings["http_port"]) == str(router_config(config, "router-0", 1).http_port)
 
 
 def test_metrics_exist() -> None:
