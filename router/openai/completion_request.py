@@ -62,7 +62,6 @@ class CompletionRequest(SamplingFields):
     max_tokens: Count = 16
     logprobs: Count | None = None
     echo: bool = False
-    best_of: Annotated[Count | None, Field(description="Must equal n: choices are not ranked.")] = None
 
     @property
     def scores_only(self) -> bool:
@@ -81,8 +80,6 @@ class CompletionRequest(SamplingFields):
 
     def to_generate_requests(self, prompts: Sequence[Prompt], request_id: str) -> list[GenerateRequest]:
         """One for each of `prompts`; raises InvalidRequest."""
-        if self.best_of not in (None, self.n):
-            raise InvalidRequest(f"best_of is {self.best_of}; choices are not ranked: leave it out, or set it to n")
         echo_logprobs = self.logprobs if self.echo else None
         sampling = self.to_sampling_params(
             1 if self.scores_only else self.max_tokens,

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.errors import LONE_SURROGATE, InvalidBody
-from coatcheck.router.openai.sampling_fields import RequestBody
+from coatcheck.router.openai.sampling_fields import ACCEPTED_VALUES, UNIMPLEMENTED_FIELDS, RequestBody
 
 # Parsing and validating a body below all three limits takes at most 20 ms.
 _SHORT_BYTES: Final = 256 << 10
@@ -105,10 +105,10 @@ def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> Req
     except UnicodeEncodeError:
         raise InvalidRequest(LONE_SURROGATE) from None
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, kind) from None
 
 
-def _explain(error: ValidationError) -> InvalidBody:
+def _explain(error: ValidationError, kind: type[RequestBody]) -> InvalidBody:
     errors = error.errors(include_url=False, include_input=False)
     # Of a union's branches, the one with the deepest error is most likely the one that the client meant.
     first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
@@ -119,13 +119,23 @@ def _explain(error: ValidationError) -> InvalidBody:
     field = ".".join(parts) or "body"
     match first["type"]:
         case "extra_forbidden":
-            message = f"{field} is not implemented by this server, and would change the answer; leave it out"
+            message = _explain_extra_field(field, kind)
         case "missing":
             message = f"{field} is missing"
         case _:
             reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
             message = f"{field}: {reason}"
     return InvalidBody(message, field)
+
+
+def _explain_extra_field(field: str, kind: type[RequestBody]) -> str:
+    """`field`: the path of the field in the body."""
+    name = field.rpartition(".")[2]
+    if name == "store":
+        return f"{field} is not implemented: this server stores no answers; leave it out, or set it to false"
+    if name in UNIMPLEMENTED_FIELDS | ACCEPTED_VALUES.keys() | kind.accepted_values.keys():
+        return f"{field} is not implemented by this server, and would change the answer; leave it out"
+    return f"{field} is not a field of this endpoint; leave it out"
 
 
 def _is_long(body: bytes) -> bool:

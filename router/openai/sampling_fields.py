@@ -2,7 +2,7 @@
 Fields for structured output come in OpenAI's form and in vLLM's and SGLang's; all become one Grammar.
 
 A field that would change the response is implemented, or refused by its name. A field that cannot change the response
-is accepted and dropped.
+is accepted and dropped. Any other field is refused, because it may be a misspelt name.
 """
 
 import dataclasses
@@ -42,6 +42,17 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "return_routed_experts": (False,),
     "routed_experts_prompt_start": (0,),
 }
+
+# Further fields of OpenAI, vLLM and SGLang that are not implemented, in the body or in an object within the body.
+UNIMPLEMENTED_FIELDS: Final = frozenset({
+    "audio", "web_search_options", "moderation", "image_url", "input_audio", "file", "refusal", "annotations",
+    "function_call", "reasoning", "reasoning_content", "structural_tag",
+    "allowed_token_ids", "truncate_prompt_tokens", "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
+    "vllm_xargs", "mm_processor_kwargs", "documents", "chat_template", "repetition_detection",
+    "thinking_token_budget", "include_reasoning", "continue_final_message", "top_a",
+    "lora_path", "stop_regex", "custom_logit_processor", "session_params", "separate_reasoning", "stream_reasoning",
+    "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "return_prompt_text",
+})  # fmt: skip
 
 # Fields whose default may come from the model's generation_config.json.
 _MODEL_HAS_DEFAULTS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -140,6 +151,7 @@ class SamplingFields(RequestBody):
 
     model: str = ""
     n: Count = 1
+    best_of: Annotated[Count | None, Field(description="Must equal n: choices are not ranked.")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -220,6 +232,8 @@ class SamplingFields(RequestBody):
     ) -> SamplingMessage:
         """The SamplingParams message; fields that the body leaves out stay unset, and the router fills in the model's
         defaults. Raises InvalidRequest."""
+        if self.best_of not in (None, self.n):
+            raise InvalidRequest(f"best_of is {self.best_of}; choices are not ranked: leave it out, or set it to n")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream to true or leave it out")
         if self.stream and self.prompt_logprobs is not None:

@@ -92,10 +92,17 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "greater than or equal to 0"),
     "mixed batch": ("/v1/completions", {"prompt": ["a", 3]}, 400, "prompt"),
     "too many": ("/v1/completions", {"prompt": ["a"] * 1025}, 400, "at most 1024"),
-    "unknown field": ("/v1/completions", {"prompt": "a", "bogus": 1}, 400, "bogus is not implemented"),
+    "unknown field": ("/v1/completions", {"prompt": "a", "bogus": 1}, 400, "bogus is not a field of this endpoint"),
+    "unknown field of a message": (
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "bogus": 1}]}, 400,
+        "messages.0.bogus is not a field of this endpoint"),
+    "field of another endpoint": (
+        "/v1/completions", {"prompt": "a", "max_completion_tokens": 1}, 400, "is not a field of this endpoint"),
     "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not implemented"),
     "best_of": ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of is 3"),
-    "store": ("/v1/completions", {"prompt": "a", "store": True}, 400, "store is not implemented"),
+    "best_of in a chat": (
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "best_of": 3}, 400, "best_of is 3"),
+    "store": ("/v1/completions", {"prompt": "a", "store": True}, 400, "this server stores no answers"),
     "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "is no token id"),
     "bias too large": ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1e9}}, 400, "logit_bias[3]"),
     "logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"),

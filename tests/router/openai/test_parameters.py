@@ -54,7 +54,7 @@ OTHERS_WORK: dict[str, list[Any]] = {
     "use_beam_search": [False], "length_penalty": [1.0], "early_stopping": [False], "watermarking": [False],
     "spaces_between_special_tokens": [True], "bad_words": [[]], "logits_processors": [[]],
     "return_tokens_as_token_ids": [False], "return_hidden_states": [False], "return_routed_experts": [False],
-    "routed_experts_prompt_start": [0], "return_token_offsets": [False], "lora_path": [None],
+    "routed_experts_prompt_start": [0], "return_token_offsets": [False], "lora_path": [None], "best_of": [1],
 }  # fmt: skip
 OTHERS_REFUSED: dict[str, list[Any]] = {
     "use_beam_search": [True], "length_penalty": [2.0], "bad_words": [["a"]], "allowed_token_ids": [[5]],
@@ -63,6 +63,7 @@ OTHERS_REFUSED: dict[str, list[Any]] = {
     "return_tokens_as_token_ids": [True], "return_hidden_states": [True], "repetition_detection": [{"a": 1}],
     "thinking_token_budget": [5], "stop_regex": ["a"], "custom_logit_processor": ["a"], "session_params": [{"a": 1}],
     "chat_template": ["{{ a }}"], "documents": [[{"a": "b"}]], "mm_processor_kwargs": [{"a": 1}], "top_a": [0.5],
+    "best_of": [2],
 }  # fmt: skip
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LEAST: dict[str, dict[str, Any]] = {
@@ -125,6 +126,7 @@ async def tried(
         for value in values:
             error = await router.expect_refusal(path, LEAST[path] | {name: value})
             assert name in error["message"] or name in str(error["param"]), (name, value, error)
+            assert "not a field" not in error["message"], (name, value, error)
 
 
 async def test_some_go_together(start_http_router: StartHttpRouter) -> None:
@@ -134,5 +136,6 @@ async def test_some_go_together(start_http_router: StartHttpRouter) -> None:
         (CHAT, {"logprobs": True, "top_logprobs": 2}),
         (CHAT, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
         (TEXT, {"n": 2, "best_of": 2}),
+        (CHAT, {"n": 2, "best_of": 2}),
     ):
         assert (await router.request("POST", path, LEAST[path] | more))[0] == 200
