@@ -80,20 +80,32 @@ def duration(seconds: float) -> str:
 
 def _answer(sizing: Sizing) -> Text:
     settings, cache = sizing.settings, sizing.cache
-    fits = sizing.sequences >= settings.concurrency
     text = Text()
     text.append(f"{sizing.shape.name}: {sizing.sequences:,} sequences of {sizing.context:,} tokens fit at once", "bold")
     ranks = "one GPU" if cache.tp == 1 else f"{cache.tp} GPUs"
     text.append(f" on {ranks} of {size(settings.gpu_memory)}, kv-dtype {cache.whole.kv_dtype}.\n")
-    if fits:
-        text.append(
-            f"The requested {settings.concurrency:,} fit, with room for {sizing.longest_context:,} tokens each."
-        )
+    if sizing.sequences >= settings.concurrency:
+        maximum = sizing.shape.max_model_len
+        room = f"{sizing.longest_context:,} tokens"
+        if maximum is not None and sizing.longest_context >= maximum >= sizing.context:
+            room = f"the model's maximum of {maximum:,} tokens"
+        text.append(f"--concurrency {settings.concurrency:,} fits, with room for {room} each.")
     else:
-        text.append(f"The requested {settings.concurrency:,} do not fit", "bold red")
+        text.append(f"--concurrency {settings.concurrency:,} does not fit", "bold red")
         text.append(f"; {settings.concurrency:,} sequences of {sizing.longest_context:,} tokens would fit. ")
         text.append("Raise --tp or --gpu-memory, choose a smaller --kv-dtype, or lower --context or --concurrency.")
+    if settings.context is None:
+        text.append(f"\n{_default_context(sizing)}")
     return text
+
+
+def _default_context(sizing: Sizing) -> str:
+    """Where the context comes from if --context is not given."""
+    maximum = sizing.shape.max_model_len
+    if maximum == sizing.context:
+        return f"--context is not given: it is the model's maximum, {maximum:,} tokens."
+    known = f"; the model's maximum is {maximum:,}" if maximum is not None else ""
+    return f"--context is not given: its default is {sizing.context:,} tokens{known}."
 
 
 def _table(rows: Iterable[Mapping[str, Any]], *columns: tuple[str, str, Callable[[Any], str]]) -> Table:

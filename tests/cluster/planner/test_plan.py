@@ -25,10 +25,36 @@ def test_the_tables_answer_first(tmp_path: Path) -> None:
     lines = plan(write_config(tmp_path), "--context", "8192", "--concurrency", "64").out
     text = " ".join(lines.split())
     assert "55 sequences of 8,192 tokens fit at once on one GPU of 80 GiB" in text
-    assert "The requested 64 do not fit" in text
+    assert "--concurrency 64 does not fit; 64 sequences of 7,072 tokens would fit." in text
     for part in ("Bytes of one token", "Memory", "By kv-dtype", "GQA-8, its own", "By block size", "decode step"):
         assert part in text
     assert "131,072" in text
+
+
+def test_the_room_of_a_sequence_is_at_most_the_model_s_maximum(tmp_path: Path) -> None:
+    """Where a sequence has room for more tokens than the model takes, the answer names the model's maximum. Otherwise
+    it names the tokens that fit."""
+    room = "--concurrency 16 fits, with room for "
+    model = write_config(tmp_path, LLAMA | {"max_position_embeddings": 16_384})
+    assert f"{room}the model's maximum of 16,384 tokens each." in _in_one_line(plan(model))
+    assert f"{room}28,304 tokens each." in _in_one_line(plan(model, "--context", "20000"))
+    model = write_config(tmp_path, LLAMA | {"max_position_embeddings": 131_072})
+    assert f"{room}28,304 tokens each." in _in_one_line(plan(model))
+
+
+def test_a_context_that_is_not_given_is_explained(tmp_path: Path) -> None:
+    """Without --context the answer says how many tokens it takes and why. With it, the answer says nothing of that."""
+    for maximum, said in ((2048, "it is the model's maximum, 2,048 tokens."),
+                          (16_384, "its default is 8,192 tokens; the model's maximum is 16,384."),
+                          (None, "its default is 8,192 tokens.")):  # fmt: skip
+        model = write_config(tmp_path, LLAMA | {"max_position_embeddings": maximum})
+        assert f"--context is not given: {said}" in _in_one_line(plan(model))
+        assert "is not given" not in plan(model, "--context", "64").out
+
+
+def _in_one_line(done: CommandResult) -> str:
+    assert done.code == 0, done.err
+    return " ".join(done.out.split())
 
 
 def test_json_is_one_object_of_plain_numbers(tmp_path: Path) -> None:
