@@ -94,8 +94,12 @@ def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> Req
         value = json.loads(body)
     except json.JSONDecodeError as error:
         raise InvalidBody(f"the body is not JSON: {error.msg}") from None
-    except (ValueError, RecursionError):  # not UTF-8, a number of a million digits, or deep nesting
-        raise InvalidRequest("There was an error parsing the body") from None
+    except UnicodeDecodeError:
+        raise InvalidBody("the body is not UTF-8; encode its texts as UTF-8, or escape them") from None
+    except RecursionError:
+        raise InvalidBody("the body is nested too deeply; send fewer lists and objects within one another") from None
+    except ValueError:  # Python reads no integer of more than 4300 digits
+        raise InvalidBody("a number of the body has too many digits; send a smaller one") from None
     if is_long and isinstance(value, dict):
         _check_values({name: part for name, part in value.items() if name not in _PROMPT_FIELDS})
     try:
