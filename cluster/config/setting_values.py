@@ -30,12 +30,17 @@ def parse_memory(value: object) -> object:
 
     A value up to 1 is a share, a larger value is bytes. A fraction above 1 is ambiguous and refused.
     """
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(_MEMORY_HINT)
     if isinstance(value, float) and value > 1 and not value.is_integer():
         raise ValueError(f"{value:g} is neither a share, which is at most 1, nor a number of bytes; {_MEMORY_HINT}")
     if not isinstance(value, str):
         return value
     if value.strip().endswith("%"):
-        share = float(value.strip()[:-1]) / 100
+        try:
+            share = float(value.strip()[:-1]) / 100
+        except ValueError:
+            raise ValueError(_MEMORY_HINT) from None
         if not 0 < share <= 1:  # a value above 1 means bytes
             raise ValueError("a share of the free memory is above 0% and at most 100%")
         return share
