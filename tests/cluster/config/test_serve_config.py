@@ -1,5 +1,6 @@
 """What an operator may write, and what each mistake is answered with."""
 
+import math
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,8 @@ def test_a_share_is_of_the_whole(written: str) -> None:
         ServeConfig.build({"model": "m", "kv_memory": written})
 
 
-@pytest.mark.parametrize("written", ["half%", "%", float("nan"), "much"])
-def test_memory_that_is_no_number_is_refused_with_the_forms_that_are(written: str | float) -> None:
-    """The error shows how to write bytes and a share."""
-    with pytest.raises(InvalidConfig, match=r"write bytes .* or a share"):
-        ServeConfig.build({"model": "m", "kv_memory": written})
-
-
-@pytest.mark.parametrize("written", ["", "four", "4GiBs", "-1GiB", "1e9", "GiB"])
-def test_memory_that_is_neither_is_refused(written: str) -> None:
+@pytest.mark.parametrize("written", ["", "four", "4GiBs", "-1GiB", "1e9", "GiB", "half%", "%", math.nan])
+def test_memory_that_is_neither_is_refused(written: str | float) -> None:
     """What is neither bytes nor a share is refused with the forms that are allowed."""
     with pytest.raises(InvalidConfig, match=r"kv-memory.*4GiB"):
         ServeConfig.build({"model": "m", "kv_memory": written})
