@@ -199,7 +199,11 @@ class ServeSession:
                     self._print(f"{group.name} is {group.state}{reason}")
 
     def _drain_routers(self, supervisor: "SupervisorHandle") -> None:
-        with self._console.status("draining: running requests end first; press Ctrl-C again to stop at once"):
+        again = "press Ctrl-C" if self._console.is_terminal else "send the signal"
+        notice = f"draining: running requests end first; {again} again to stop at once"
+        if not self._console.is_terminal:  # where `status` prints nothing
+            self._print(notice)
+        with self._console.status(notice):
             self._wait_for(supervisor.drain_routers.remote())
 
     def _stop(self) -> None:

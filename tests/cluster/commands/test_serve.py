@@ -206,8 +206,8 @@ def test_a_drain_is_undone(serving: Serving) -> None:
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: Path) -> None:
-    """On SIGTERM the running stream completes, new requests are refused, then every process and the token file are
-    gone, and the exit code is 0."""
+    """On SIGTERM a line says that the server drains, the running stream completes, new requests are refused, then every
+    process and the token file are gone, and the exit code is 0."""
     command = [
         *COMMAND,
         "generate",
@@ -226,6 +226,7 @@ def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: 
         serving.wait_running()
         processes = serving.descendants()
         serving.process.send_signal(signal.SIGTERM)
+        serving.wait_line("draining: running requests end first; send the signal again to stop at once")
         until(lambda: serving.status()["state"] == "draining", "it drains")
         refused = coatcheck("generate", PROMPT, "--address", serving.address, "--timeout", "1")
         assert refused.returncode != 0
