@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _CALL_SECONDS: Final = 10.0
 _POINTS: Final = 60  # in a sparkline
-_MAX_BAR, _MIN_BAR, _BESIDE_BAR = 28, 6, 76  # widths in columns: of a bar, and of the rest of its row
+_MAX_BAR: Final = 28  # columns of a bar
+_TITLED_BAR: Final = 14  # beside a shorter bar the title that explains its colours has no room
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -93,29 +94,37 @@ class History:
 
 def screen(status: pb.StatusResponse, history: History, width: int) -> "RenderableType":
     """The whole screen, for a terminal of `width` columns."""
-    from rich.console import Group
+    from rich.console import Console, Group
 
-    cells = max(_MIN_BAR, min(_MAX_BAR, width - _BESIDE_BAR))
-    return Group(*_heading(status, history), _latencies(status), _groups(status, cells), *_reasons(status))
+    beside_bar = Console(width=1000).measure(_groups(status, 0)).maximum
+    cells = max(0, min(_MAX_BAR, width - beside_bar))
+    return Group(*_heading(status, history, width), _latencies(status), _groups(status, cells), *_reasons(status))
 
 
-def _heading(status: pb.StatusResponse, history: History) -> "list[RenderableType]":
+def _heading(status: pb.StatusResponse, history: History, width: int) -> "list[RenderableType]":
     from rich.text import Text
 
-    running, waiting = (sum(getattr(group, name) for group in status.groups) for name in ("running", "waiting"))
     model = status.model
     first = Text.assemble(
         ("coatcheck ", "bold"), f"{status.router}  ", (status.state, colour_of(status.state)),
         f"  {model.name or 'no model yet'} ({model.dtype or '?'}, KV in {model.kv_dtype or '?'})",
     )  # fmt: skip
+    points = max(0, width - _load(status, history, 0).cell_len) // 2  # for each of two sparklines
+    return [first, _load(status, history, points)]
+
+
+def _load(status: pb.StatusResponse, history: History, points: int) -> "Text":
+    """The line of rates and queues, with the newest `points` samples in each sparkline."""
+    from rich.text import Text
+
+    running, waiting = (sum(getattr(group, name) for group in status.groups) for name in ("running", "waiting"))
     rate = f"{history.rates[-1]:,.0f}" if history.rates else "?"
-    second = Text.assemble(
-        (rate, "bold"), " tokens/s ", (draw_sparkline(history.rates), "cyan"),
+    return Text.assemble(
+        (rate, "bold"), " tokens/s ", (draw_sparkline(history.rates, points), "cyan"),
         "  ", (f"{running:,}", "bold"), " run, ",
-        (f"{waiting:,}", "bold"), " wait ", (draw_sparkline(history.waiting), "yellow"),
+        (f"{waiting:,}", "bold"), " wait ", (draw_sparkline(history.waiting, points), "yellow"),
         "  ", counted(status.active_streams, "request"), " open, ", (f"{status.hit_ratio:.1%}", "bold"), " hits",
     )  # fmt: skip
-    return [first, second]
 
 
 def _latencies(status: pb.StatusResponse) -> "RenderableType":
@@ -130,7 +139,7 @@ def _latencies(status: pb.StatusResponse) -> "RenderableType":
 def _groups(status: pb.StatusResponse, cells: int) -> "RenderableType":
     from rich.text import Text
 
-    left = ("state", "ranks", "blocks: used, cached, free")
+    left = ("state", "ranks", "blocks: used, cached, free" if cells >= _TITLED_BAR else "blocks")
     table = make_table("group", *left[:2], "runs", "waits", "hits", "step", left[2], left=left)
     for group in status.groups:
         found = group.cached_device_tokens + group.cached_host_tokens
@@ -175,7 +184,8 @@ def draw_bar(used: int, cached: int, total: int, width: int) -> "Text":
     )  # fmt: skip
 
 
-def draw_sparkline(values: deque[float]) -> str:
-    """A sparkline, scaled to the highest value."""
-    most = max(values, default=0.0)
-    return "".join(_STEPS[round(value / most * (len(_STEPS) - 1))] if most else _STEPS[0] for value in values)
+def draw_sparkline(values: deque[float], points: int) -> str:
+    """A sparkline of the last `points` values, scaled to the highest value."""
+    shown = list(values)[max(0, len(values) - points) :]
+    most = max(shown, default=0.0)
+    return "".join(_STEPS[round(value / most * (len(_STEPS) - 1))] if most else _STEPS[0] for value in shown)

@@ -112,9 +112,17 @@ def test_one_look_has_everything() -> None:
 
 def test_eighty_columns_are_enough() -> None:
     """In a terminal of 80 columns every column keeps its title and its figures; only the bars are shorter."""
-    text = drawn(STATUS, History(), 80)
-    for part in ("state", "ranks", "runs", "waits", "hits", "12.0 ms", "lost", "30/64"):
+    status, history = pb.StatusResponse(), History()
+    status.CopyFrom(STATUS)
+    status.groups[0].MergeFrom(pb.GroupStatus(running=256, blocks_cached=27_690, blocks_total=27_700, step_seconds=0.1))
+    for second in range(80):
+        status.groups[0].generated_tokens += 40 * second
+        history.add_sample(status, float(second))
+    text = drawn(status, history, 80)
+    for part in ("state", "ranks", "runs", "waits", "hits", "50.0%", "100.0 ms", "lost", "27,700/27,700", "blocks"):
         assert part in text, (part, text)
+    assert "…" not in text
+    assert re.search(r"^3,160 tokens/s .*█ +256 run, 3 wait .* 5 requests open, 50.0% hits$", text, re.MULTILINE), text
 
 
 def test_bars_are_to_scale() -> None:
@@ -125,8 +133,9 @@ def test_bars_are_to_scale() -> None:
         drawn_bar = str(draw_bar(used, cached, total, 28)).split(" ")[0]
         assert len(drawn_bar) == 28
         assert (drawn_bar.count("█") > 0) == (used + cached > 0)
-    assert draw_sparkline(deque([0, 1, 2])) == " ▄█"
-    assert draw_sparkline(deque()) == "" and draw_sparkline(deque([0])) == " "
+    assert draw_sparkline(deque([0, 1, 2]), 3) == " ▄█" and draw_sparkline(deque([9, 1, 2]), 2) == "▄█"
+    assert draw_sparkline(deque(), 3) == "" and draw_sparkline(deque([0]), 3) == " "
+    assert draw_sparkline(deque([1]), 0) == ""
 
 
 def test_a_group_that_began_anew_is_no_negative_rate() -> None:
