@@ -9,6 +9,9 @@ from rich.text import Text
 from coatcheck.cluster.benchmark.report import LatencyPercentiles, Report
 from coatcheck.cluster.plural import counted
 
+# With messages at an even pace the two medians differ by less than this factor.
+_BUNCHED = 4.0
+
 ROWS = (
     ("TTFT, time to the first token", "ttft_ms"),
     ("TPOT, time per further token", "tpot_ms"),
@@ -49,5 +52,11 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"interrupted: {counted(report.unfinished, 'request')} had not ended and do not count")
     if report.errors:
         lines.append("not answered: " + ", ".join(f"{name} {n}" for name, n in sorted(report.errors.items())))
+    tpot, itl = report.tpot_ms, report.itl_ms
+    if tpot is not None and itl is not None and itl.p50 * _BUNCHED < tpot.p50:
+        lines.append(
+            "note: the p50 of ITL is far below that of TPOT, because messages arrived in bunches: the client or the "
+            "network was late; compare TPOT"
+        )
     lines.append(f"the client's own CPU: {report.client_cpu_us_per_token:.0f} µs a token")
     return lines

@@ -1,16 +1,19 @@
 """`coatcheck bench`: figures computed from recordings, loops that keep their promise, and the command itself."""
 
 import asyncio
+import io
 import json
 import signal
 from pathlib import Path
 
 import grpc
 import pytest
+from rich.console import Console
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
+from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.workload import Workload
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.command_line import run_here
@@ -89,6 +92,16 @@ def test_percentiles() -> None:
     assert measured is not None
     assert (measured.mean, measured.p50, measured.p90, measured.p99) == pytest.approx((51, 51, 91, 100))
     assert latency([]) is None
+
+
+@pytest.mark.parametrize(
+    ("times", "is_told"), [([0.1, 0.101, 0.102, 0.103, 0.2, 0.201], True), ([0.1, 0.12, 0.15, 0.16, 0.18, 0.2], False)]
+)
+def test_messages_that_arrive_in_bunches_are_told(times: list[float], is_told: bool) -> None:
+    """If most messages follow the one before at once, although TPOT is much longer, a note below the table says so."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report_table(summarize([sample(0.0, times, [1] * len(times))], seconds=1.0)))
+    assert ("messages arrived in bunches" in console.export_text()) is is_told
 
 
 async def test_closed_loop_keeps_its_concurrency() -> None:
