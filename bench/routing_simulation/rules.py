@@ -12,7 +12,7 @@ from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedReq
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 
 Groups = Sequence[SimulatedGroup]
-Matched = Mapping[str, tuple[int, int]]
+Matched = Mapping[str, int]  # group -> blocks of the prompt that it holds
 Rule = Callable[[SimulatedRequest, Groups, Matched, float, random.Random], SimulatedGroup]
 _RING = 64  # points of each group on the ring
 _HASHED = 2  # first blocks that are hashed: the first alone is shared by a whole trace
@@ -25,7 +25,7 @@ def _least(groups: Groups, cost: Callable[[SimulatedGroup], float], rng: random.
 
 
 def _blocks(matched: Matched, group: SimulatedGroup) -> int:
-    return sum(matched.get(group.name, (0, 0)))
+    return matched.get(group.name, 0)
 
 
 def at_random(

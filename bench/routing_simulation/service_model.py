@@ -5,7 +5,8 @@ tokens computed in it at the prefill rate.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 BLOCK = 512
 
@@ -24,6 +25,17 @@ class ServiceModel:
     chunk: int = 2048
     max_sequences: int = 256
     report_seconds: float = 0.1
+
+    def slowed(self, factor: float) -> Self:
+        """The same group, `factor` times as slow."""
+        return replace(
+            self,
+            prefill_rate=self.prefill_rate / factor,
+            restore_rate=self.restore_rate / factor,
+            step_base=self.step_base * factor,
+            step_per_sequence=self.step_per_sequence * factor,
+            step_per_context_token=self.step_per_context_token * factor,
+        )
 
     def step(self, sequences: int, context: int) -> float:
         """Seconds of a step that decodes `sequences` sequences of `context` tokens in all, and computes no prompt."""

@@ -1,4 +1,9 @@
-"""SimulatedRouter: routes to simulated groups by a published rule, or by our own index, loads, queue and costs.
+"""SimulatedRouter: routes to simulated groups by our own choose_group() or by a published rule.
+
+Ours keeps requests in its own queue while no group has room, and sees what a router sees when it serves: load reports,
+events, and the requests that it has sent itself. A published rule places each request when it comes, or, with
+`queued`, gets our queue, our gate for groups without room, and the blocks that groups are computing. In both cases it
+sees the true state of every group.
 
 Several routers take requests in turn. Each gets the reports and events of every group, knows only the requests that it
 has sent itself, and has a queue of its own.
@@ -7,7 +12,7 @@ has sent itself, and has a queue of its own.
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coatcheck.bench.routing_simulation.rules import Rule
@@ -19,7 +24,7 @@ from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
-from coatcheck.router.routing.prefix_match import NO_MATCH
+from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.routing_cost import Decision, choose_group
 from coatcheck.router.serving.admission_queue import due_at
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
@@ -29,26 +34,38 @@ Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
 
 
 class SimulatedRouter:
-    """`add_request` in order of arrival; `send_queued` when a group may have room; `update` after each step."""
+    """`add_request` in order of arrival; `send_queued` when a group may have room; `update` after each step.
+
+    `rule`: None is our own choose_group(). `serving`: names of the groups that take requests; the caller may change it.
+    """
 
     def __init__(
-        self, groups: Sequence[SimulatedGroup], rule: Rule | None, rng: random.Random, routers: int = 1
+        self,
+        groups: Sequence[SimulatedGroup],
+        rule: Rule | None,
+        rng: random.Random,
+        routers: int = 1,
+        *,
+        queued: bool = True,
     ) -> None:
+        self.serving = {group.name for group in groups}
         self._groups = {group.name: group for group in groups}
         self._rule = rule
+        self._queued = queued or rule is None
         self._rng = rng
-        self._views = [_View(groups, rng) for _ in range(routers)]
+        self._views = [_View(groups, self.serving, rule, rng) for _ in range(routers)]
         self._turn = 0
 
     def add_request(self, job: SimulatedRequest) -> Placed:
         """Send a request, or queue it if no group has room."""
         view = self._views[self._turn % len(self._views)]
         self._turn += 1
-        if self._rule is None:
+        if self._queued or self._rule is None:
             yield from view.add_request(job)
             return
-        matched = {name: (m.device, m.host) for name, m in view.index.matched_blocks(_chain(job)).items()}
-        group = self._rule(job, list(self._groups.values()), matched, job.at, self._rng)
+        matched = {name: m.device + m.host for name, m in view.index.matched_blocks(_chain(job)).items()}
+        serving = [group for name, group in self._groups.items() if name in self.serving]
+        group = self._rule(job, serving, matched, job.at, self._rng)
         job.group = group.name
         yield job, group
 
@@ -96,7 +113,11 @@ class _QueuedRequest(QueueEntry):
 class _View:
     """One router: what it knows of the groups, and its queue."""
 
-    def __init__(self, groups: Sequence[SimulatedGroup], rng: random.Random) -> None:
+    def __init__(
+        self, groups: Sequence[SimulatedGroup], serving: set[str], rule: Rule | None, rng: random.Random
+    ) -> None:
+        self._serving = serving
+        self._rule = rule
         self.index = PrefixIndex()
         self.queue: FairQueue[_QueuedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
@@ -123,7 +144,8 @@ class _View:
         if not len(self.queue) and self._has_room:
             yield self._place(job, job.at)
         else:
-            seconds = min(cost.prefill_seconds + cost.restore_seconds for cost in self._decide(job, self._loads).costs)
+            costs = self._decide(job, self._matched(job), self._serving).costs
+            seconds = min(cost.prefill_seconds + cost.restore_seconds for cost in costs)
             self.queue.add(_QueuedRequest(tenant=ANONYMOUS, due=due_at(job.at, seconds), request=job))
 
     def send_queued(self, now: float) -> Placed:
@@ -142,7 +164,7 @@ class _View:
 
     @property
     def _has_room(self) -> bool:
-        return any(load.has_room for load in self._loads.values())
+        return any(load.has_room for name, load in self._loads.items() if name in self._serving)
 
     def _read_reports(self, now: float) -> None:
         """Take the groups' reports up to now."""
@@ -158,23 +180,37 @@ class _View:
                 report.submissions = self._reported[name]  # each router has its own stream, and its own count
                 load.report(report, tick)
 
-    def _decide(self, job: SimulatedRequest, loads: Mapping[str, GroupLoad]) -> Decision:
-        matched = self.index.matched_blocks(_chain(job))
-        candidates = [load.candidate(name, matched.get(name, NO_MATCH)) for name, load in loads.items()]
-        return choose_group(
-            candidates,
-            job.prompt,
-            self._rng,
-            queued_in_router=len(self.queue),
-        )
+    def _matched(self, job: SimulatedRequest) -> Mapping[str, PrefixMatch]:
+        return self.index.matched_blocks(_chain(job))
+
+    def _decide(self, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Iterable[str]) -> Decision:
+        candidates = [
+            load.candidate(name, matched.get(name, NO_MATCH)) for name, load in self._loads.items() if name in names
+        ]
+        return choose_group(candidates, job.prompt, self._rng, queued_in_router=len(self.queue))
 
     def _place(self, job: SimulatedRequest, now: float) -> tuple[SimulatedRequest, SimulatedGroup]:
-        decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})
-        job.group = decision.group
+        matched = self._matched(job)
+        names = [name for name in self._loads if name in self._serving and not self._loads[name].is_full]
+        if self._rule is None:
+            job.group = self._decide(job, matched, names).group
+        else:
+            job.group = self._place_by_rule(self._rule, job, matched, names, now)
         self._sent_at[job.group].append(now)
-        self._sent[id(job)] = self._loads[job.group].add_submission(job.prompt - decision.chosen.cached_tokens)
+        cached = matched.get(job.group, NO_MATCH).blocks * BLOCK
+        self._sent[id(job)] = self._loads[job.group].add_submission(job.prompt - cached)
         self.index.add_expected(job.group, id(job), _chain(job))
         return job, self._groups[job.group]
+
+    def _place_by_rule(
+        self, rule: Rule, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Sequence[str], now: float
+    ) -> str:
+        """The group that a published rule chooses, with our knowledge of prompts in flight and our gate: a group
+        without room only if it holds more of the prompt than every group with room."""
+        blocks = {name: match.blocks for name, match in matched.items()}
+        most = max((blocks.get(name, 0) for name in names if self._loads[name].has_room), default=-1)
+        allowed = [name for name in names if self._loads[name].has_room or blocks.get(name, 0) > most]
+        return rule(job, [self._groups[name] for name in allowed], blocks, now, self._rng).name
 
 
 def _chain(job: SimulatedRequest) -> list[bytes]:

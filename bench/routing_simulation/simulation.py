@@ -8,11 +8,13 @@ and nothing times out.
 import heapq
 import math
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
-from coatcheck.bench.routing_simulation.rules import Rule, rules
+from coatcheck.bench.routing_simulation.rules import Rule
 from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_router import Placed, SimulatedRouter
@@ -22,19 +24,61 @@ GROUPS = 8
 OURS = "coatcheck"
 
 
+class Cluster(Enum):
+    """How the groups of a cell differ from each other."""
+
+    EQUAL = ""
+    MIXED_SPEEDS = "mixed speeds"  # a quarter of the groups is half as fast
+    MIXED_SIZES = "mixed sizes"  # half of the groups have twice the blocks, the others a third
+    CHANGING = "changing"  # groups drain and join while requests come
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One trace at one cache size (`blocks` of each group) and one load."""
+    """One workload at one cache size (`blocks` of each group) and one load."""
 
-    trace: str
+    workload: str
     blocks: int
     load: float
     host_blocks: int = 0
+    cluster: Cluster = Cluster.EQUAL
 
     @property
     def name(self) -> str:
         host = f"+{self.host_blocks} host" if self.host_blocks else ""
-        return f"{self.trace}/{self.blocks}{host}/{self.load:g}"
+        cluster = f"/{self.cluster.value}" if self.cluster.value else ""
+        return f"{self.workload}/{self.blocks}{host}/{self.load:g}{cluster}"
+
+    def models(self, groups: int) -> list[ServiceModel]:
+        """The service model of each group."""
+        model = ServiceModel(blocks=self.blocks, host_blocks=self.host_blocks)
+        if self.cluster is Cluster.MIXED_SPEEDS:
+            slow = groups // 4
+            return [model] * (groups - slow) + [model.slowed(2)] * slow
+        if self.cluster is Cluster.MIXED_SIZES:
+            large, small = replace(model, blocks=2 * self.blocks), replace(model, blocks=self.blocks // 3)
+            return [large if place < groups // 2 else small for place in range(groups)]
+        return [model] * groups
+
+
+class Change(NamedTuple):
+    """At a time, as a share of the run, a group begins or ceases to take requests."""
+
+    when: float
+    group: int
+    serves: bool
+
+
+# Of a cluster that changes, the last group joins late.
+CHANGES = (
+    Change(0.0, -1, False),
+    Change(0.2, 0, False),
+    Change(0.35, -1, True),
+    Change(0.5, 1, False),
+    Change(0.6, 0, True),
+    Change(0.7, 2, False),
+    Change(0.8, 1, True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +98,12 @@ class SimulationResult:
     success: float
 
 
-def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup], router: SimulatedRouter) -> None:
+def simulate(
+    jobs: Sequence[SimulatedRequest],
+    groups: Sequence[SimulatedGroup],
+    router: SimulatedRouter,
+    changes: Sequence[Change] = (),
+) -> None:
     """Run every job to its end."""
     by_name = {group.name: group for group in groups}
     period = groups[0].model.report_seconds
@@ -85,7 +134,12 @@ def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup],
             if router.waiting:
                 submit(router.send_queued(when), when)
 
+    coming = deque(changes)
     for job in jobs:
+        while coming and coming[0].when * jobs[-1].at <= job.at:
+            change = coming.popleft()
+            run_until(change.when * jobs[-1].at)
+            (router.serving.add if change.serves else router.serving.discard)(groups[change.group].name)
         run_until(job.at)
         submit(router.add_request(job), job.at)
     run_until(math.inf)
@@ -106,41 +160,43 @@ def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
     return hits
 
 
-def speed_up(
-    entries: Sequence[TraceEntry], hits: Sequence[int], model: ServiceModel, groups: int, load: float
-) -> float:
-    """The factor on the rate of arrivals for `load`."""
+def speed_up(entries: Sequence[TraceEntry], hits: Sequence[int], models: Sequence[ServiceModel], load: float) -> float:
+    """The factor on the rate of arrivals for `load`. A group's capacity is in proportion to its prefill rate."""
+    model = models[0]
     work = sum(
         model.work(entry.input_len - hit, 0, entry.input_len + entry.output_len // 2, entry.output_len)
         for entry, hit in zip(entries, hits, strict=True)
     )
-    return load * groups * entries[-1].at / work
+    capacity = sum(group.prefill_rate for group in models) / model.prefill_rate
+    return load * capacity * entries[-1].at / work
 
 
 def run(
     cell: Cell,
-    rule: str,
+    rule: Rule | None,
     entries: Sequence[TraceEntry],
     *,
     groups: int = GROUPS,
     routers: int = 1,
+    queued: bool = False,
     seed: int = 0,
     hits: Sequence[int] | None = None,
 ) -> tuple[SimulationResult, float]:
-    """One rule in one cell, and the pooled cache's hit ratio; `hits` are those of `pooled_hits`, if they are known."""
-    model = ServiceModel(blocks=cell.blocks, host_blocks=cell.host_blocks)
-    hits = hits or pooled_hits(entries, (cell.blocks + cell.host_blocks) * groups)
-    speed = speed_up(entries, hits, model, groups, cell.load)
+    """One rule in one cell, and the pooled cache's hit ratio. `rule`: None is our own. `queued`: the rule gets our
+    queue. `hits` are those of `pooled_hits`, if they are known."""
+    models = cell.models(groups)
+    hits = hits or pooled_hits(entries, sum(model.blocks + model.host_blocks for model in models))
+    speed = speed_up(entries, hits, models, cell.load)
     jobs = [
         SimulatedRequest(entry.at / speed, entry.input_len, max(entry.output_len, 1), _chain(entry))
         for entry in entries
     ]
-    members = [SimulatedGroup(f"g{place}", model) for place in range(groups)]
-    theirs: Rule | None = rules()[rule] if rule != OURS else None
-    simulate(jobs, members, SimulatedRouter(members, theirs, random.Random(seed), routers))
+    members = [SimulatedGroup(f"g{place}", model) for place, model in enumerate(models)]
+    router = SimulatedRouter(members, rule, random.Random(seed), routers, queued=queued)
+    simulate(jobs, members, router, CHANGES if cell.cluster is Cluster.CHANGING else ())
     for member in members:
         member.check()
-    return _outcome(jobs, members, model), sum(hits) / sum(job.prompt for job in jobs)
+    return _outcome(jobs, members, models[0]), sum(hits) / sum(job.prompt for job in jobs)
 
 
 def _chain(entry: TraceEntry) -> tuple[int, ...]:
