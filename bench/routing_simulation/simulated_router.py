@@ -25,8 +25,9 @@ from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
+from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import Decision, choose_group
-from coatcheck.router.serving.admission_queue import due_at
+from coatcheck.router.serving.admission_queue import ANSWERS_AVERAGED, GUESSED_ANSWER_TOKENS, due_at
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
 
 # Requests that are sent now, and the group of each.
@@ -119,6 +120,8 @@ class _View:
         self._serving = serving
         self._rule = rule
         self.index = PrefixIndex()
+        self._replication = PrefixReplication()
+        self._answer_tokens = GUESSED_ANSWER_TOKENS
         self.queue: FairQueue[_QueuedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
         self._rng = rng
@@ -161,6 +164,7 @@ class _View:
     def record_end(self, job: SimulatedRequest) -> None:
         if (number := self._sent.pop(id(job), None)) is not None:
             self._loads[job.group].end_choices(number)
+            self._answer_tokens += (job.output - self._answer_tokens) / ANSWERS_AVERAGED
 
     @property
     def _has_room(self) -> bool:
@@ -187,13 +191,16 @@ class _View:
         candidates = [
             load.candidate(name, matched.get(name, NO_MATCH)) for name, load in self._loads.items() if name in names
         ]
-        return choose_group(candidates, job.prompt, self._rng, queued_in_router=len(self.queue))
+        return choose_group(
+            candidates, job.prompt, self._rng, queued_in_router=len(self.queue), answer_tokens=self._answer_tokens
+        )
 
     def _place(self, job: SimulatedRequest, now: float) -> tuple[SimulatedRequest, SimulatedGroup]:
         matched = self._matched(job)
         names = [name for name in self._loads if name in self._serving and not self._loads[name].is_full]
         if self._rule is None:
-            job.group = self._decide(job, matched, names).group
+            decision = self._decide(job, matched, names)
+            job.group = self._replication.review(decision, _chain(job), BLOCK).group
         else:
             job.group = self._place_by_rule(self._rule, job, matched, names, now)
         self._sent_at[job.group].append(now)

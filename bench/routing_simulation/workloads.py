@@ -67,7 +67,7 @@ def tenants(seed: int, number: int = 100, requests: int = REQUESTS) -> list[Trac
     weights = _zipf(number)
     entries = []
     for at in _poisson(dice, requests):
-        (system_length, system), = dice.choices(systems, cum_weights=weights)
+        ((system_length, system),) = dice.choices(systems, cum_weights=weights)
         length = system_length + dice.randint(200, 1000)
         entries.append(TraceEntry(at, length, dice.randint(50, 400), prompts.extend(system, length)))
     return entries

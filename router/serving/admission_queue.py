@@ -37,8 +37,8 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 _MAX_SPEEDUP: Final = 2.0
 _MIN_GRANTS: Final = 8
 _MAX_GRANTS: Final = 64  # last grants, from which the rate of grants is computed
-_GUESSED_ANSWER_TOKENS: Final = 64.0  # mean tokens of an answer before any has ended
-_ANSWERS_AVERAGED: Final = 32  # answers that the running average of their tokens covers
+GUESSED_ANSWER_TOKENS: Final = 64.0  # mean tokens of an answer before any has ended
+ANSWERS_AVERAGED: Final = 32  # answers that the running average of their tokens covers
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,16 @@ class AdmissionQueue:
         self._queue: FairQueue[QueuedAttempt] = FairQueue(max_size)
         # When the queue was last empty, and when it granted requests since: the last of these times.
         self._grant_times: deque[float] = deque(maxlen=1 + _MAX_GRANTS)
-        self._answer_tokens = _GUESSED_ANSWER_TOKENS
+        self._answer_tokens = GUESSED_ANSWER_TOKENS
         self._last_wait = (0.0, 0.0)  # (time of the last grant, seconds that the request had waited)
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def answer_tokens(self) -> float:
+        """Mean tokens of the last answers."""
+        return self._answer_tokens
 
     def queue_seconds(self, now: float) -> float:
         """How long requests wait now: the larger of the age of the oldest request (see FairQueue.oldest) and the wait
@@ -191,7 +196,7 @@ class AdmissionQueue:
         """Settles the charge of a granted request that has ended. `computed`: prompt tokens that no cache held;
         `answered`: tokens of its answer."""
         charge.settle_tokens(computed + answered)
-        self._answer_tokens += (answered - self._answer_tokens) / _ANSWERS_AVERAGED
+        self._answer_tokens += (answered - self._answer_tokens) / ANSWERS_AVERAGED
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""

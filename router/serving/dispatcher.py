@@ -27,6 +27,7 @@ from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
+from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose_group
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Grant, QueuedAttempt
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
@@ -43,6 +44,7 @@ class Dispatcher:
         self.retries = RetryBudget()
         self._groups = groups
         self._rng = random.Random()
+        self._replication = PrefixReplication()
         # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
         self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         groups.on_room = self.send_waiting
@@ -170,6 +172,9 @@ class Dispatcher:
         decision = self._decide(request, preferred)
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
+        if request.deadline is None:  # to compute a copy takes the request longer
+            model = next(group.model for group in eligible if group.name == decision.group)
+            decision = self._replication.review(decision, request.block_hashes(model), model.block_size)
         lifecycle.record_sent(decision, attempt.moves)
         group = next(group for group in eligible if group.name == decision.group)
         submission = group.submit(request, decision, attempt.moves, attempt.delivered, lifecycle.trace_context)
@@ -221,5 +226,6 @@ class Dispatcher:
             len(request.prompt_token_ids),
             self._rng,
             queued_in_router=len(self.queue),
+            answer_tokens=self.queue.answer_tokens,
             session=request.session_id,
         )
