@@ -69,7 +69,7 @@ def _cells(only: str) -> list[Cell]:
     cells = [cell for cell in CELLS if cell.name.startswith(only)]
     if not cells:
         names = f"{CELLS[0].name} to {CELLS[-1].name}"
-        raise InvalidConfig(f"no cell's name begins with {only!r}; they are trace/blocks/load, {names}")
+        raise InvalidConfig(f"no cell's name begins with {only!r}; they are workload/blocks/load, {names}")
     return cells
 
 

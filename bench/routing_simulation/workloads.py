@@ -156,7 +156,8 @@ def long_and_short(seed: int, requests: int = REQUESTS) -> list[TraceEntry]:
                 length = dice.randint(50_000, 100_000)
                 text = prompts.blocks(length)
                 texts.append((length, text))
-            entries.append(TraceEntry(at, length + dice.randint(20, 100), dice.randint(100, 500), text))
+            length += dice.randint(20, 100)
+            entries.append(TraceEntry(at, length, dice.randint(100, 500), prompts.extend(text, length)))
         else:
             length = dice.randint(200, 2000)
             entries.append(TraceEntry(at, length, dice.randint(50, 400), prompts.blocks(length)))

@@ -145,8 +145,8 @@ def choose_group(
 ) -> Decision:
     """Chooses among at least one candidate.
 
-    `queued_in_router`: requests that wait in the router. `answer_tokens`: mean tokens of an answer. `session`: of
-    groups with equal cost, requests of one session go to the same one.
+    `queued_in_router`: requests that wait in the router for one of these groups. `answer_tokens`: mean tokens of an
+    answer. `session`: of groups with equal cost, requests of one session go to the same one.
     """
     measured = [
         (c.prefill_tokens_per_second, c.busy_share + _MIN_RATE_WEIGHT)

@@ -127,7 +127,8 @@ class Dispatcher:
         serving = self._groups.serving()
         if not serving:
             raise Unavailable(_NO_GROUP)
-        return self._decide(request, groups_that_can_hold(serving, request))
+        eligible = groups_that_can_hold(serving, request)
+        return self._decide(request, eligible, EligibleGroups.of(eligible))
 
     async def _wait_for_group(self, wait_seconds: float) -> None:
         try:
@@ -169,7 +170,8 @@ class Dispatcher:
         request, lifecycle = attempt.request, attempt.lifecycle
         lifecycle.record_routing()
         preferred = [group for group in eligible if group.name not in exclude_groups] or eligible
-        decision = self._decide(request, preferred)
+        scheduling_class = EligibleGroups.of(eligible, has_begun=attempt.only_compatible_with is not None)
+        decision = self._decide(request, preferred, scheduling_class)
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
         if request.deadline is None:  # to compute a copy takes the request longer
@@ -206,10 +208,10 @@ class Dispatcher:
         eligible = self._require_eligible_groups(attempt)
         if not eligible:
             return 0.0
-        decision = self._decide(attempt.request, eligible)
+        decision = self._decide(attempt.request, eligible, self._scheduling_class(attempt))
         return min(cost.prefill_seconds + cost.restore_seconds for cost in decision.costs)
 
-    def _decide(self, request: Request, groups: list[GroupConnection]) -> Decision:
+    def _decide(self, request: Request, groups: list[GroupConnection], scheduling_class: EligibleGroups) -> Decision:
         # Groups of one model have the same block hashes; one walk along the chain matches them all.
         matched: dict[tuple[str, str, int], dict[str, PrefixMatch]] = {}
         candidates: list[Candidate] = []
@@ -225,7 +227,7 @@ class Dispatcher:
             candidates,
             len(request.prompt_token_ids),
             self._rng,
-            queued_in_router=len(self.queue),
+            queued_in_router=self.queue.waiting_in_class(scheduling_class),
             answer_tokens=self.queue.answer_tokens,
             session=request.session_id,
         )
