@@ -122,11 +122,9 @@ class GroupLoad:
         """The group as a Candidate for `choose_group`. `match`: blocks of the prompt that the group holds."""
         size = self._block_size
         device, host, expected = match
-        coming = self._waiting + self._unreported_choices
         return Candidate(
             group,
             self._queued_tokens + self._unreported_tokens,
-            coming,
             self._rate,
             self._restore_rate,
             self._step_seconds,
@@ -137,7 +135,7 @@ class GroupLoad:
             device * size,
             host * size,
             expected * size,
-            max(self._running + self._running_delta, 0) + coming,
+            max(self._running + self._running_delta, 0) + self._waiting + self._unreported_choices,
             self.has_room,
         )
 

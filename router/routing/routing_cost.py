@@ -12,13 +12,15 @@ this one. docs/routing.md derives it:
     restore  = tokens of this prompt that only the host tier holds / restore rate
     decode   = steps that the queue and the prompt take × seconds of a step at the group's batch size
     eviction = tokens of blocks in use that the prompt evicts / prefill rate
-    delay    = (prefill + restore + eviction) × requests that wait while every group is busy / idle share
+    delay    = (prefill + restore + eviction) × requests per group that wait in the router / idle share
     stall    = prefill × streams that decode there × TTFT limit / (tokens of an answer × TPOT limit)
 
-While one group is idle nobody waits for the others, so the delay is 0 and the request goes where its own first token
-comes soonest. One gate excludes groups: while some group has room, a group without room is excluded unless it holds
-more of the prompt than every group with room. A request that is sent to a full group could not be sent elsewhere when
-another group becomes free.
+Requests wait in the router only while no group has room for them. As long as none waits, the delay is 0, and the length
+of one group's queue does not change what another group costs.
+
+One gate excludes groups: while some group has room, a group without room is excluded unless it holds more of the prompt
+than every group with room. A request that is sent to a full group could not be sent elsewhere when another group
+becomes free.
 
 Ties are broken by session, or at random. The module is pure.
 """
@@ -54,7 +56,6 @@ class Candidate(NamedTuple):
 
     group: str
     queued_prefill_tokens: float = 0.0
-    queued_requests: float = 0.0  # requests to which these tokens belong
     prefill_tokens_per_second: float = 0.0
     restore_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
@@ -156,10 +157,9 @@ def choose_group(
     weights = sum([weight for _, weight in measured])
     mean_rate = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
     idle_share = max(1 - fmean([c.busy_share for c in candidates]), _MIN_IDLE_SHARE)
-    # Requests per group that wait while every group is busy: those in the router, and the length of the shortest queue.
-    waiting = queued_in_router / len(candidates) + min([c.queued_requests for c in candidates])
+    delayed = queued_in_router / len(candidates) / idle_share
     stall = _TTFT_LIMIT / (answer_tokens * _TPOT_LIMIT)
-    costs = tuple([_group_cost(c, prompt_tokens, mean_rate, waiting / idle_share, stall) for c in candidates])
+    costs = tuple([_group_cost(c, prompt_tokens, mean_rate, delayed, stall) for c in candidates])
     allowed = _apply_room_gate(costs)
     least = min([cost.total_seconds for cost in allowed])
     best = [cost.group for cost in allowed if cost.total_seconds == least]
@@ -184,8 +184,8 @@ def _group_cost(
     """`delayed`: requests that wait longer by each second of work. `stall_price`: seconds that a stalled second of one
     stream costs."""
     (
-        group, queued, _, rate, restore_rate, step, max_batch, busy, free, evictable, device, host, expected,
-        streams, has_room,
+        group, queued, rate, restore_rate, step, max_batch, busy, free, evictable, device, host, expected, streams,
+        has_room,
     ) = candidate  # fmt: skip
     rate = mean_rate + (rate - mean_rate) * busy / (busy + _HALF_WEIGHT_BUSY_SHARE) if rate else mean_rate
     cached = device + host + expected

@@ -24,15 +24,15 @@ def test_a_submission_counts_until_a_report_contains_it() -> None:
     load.add_submission(50)
     load.add_submission(7)
     seen = load.candidate("a")
-    assert (seen.queued_prefill_tokens, seen.queued_requests) == (157, 4)
+    assert (seen.queued_prefill_tokens, seen.streams) == (157, 4)
     load.report(Load(queued_prefill_tokens=90, status=GroupStatus(waiting=2)), now=60.0)
     assert load.candidate("a").queued_prefill_tokens == 147  # it was on its way for a minute
     load.report(Load(queued_prefill_tokens=130, status=GroupStatus(waiting=3), submissions=1), now=60.0)
     seen = load.candidate("a")
-    assert (seen.queued_prefill_tokens, seen.queued_requests) == (137, 4)
+    assert (seen.queued_prefill_tokens, seen.streams) == (137, 4)
     load.report(Load(queued_prefill_tokens=137, status=GroupStatus(waiting=4), submissions=2), now=60.0)
     seen = load.candidate("a")
-    assert (seen.queued_prefill_tokens, seen.queued_requests) == (137, 4)
+    assert (seen.queued_prefill_tokens, seen.streams) == (137, 4)
     load.check()
 
 
@@ -93,11 +93,11 @@ def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None
     """Each choice counts, in the queue and running, until it ends."""
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
     request = load.add_submission(10, choices=3)
-    assert load.candidate("a").queued_requests == 3
+    assert load.candidate("a").streams == 3
     load.end_choices(request)
-    assert (load.candidate("a").queued_requests, load.candidate("a").queued_prefill_tokens) == (2, 10)
+    assert (load.candidate("a").streams, load.candidate("a").queued_prefill_tokens) == (2, 10)
     load.record_first_output(request)
-    assert (load.candidate("a").queued_requests, load.candidate("a").streams) == (0, 2)
+    assert (load.candidate("a").streams, load.candidate("a").queued_prefill_tokens) == (2, 0)
     load.end_choices(request, 2)
     assert load.candidate("a").streams == 0
     whole = load.add_submission(10, choices=2)
@@ -202,7 +202,7 @@ class OneStream(RuleBasedStateMachine):
         while self.up:
             self.router_hears()
         seen = self.load.candidate("a")
-        assert (seen.queued_requests, seen.streams) == (len(self.waiting), len(self.waiting) + len(self.running))
+        assert seen.streams == len(self.waiting) + len(self.running)
         self.holds()
 
 

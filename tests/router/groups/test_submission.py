@@ -18,10 +18,11 @@ async def test_a_choice_that_ends_twice_is_counted_once() -> None:
     submission.abort_choice(1)
     submission.deliver(SequenceOutput(id=1, choice=1, finish_reason=FINISH_REASON_LENGTH))
     seen = connection.load.candidate("g")
-    assert (seen.queued_requests, seen.queued_prefill_tokens) == (2, 13)
+    assert (seen.streams, seen.queued_prefill_tokens) == (2, 13)
     submission.record_first_output(FirstOutput())
     submission.record_first_output(FirstOutput())
-    assert (connection.load.candidate("g").queued_requests, connection.load.candidate("g").streams) == (0, 2)
+    seen = connection.load.candidate("g")
+    assert (seen.streams, seen.queued_prefill_tokens) == (2, 0)
     submission.close(finished=False)
     submission.close(finished=True)
     assert connection.load.candidate("g").streams == 0

@@ -17,7 +17,6 @@ CANDIDATES = st.lists(
         Candidate,
         group=st.text("abcdef", min_size=1, max_size=3),
         queued_prefill_tokens=TOKENS,
-        queued_requests=st.integers(0, 100),
         prefill_tokens_per_second=st.sampled_from([0.0, 100.0, 10_000.0]),
         restore_tokens_per_second=st.sampled_from([0.0, 1_000_000.0]),
         step_seconds=st.floats(0, 1),
@@ -69,13 +68,6 @@ SCENARIOS: dict[str, tuple[list[Candidate], str]] = {
         ],
         "fast",
     ),
-    "while all are busy a prefix is worth a longer queue": (
-        [
-            a_group("holder", busy_share=0.9, device_tokens=800, queued_prefill_tokens=4000, queued_requests=4),
-            a_group("other", busy_share=0.9, queued_prefill_tokens=2000, queued_requests=4),
-        ],
-        "holder",
-    ),
     "room gate: a full group that holds no more is excluded": (
         [a_group("full", has_room=False), a_group("room", queued_prefill_tokens=500)],
         "room",
@@ -90,15 +82,15 @@ SCENARIOS: dict[str, tuple[list[Candidate], str]] = {
     ),
     "an idle group beats a queue longer than the whole prompt": (
         [
-            a_group("holder", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
+            a_group("holder", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=1100),
             a_group("idle", busy_share=0.9),
         ],
         "idle",
     ),
-    "while all groups have queues, the holder is worth its queue": (
+    "a queue as long as what the prefix saves beats the same elsewhere": (
         [
-            a_group("holder", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
-            a_group("other", busy_share=0.9, queued_prefill_tokens=200, queued_requests=2),
+            a_group("holder", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=1100),
+            a_group("other", busy_share=0.9, queued_prefill_tokens=200),
         ],
         "holder",
     ),
@@ -115,8 +107,8 @@ def test_which_group_is_chosen(name: str) -> None:
 def test_the_room_gate_is_a_threshold_and_costs_are_not() -> None:
     """At the gate the choice changes although no cost changes by more than a little; `why` says which group a gate has
     excluded."""
-    holder = a_group("holder", busy_share=0.9, device_tokens=1000, queued_requests=5)
-    other = a_group("other", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=100, queued_requests=5)
+    holder = a_group("holder", busy_share=0.9, device_tokens=1000)
+    other = a_group("other", busy_share=0.9, device_tokens=1000, queued_prefill_tokens=100)
     before = choose_group([holder, other], 1000, DICE)
     after = choose_group([holder._replace(has_room=False), other], 1000, DICE)
     assert (before.group, after.group) == ("holder", "other")
@@ -144,20 +136,20 @@ def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], pr
 
 
 @settings(max_examples=examples(50))
-@given(CANDIDATES, st.integers(1, 10_000), st.data())
-def test_no_cost_jumps(candidates: list[Candidate], prompt: int, data: st.DataObject) -> None:
+@given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 100), st.data())
+def test_no_cost_jumps(candidates: list[Candidate], prompt: int, queued: int, data: st.DataObject) -> None:
     """A thousandth more of anything moves no total by more than a hundredth and a little: there is no cliff."""
     place = data.draw(st.integers(0, len(candidates) - 1))
-    field = data.draw(st.sampled_from(["queued_prefill_tokens", "queued_requests", "step_seconds", "free_tokens"]))
+    field = data.draw(st.sampled_from(["queued_prefill_tokens", "step_seconds", "free_tokens"]))
     old = candidates[place]
     changed = [*candidates]
     changed[place] = old._replace(**{field: getattr(old, field) * 1.001})
-    before = choose_group(candidates, prompt, DICE).costs
-    after = choose_group(changed, prompt, DICE).costs
+    before = choose_group(candidates, prompt, DICE, queued_in_router=queued).costs
+    after = choose_group(changed, prompt, DICE, queued_in_router=queued).costs
     for one, other in zip(before, after, strict=True):
         # Eviction is a difference of what is queued and what is free, so it moves by their size and not its own.
         moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
-        behind = 40 * (1 + max(candidate.queued_requests for candidate in candidates))
+        behind = 40 * (1 + queued)
         assert abs(one.total_seconds - other.total_seconds) <= 0.01 * one.total_seconds + moved * behind + 1e-9
 
 
@@ -180,27 +172,24 @@ def test_no_request_waits_longer_than_an_idle_group_computes(
 def test_one_long_queue_does_not_make_idle_groups_look_expensive() -> None:
     """With 1,000 requests (50 s) queued at the group that holds the prompt, an idle group computes it in 0.46 s."""
     rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000}
-    holder = a_group(
-        "g0", queued_prefill_tokens=500_000, queued_requests=1000, device_tokens=4096, busy_share=1.0, **rates
-    )
+    holder = a_group("g0", queued_prefill_tokens=500_000, device_tokens=4096, busy_share=1.0, **rates)
     idle = [a_group(f"g{place}", **rates) for place in range(1, 8)]
     decision = choose_group([holder, *idle], 4596, DICE)
     assert decision.group != "g0" and decision.chosen.delay_seconds < 1.0
-    busier = holder._replace(queued_prefill_tokens=1000, queued_requests=2)
+    busier = holder._replace(queued_prefill_tokens=1000)
     assert choose_group([busier, *idle], 4596, DICE).group == "g0"
 
 
 def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() -> None:
     """The idle groups were as busy as the holder until now: a queue that is longer than the prompt still sends the
-    request to an idle group. Once all groups have queues, to compute the prompt again would delay others, and the
+    request to an idle group. Once requests wait in the router, to compute the prompt again would delay them, and the
     request waits."""
     rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000, "busy_share": 0.9}
-    holder = a_group("g0", queued_prefill_tokens=10_000, queued_requests=20, device_tokens=4096, **rates)
+    holder = a_group("g0", queued_prefill_tokens=10_000, device_tokens=4096, **rates)
     others = [a_group(f"g{place}", **rates) for place in range(1, 8)]
     decision = choose_group([holder, *others], 4596, DICE)
     assert decision.group != "g0" and decision.chosen.delay_seconds == 0
-    nearly = [group._replace(queued_prefill_tokens=500, queued_requests=1) for group in others]
-    assert choose_group([holder, *nearly], 4596, DICE).group == "g0"
+    assert choose_group([holder, *others], 4596, DICE, queued_in_router=16).group == "g0"
 
 
 def test_ties_are_broken_at_random() -> None:
@@ -237,19 +226,19 @@ def test_expected_tokens_count_as_cached() -> None:
 
 
 def test_work_costs_more_when_others_wait() -> None:
-    """Work delays the requests behind it too, so cached tokens are worth more with long queues."""
-    holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000, queued_requests=2)
-    other = a_group("other", queued_prefill_tokens=1000, queued_requests=2)
-    assert choose_group([holder, other], 1000, DICE).group == "holder"
-    calm = [group._replace(queued_requests=0) for group in (holder, other)]
-    assert choose_group(calm, 1000, DICE).group == "other"
+    """Work delays the requests that wait in the router too, so the more wait, the more cached tokens are worth."""
+    holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
+    other = a_group("other", queued_prefill_tokens=1000)
+    assert choose_group([holder, other], 1000, DICE).group == "other"
+    assert choose_group([holder, other], 1000, DICE, queued_in_router=2).group == "holder"
 
 
 def test_busy_groups_expect_more_to_come() -> None:
     """The same queues weigh more while the groups are busier."""
 
     def delay(busy: float) -> float:
-        return choose_group([a_group("a", queued_requests=1, busy_share=busy)], 1000, DICE).chosen.delay_seconds
+        decision = choose_group([a_group("a", busy_share=busy)], 1000, DICE, queued_in_router=1)
+        return decision.chosen.delay_seconds
 
     assert 0 < delay(0.0) < delay(0.5) < delay(0.9) < delay(1.0) < float("inf")
 
@@ -308,12 +297,59 @@ def test_a_full_group_is_chosen_only_for_what_it_holds() -> None:
     assert choose_group([room._replace(has_room=False), full], 1000, DICE).group == "full"
 
 
-def test_requests_queued_in_the_router_wait_behind_too() -> None:
-    """The longer the router's own queue, the more a cached prefix is worth."""
-    holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
-    other = a_group("other", queued_prefill_tokens=1000)
-    assert choose_group([holder, other], 1000, DICE).group == "other"
-    assert choose_group([holder, other], 1000, DICE, queued_in_router=4).group == "holder"
+@settings(max_examples=examples(50))
+@given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 100), st.integers(1, 10_000), st.data())
+def test_a_longer_queue_makes_a_group_dearer_and_no_other(
+    candidates: list[Candidate], prompt: int, queued: int, more: int, data: st.DataObject
+) -> None:
+    """More prompt tokens queued at a group raise its cost and leave those of the others as they are. So a group that
+    was not chosen is not chosen for its queue, and its neighbours are not avoided for it."""
+    place = data.draw(st.integers(0, len(candidates) - 1))
+    longer = [*candidates]
+    longer[place] = longer[place]._replace(queued_prefill_tokens=longer[place].queued_prefill_tokens + more)
+    before = choose_group(candidates, prompt, DICE, queued_in_router=queued)
+    after = choose_group(longer, prompt, DICE, queued_in_router=queued)
+    for number, (one, other) in enumerate(zip(before.costs, after.costs, strict=True)):
+        assert other.total_seconds > one.total_seconds if number == place else other == one
+    assert after.group in (before.group, *(c.group for c in candidates if c.group != candidates[place].group))
+
+
+@settings(max_examples=examples(50))
+@given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 100), st.integers(1, 1000), st.data())
+def test_more_cached_tokens_never_hurt(
+    candidates: list[Candidate], prompt: int, queued: int, more: int, data: st.DataObject
+) -> None:
+    """A group that holds more of the prompt on the device costs no more, and is chosen if it was before."""
+    place = data.draw(st.integers(0, len(candidates) - 1))
+    richer = [*candidates]
+    richer[place] = richer[place]._replace(device_tokens=richer[place].device_tokens + more)
+    before = choose_group(candidates, prompt, DICE, queued_in_router=queued)
+    after = choose_group(richer, prompt, DICE, queued_in_router=queued)
+    assert after.costs[place].total_seconds <= before.costs[place].total_seconds
+    if before.group == candidates[place].group:
+        assert after.chosen.total_seconds <= before.chosen.total_seconds
+
+
+@settings(max_examples=examples(50))
+@given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 100), st.sampled_from([0.25, 0.5, 2.0, 8.0]))
+def test_the_scale_of_rates_does_not_matter(
+    candidates: list[Candidate], prompt: int, queued: int, factor: float
+) -> None:
+    """Groups that are all `factor` times as fast have costs of 1 / `factor`, and the same one is chosen."""
+    known = [c._replace(prefill_tokens_per_second=c.prefill_tokens_per_second or 100.0) for c in candidates]
+    faster = [
+        c._replace(
+            prefill_tokens_per_second=c.prefill_tokens_per_second * factor,
+            restore_tokens_per_second=c.restore_tokens_per_second * factor,
+            step_seconds=c.step_seconds / factor,
+        )
+        for c in known
+    ]
+    one = choose_group(known, prompt, random.Random(0), queued_in_router=queued)
+    other = choose_group(faster, prompt, random.Random(0), queued_in_router=queued)
+    for slow, fast in zip(one.costs, other.costs, strict=True):
+        assert fast.total_seconds * factor == pytest.approx(slow.total_seconds)
+    assert one.group == other.group
 
 
 def test_an_old_measurement_of_an_idle_group_counts_little() -> None:
