@@ -9,6 +9,7 @@ A command that fails prints one line on stderr that begins with `error: `. Its e
 `coatcheck serve` exits with 0 after SIGINT or SIGTERM if it has printed its `ready:` line, else with 130.
 """
 
+import difflib
 import os
 import sys
 from functools import partial
@@ -23,6 +24,11 @@ from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel, 
 _CLICK_ERROR: Final[Any] = typer.BadParameter.__base__
 # Errors that the user must correct, found by this process or by the server.
 _USAGE_ERRORS: Final = (InvalidConfig, InvalidModel, InvalidRequest, NotFound)
+
+# difflib's ratio of an unknown flag and the flags of ours that are suggested for it, at least. Click's own 0.6 suggests
+# --router-resource for --trust-remote-code.
+_NEAR_MISS: Final = 0.8
+_NEVER_SUGGESTED: Final = frozenset({"--insecure"})
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -74,6 +80,9 @@ def fail(message: str, code: int) -> int:
 
 
 def _usage_message(error: Any) -> str:
+    if getattr(error, "option_name", None) and getattr(error, "possibilities", None):  # a NoSuchOption
+        near = difflib.get_close_matches(error.option_name, error.possibilities, cutoff=_NEAR_MISS)
+        error.possibilities = [flag for flag in near if flag not in _NEVER_SUGGESTED]
     message = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
     command = f"{error.ctx.command_path} --help" if error.ctx else "coatcheck --help"
     return f"{message[:1].lower()}{message[1:]}; see `{command}`"

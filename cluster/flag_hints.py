@@ -3,33 +3,101 @@
 from collections.abc import Sequence
 from typing import Final
 
-# command -> flag of another engine -> what to write instead.
-_HINTS: Final[dict[str, dict[str, str]]] = {
-    "serve": {
-        "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
-        "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
-        "--model": "the first argument: coatcheck serve MODEL",
-        "--model-path": "the first argument: coatcheck serve MODEL",
-        "--tensor-parallel-size": "--tp",
-        "-tp": "--tp",
-        "--tp-size": "--tp",
-        "--data-parallel-size": "--groups",
-        "-dp": "--groups",
-        "--gpu-memory-utilization": "--kv-memory, a share of the memory that is free once the weights are loaded",
-        "--mem-fraction-static": "--kv-memory, a share of the memory that is free once the weights are loaded",
-        "--kv-cache-memory-bytes": "--kv-memory, such as 4GiB",
-        "--kv-cache-dtype": "--kv-dtype",
-        "--max-num-batched-tokens": "--max-batch-tokens",
-        "--ssl-certfile": "--tls-cert",
-        "--ssl-keyfile": "--tls-key",
-        "--ssl-ca-certs": "--tls-client-ca",
-        "--api-key": "--api-keys FILE, which `coatcheck keys` writes; other users can read arguments",
-        "--context-length": "--max-model-len",
-        "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
-        "--swap-space": "--host-kv-memory, such as 4GiB",
-        "--enable-prefix-caching": "nothing: prefixes are always cached",
-        "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",
-    },
+# A hint that begins with one of these is a sentence. Any other hint is what to write instead.
+NOT_NEEDED: Final = "not needed: "
+NOT_SUPPORTED: Final = "not supported: "
+
+_POOL_SHARE: Final = "--kv-memory, a share of the memory that is free once the weights are loaded"
+_QUANTISED: Final = f"{NOT_SUPPORTED}quantised weights; --kv-dtype quantises the KV cache"
+_SPECULATIVE: Final = f"{NOT_SUPPORTED}speculative decoding"
+_PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model, also over several hosts"
+_EXPERTS: Final = f"{NOT_SUPPORTED}expert parallelism; --tp shards every expert"
+_DISAGGREGATION: Final = f"{NOT_SUPPORTED}prefill/decode disaggregation and KV connectors"
+_LORA: Final = f"{NOT_SUPPORTED}LoRA adapters; merge the adapter into its base model"
+_TOKENIZER: Final = f"{NOT_SUPPORTED}the tokenizer is always that of the model's directory"
+_REVISION: Final = f"{NOT_SUPPORTED}download the revision, and serve its directory"
+_TOOLS: Final = f"{NOT_NEEDED}tool calls are parsed for every model whose chat template has tools"
+_REASONING: Final = f"{NOT_SUPPORTED}reasoning stays in the answer's text"
+_GRAMMARS: Final = f"{NOT_NEEDED}llguidance computes all structured output"
+_GRAPHS: Final = f"{NOT_SUPPORTED}CUDA graphs cannot be switched off"
+_REQUEST_LOGS: Final = f"{NOT_NEEDED}logs have one line per request, without its prompt"
+
+# Flag of vLLM or SGLang -> hint for `coatcheck serve`. docs/quickstart.md has these hints as a table.
+SERVE_HINTS: Final[dict[str, str]] = {
+    "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
+    "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
+    "--model": "the first argument: coatcheck serve MODEL",
+    "--model-path": "the first argument: coatcheck serve MODEL",
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--tp-size": "--tp",
+    "--data-parallel-size": "--groups",
+    "-dp": "--groups",
+    "--dp-size": "--groups",
+    "--gpu-memory-utilization": _POOL_SHARE,
+    "--mem-fraction-static": _POOL_SHARE,
+    "--kv-cache-memory-bytes": "--kv-memory, such as 4GiB",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--max-num-batched-tokens": "--max-batch-tokens",
+    "--chunked-prefill-size": "--max-batch-tokens",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
+    "--swap-space": "--host-kv-memory, such as 4GiB",
+    "--kv-offloading-size": "--host-kv-memory, such as 4GiB",
+    "--api-key": "--api-keys FILE, which `coatcheck keys` writes; other users can read arguments",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--ssl-ca-certs": "--tls-client-ca",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--download-dir": "the variable HF_HOME, in the environment of `serve` (of `ray start` if you join a cluster)",
+    "--enable-prefix-caching": f"{NOT_NEEDED}prefixes are always cached",
+    "--no-enable-prefix-caching": f"{NOT_SUPPORTED}prefixes are always cached; requests with different `cache_salt` "
+    "share none",
+    "--enable-chunked-prefill": f"{NOT_NEEDED}prompts are always computed in chunks",
+    "--tool-call-parser": _TOOLS,
+    "--enable-auto-tool-choice": _TOOLS,
+    "--guided-decoding-backend": _GRAMMARS,
+    "--grammar-backend": _GRAMMARS,
+    "--distributed-executor-backend": f"{NOT_NEEDED}Ray starts all ranks",
+    "--scheduling-policy": f"{NOT_NEEDED}the field `priority` of a request always counts",
+    "--disable-log-requests": _REQUEST_LOGS,
+    "--no-enable-log-requests": _REQUEST_LOGS,
+    "--disable-log-stats": f"{NOT_NEEDED}statistics are at /metrics, not in the logs",
+    "--seed": f"{NOT_NEEDED}each request has its field `seed`, or a random one",
+    "--quantization": _QUANTISED,
+    "-q": _QUANTISED,
+    "--speculative-config": _SPECULATIVE,
+    "--speculative-algorithm": _SPECULATIVE,
+    "--pipeline-parallel-size": _PIPELINE,
+    "-pp": _PIPELINE,
+    "--pp-size": _PIPELINE,
+    "--enable-expert-parallel": _EXPERTS,
+    "--ep-size": _EXPERTS,
+    "--kv-transfer-config": _DISAGGREGATION,
+    "--disaggregation-mode": _DISAGGREGATION,
+    "--enable-lora": _LORA,
+    "--lora-modules": _LORA,
+    "--lora-paths": _LORA,
+    "--reasoning-parser": _REASONING,
+    "--chat-template": f"{NOT_SUPPORTED}put it into the model's directory, as chat_template.jinja",
+    "--tokenizer": _TOKENIZER,
+    "--tokenizer-mode": _TOKENIZER,
+    "--tokenizer-path": _TOKENIZER,
+    "--revision": _REVISION,
+    "--tokenizer-revision": _REVISION,
+    "--trust-remote-code": f"{NOT_SUPPORTED}code that comes with a checkpoint never runs; transformers must have the "
+    "model type",
+    "--enforce-eager": _GRAPHS,
+    "--disable-cuda-graph": _GRAPHS,
+    "--load-format": f"{NOT_SUPPORTED}weights are always safetensors",
+    "--limit-mm-per-prompt": f"{NOT_SUPPORTED}images, audio and video",
+    "--cpu-offload-gb": f"{NOT_SUPPORTED}weights stay on the device; use a larger --tp",
+}
+
+# Command -> flag of another engine -> hint.
+HINTS: Final[dict[str, dict[str, str]]] = {
+    "serve": SERVE_HINTS,
     "generate": {"--prompt": "the first argument: coatcheck generate PROMPT"},
     "bench": {
         "--num-prompts": "--num-requests",
@@ -37,21 +105,32 @@ _HINTS: Final[dict[str, dict[str, str]]] = {
         "--request-rate": "--rate",
         "--random-input-len": "--input-len",
         "--random-output-len": "--output-len",
+        "--backend": f"{NOT_NEEDED}the load is always gRPC, to a coatcheck server",
+        "--endpoint": "--address HOST:PORT, of gRPC",
+        "--model": f"{NOT_NEEDED}the server has one model",
+        "--tokenizer": f"{NOT_NEEDED}prompts are token ids",
+        "--dataset-name": "--prompts random, fixed or shared-prefix, or --trace FILE",
+        "--dataset-path": "--trace FILE",
+        "--goodput": "--slo-ttft-ms and --slo-tpot-ms",
+        "--ignore-eos": f"{NOT_NEEDED}end-of-sequence is always ignored",
+        "--save-result": "--json, which prints the result",
     },
     "plan": {"--tensor-parallel-size": "--tp", "-tp": "--tp", "--max-model-len": "--context"},
 }
 for _command in ("generate", "status", "drain", "explain", "bench"):
-    _HINTS.setdefault(_command, {}).update(dict.fromkeys(("--host", "--port", "--base-url"), "--address HOST:PORT"))
+    HINTS.setdefault(_command, {}).update(dict.fromkeys(("--host", "--port", "--base-url"), "--address HOST:PORT"))
 
 
 def find_hint(arguments: Sequence[str]) -> str | None:
     """A message that says what to write instead. None if no argument is a flag of another engine."""
     command, *rest = [*arguments, ""]
-    hints = _HINTS.get(command, {})
+    hints = HINTS.get(command, {})
     for word in rest:
         if word == "--":
             break
         flag = word.partition("=")[0]
         if flag in hints:
-            return f"coatcheck {command} has no {flag}; here it is {hints[flag]}"
+            hint = hints[flag]
+            is_sentence = hint.startswith((NOT_NEEDED, NOT_SUPPORTED))
+            return f"coatcheck {command} has no {flag}; {'' if is_sentence else 'here it is '}{hint}"
     return None

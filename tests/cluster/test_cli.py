@@ -16,10 +16,10 @@ from huggingface_hub import constants
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.address import split_address
-from coatcheck.cluster.flag_hints import find_hint
+from coatcheck.cluster.flag_hints import HINTS, find_hint
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
-from tests.cluster.command_line import run_here
+from tests.cluster.command_line import flags_of, run_here
 from tests.cluster.running_server import COMMAND, coatcheck
 
 
@@ -57,6 +57,10 @@ def test_help_is_in_parts() -> None:
         (["serve", "--model", "m"], "coatcheck serve MODEL"),
         (["bench", "--num-prompts", "8"], "--num-requests"),
         (["status", "--host", "h"], "--address HOST:PORT"),
+        (["serve", "m", "--enable-auto-tool-choice"], "has no --enable-auto-tool-choice; not needed: tool calls are"),
+        (["serve", "m", "--speculative-config", "{}"], "no --speculative-config; not supported: speculative decoding"),
+        (["serve", "m", "--seed=1"], "has no --seed; not needed: each request has its field `seed`"),
+        (["bench", "--dataset-name", "random"], "--prompts random"),
         (["serve", "m", "--tp", "2"], None),
         (["generate", "--model", "m", "p"], None),
         (["generate", "--", "--host"], None),
@@ -69,12 +73,24 @@ def test_words_of_other_engines(arguments: list[str], hint: str | None) -> None:
     assert found is None if hint is None else found is not None and hint in found
 
 
+def test_hints_are_for_flags_that_no_command_has() -> None:
+    """No hint hides a flag of ours, and each flag that a hint says to write is one of the command."""
+    for command, hints in HINTS.items():
+        flags = flags_of(command)
+        assert not hints.keys() & flags, command
+        for hint in hints.values():
+            assert set(re.findall(r"--[a-z][a-z-]*", hint)) <= flags, f"{command}: {hint}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["nope"], "no such command 'nope'; see `coatcheck --help`"),
         (["generate"], "missing argument 'PROMPT'; see `coatcheck generate --help`"),
         (["serve", "m", "--nope"], "no such option: --nope"),
+        (["serve", "m", "--max-num-seq", "8"], "no such option: --max-num-seq (Possible options: --max-num-seqs);"),
+        (["serve", "m", "--trust-code"], "no such option: --trust-code; see"),
+        (["serve", "m", "--insecur"], "no such option: --insecur; see"),
         (["serve", "m", "--groups", "x"], "invalid value for '--groups'"),
         (["generate", "x", "--system", "y"], "--system needs --chat; see `coatcheck generate --help`"),
         (["plan", "/nowhere"], "there is no /nowhere"),
