@@ -4,7 +4,6 @@ import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,12 @@ from coatcheck.cluster.client.results import GenerationChoice, GenerationResult
 from coatcheck.cluster.config.derived_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import default_in_words, flag_name
+from coatcheck.cluster.flag_hints import SERVE_HINTS
+from tests.cluster.command_line import command_of, flags_of
 from tests.helm.exercised_page import exercised_page
 
 ROOT = Path(__file__).parents[2]
+_CODE = re.compile(r"(?<!`)(--[a-z-]+(?: FILE)?|coatcheck serve MODEL|[A-Z]+_HOME)(?!`)")
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 
 
@@ -40,22 +42,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         assert not file or (page.parent / file).exists(), f"{page.name}: {target}"
         assert file or not heading or heading in headings, f"{page.name}: {target}"
-
-
-def command_of(name: str) -> Any:
-    """The subcommand as Typer has built it."""
-    from typer.main import get_command
-
-    from coatcheck.cluster.cli import build_app
-
-    app: Any = get_command(build_app([name]))
-    return app.commands[name]
-
-
-def flags_of(command: str) -> set[str]:
-    """Each flag that `coatcheck COMMAND --help` lists."""
-    params = command_of(command).params
-    return {"--help", *(flag for param in params for flag in (*param.opts, *param.secondary_opts))}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -102,6 +88,22 @@ def test_the_python_page_lists_the_settings_of_llm() -> None:
     assert set(re.findall(r"`result\.(\w+)`", results)) <= {*dir(GenerationResult)}
     (of_a_choice,) = re.findall(r"each of the `n` answers, with (.*?)\.\s", results, re.DOTALL)
     assert re.findall(r"`(\w+)`", of_a_choice) == [field.name for field in fields(GenerationChoice)]
+
+
+def hints_table() -> str:
+    """The rows of quickstart.md's table of the flags of vLLM and SGLang: one row per hint, with all of its flags."""
+    flags_by_hint: dict[str, list[str]] = {}
+    for flag, hint in SERVE_HINTS.items():
+        flags_by_hint.setdefault(hint, []).append(f"`{flag}`")
+    rows = [(", ".join(flags), _CODE.sub(r"`\1`", hint)) for hint, flags in flags_by_hint.items()]
+    return "".join(f"| {flags} | {hint} |\n" for flags, hint in rows)
+
+
+def test_the_table_of_other_engines_flags_is_what_serve_says() -> None:
+    """docs/quickstart.md lists each flag of vLLM and SGLang that `serve` has a hint for, with that hint."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    table = re.search(r"\| flag of vLLM or SGLang \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
+    assert table is not None and table[1] == hints_table()
 
 
 def test_defaults_that_depend_on_the_device() -> None:
