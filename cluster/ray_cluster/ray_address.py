@@ -9,8 +9,10 @@ import socket
 from contextlib import suppress
 
 import grpc
+import psutil
 
 from coatcheck.cluster.config.address import split_address
+from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.local_ray import find_local_rays, ray_folder, read_token
 from coatcheck.cluster.ray_cluster.ray_environment import TOKEN_HELP, enable_user_token, environment_token
 from coatcheck.proto.errors import InvalidConfig, Unavailable
@@ -19,6 +21,7 @@ from coatcheck.workers.host.safe_files import read_file
 _CONNECT_SECONDS = 5.0
 _MAX_BYTES = 4096
 _EXAMPLE = "127.0.0.1:6379"
+_HEAD_FLAG = "--gcs-address="  # of the raylets and their workers
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call that the head answers even if the request is empty
 
 
@@ -34,7 +37,8 @@ def find_ray(written: str, *, own: bool = False) -> str:
     try:
         _connect(address)
     except OSError as error:
-        raise _unavailable(address, source, error.strerror or str(error), own) from None
+        running = _describe_running_rays() if written == "auto" else ""
+        raise _unavailable(address, source, f"{error.strerror or error}{running}", own) from None
     # If another program listens there, Ray would try to speak gRPC with that program for minutes.
     if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
         _check_head(address, source, own)
@@ -60,21 +64,46 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     started: list[tuple[int, str]] = find_local_rays(ray_folder()) if own else []
     started = [(when, address) for when, address in started if is_listening(address)]
     with suppress(OSError):
-        started.append((file.stat().st_mtime_ns, read_file(file, _MAX_BYTES).strip()))
+        last = (file.stat().st_mtime_ns, read_file(file, _MAX_BYTES).strip())
+        if not started or is_listening(last[1]):  # not a Ray that has ended, if another one runs
+            started.append(last)
     # Compared by port, because Ray may have recorded the same cluster under another address of this host.
-    ports = {address.rpartition(":")[2]: address for _, address in reversed(started) if own and is_listening(address)}
+    ports = {_port(address): address for _, address in reversed(started)}
     if len(ports) > 1:
         raise InvalidConfig(
             f"{len(ports)} Ray clusters run on this host: {', '.join(sorted(ports.values()))}; choose one with "
             "--ray-address (`coatcheck serve` prints the address of its Ray when it starts)"
         )
     if not started:
+        reason = f"RAY_ADDRESS is not set, and there is no {file}"
+        if running := _describe_running_rays():
+            raise InvalidConfig(f"--ray-address auto names no Ray cluster ({reason}){running}; give one as HOST:PORT")
         other = " and no `coatcheck serve` of this user that has started one" if own else ""
         raise InvalidConfig(
-            f"--ray-address auto finds no Ray cluster on this host{other} (RAY_ADDRESS is not set, and there is no "
-            f"{file}); start one with `{'coatcheck serve' if own else 'ray start --head'}`, or give HOST:PORT"
+            f"--ray-address auto finds no Ray cluster on this host{other} ({reason}); start one with "
+            f"`{'coatcheck serve' if own else 'ray start --head'}`, or give HOST:PORT"
         )
     return max(started)[1], f", the last one started on this host (says {file.parent})"
+
+
+def _describe_running_rays() -> str:
+    """The Ray clusters with a raylet on this host and a head that listens, for a message; "" if there is none."""
+    heads = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or may not be read
+            heads |= {word.removeprefix(_HEAD_FLAG) for word in process.cmdline() if word.startswith(_HEAD_FLAG)}
+    of_serve = {_port(address) for _, address in find_local_rays(ray_folder())}
+    running = [
+        f"{address}{' (of a `coatcheck serve`)' if _port(address) in of_serve else ''}"
+        for address in sorted(heads)
+        if is_listening(address)
+    ]
+    verb = "runs" if len(running) == 1 else "run"
+    return f"; {counted(len(running), 'Ray cluster')} {verb} on this host: {', '.join(running)}" if running else ""
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
 
 
 def _connect(address: str) -> None:

@@ -77,7 +77,7 @@ def test_a_cluster_that_has_ended_is_no_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "environment", "message"),
     [
-        ("auto", {}, "finds no Ray cluster on this host"),
+        ("auto", {}, "s no Ray cluster"),
         ("auto", {"RAY_ADDRESS": "127.0.0.1:2"}, "answers at 127.0.0.1:2, which RAY_ADDRESS names"),
         ("ray://127.0.0.1:10001", {}, "has a scheme; write only HOST:PORT, such as 127.0.0.1:6379"),
         ("head", {}, "'head' is not HOST:PORT"),

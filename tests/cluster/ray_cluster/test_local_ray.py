@@ -2,6 +2,10 @@
 
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,42 @@ def test_of_several_that_run_one_must_be_named(folder: Path, monkeypatch: pytest
             find_ray("auto", own=True)
 
 
+def test_of_a_ray_that_has_ended_only_its_file_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If ray_current_cluster names a Ray that has ended, `serve --ray-address auto` lists the Rays that run on this
+    host, and which of them belong to a `coatcheck serve`. `scale` and `restart` use the one that runs."""
+    monkeypatch.setattr(ray_address, "_CONNECT_SECONDS", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        publish_token(folder, first := f"127.0.0.1:{one.getsockname()[1]}", "secret"),
+        like_a_raylet(first),
+        like_a_raylet(second := f"127.0.0.1:{other.getsockname()[1]}"),
+        like_a_raylet("127.0.0.1:1"),
+    ):
+        with pytest.raises(
+            InvalidConfig, match=r"names no Ray cluster .*; \d+ Ray clusters run on this host: "
+        ) as refused:
+            find_ray("auto")
+        assert f"{first} (of a `coatcheck serve`)" in str(refused.value) and second in str(refused.value)
+        (folder / "ray_current_cluster").write_text("127.0.0.1:1")
+        with pytest.raises(
+            Unavailable, match=r"answers at 127.0.0.1:1, .*; \d+ Ray clusters run on this host: "
+        ) as gone:
+            find_ray("auto")
+        listed = str(gone.value).partition("run on this host: ")[2]
+        assert f"{first} (of a `coatcheck serve`)" in listed and second in listed and "127.0.0.1:1," not in listed
+        with pytest.raises(Unavailable, match=f"^no Ray cluster answers at {first}, .*does not speak gRPC"):
+            find_ray("auto", own=True)
+
+
+@contextmanager
+def like_a_raylet(head: str) -> Iterator[None]:
+    """A process whose command line names a Ray head, as a raylet's does."""
+    with subprocess.Popen([sys.executable, "-c", "input()", f"--gcs-address={head}"], stdin=subprocess.PIPE) as process:
+        yield
+        process.kill()
+
+
 def test_a_token_is_shown_at_its_own_port_alone(tmp_path: Path) -> None:
     """If another user renames the token file to the name of another port, the token is not sent to that port."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
@@ -103,7 +143,7 @@ def test_a_fifo_in_rays_folder_holds_no_command_up(folder: Path) -> None:
     note = folder / "ray_current_cluster"
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         make(note)
-        with pytest.raises(InvalidConfig, match="finds no Ray cluster on this host"):
+        with pytest.raises(InvalidConfig, match="--ray-address auto (finds|names) no Ray cluster"):
             find_ray("auto", own=True)
         note.unlink()
 
