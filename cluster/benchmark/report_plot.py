@@ -16,7 +16,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
-        raise InvalidConfig("--plot needs matplotlib: pip install 'coatcheck[plot]'") from None
+        raise InvalidConfig("--plot needs matplotlib: pip install matplotlib") from None
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise InvalidConfig(f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}")

@@ -15,7 +15,7 @@ def plot_sizing(sizing: Sizing, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise InvalidConfig("--plot needs matplotlib: pip install 'coatcheck[plot]'") from None
+        raise InvalidConfig("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     ((fits, heads), (waste, step_times)) = figure.subplots(2, 2)

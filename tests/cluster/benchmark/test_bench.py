@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import signal
+import sys
 from pathlib import Path
 
 import grpc
@@ -13,8 +14,10 @@ from rich.console import Console
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
+from coatcheck.cluster.benchmark.report_plot import check_plot
 from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.workload import Workload
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.command_line import run_here
 from tests.cluster.fake_router import FakeRouter, in_background
@@ -221,6 +224,13 @@ def test_runs_are_kept_apart() -> None:
     salts = [request.cache_salt for request in router.requests]
     assert salts[0] == salts[1] and salts[2] == salts[3] and len({*salts[:4]}) == 2 and salts[4:] == [""] * 4
     assert [r.token_ids for r in router.requests[:2]] == [r.token_ids for r in router.requests[2:4]]
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, --plot names the command that installs matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(InvalidConfig, match="^--plot needs matplotlib: pip install matplotlib$"):
+        check_plot(tmp_path / "run.png")
 
 
 @pytest.mark.parametrize("name", ["none/run.png", "run.gif5", "."])

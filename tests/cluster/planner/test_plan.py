@@ -75,6 +75,13 @@ def test_a_picture(tmp_path: Path) -> None:
     assert refused.code == 2 and "cannot write the plot" in refused.err
 
 
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of docs/quickstart.md has no matplotlib. --plot then names the command that installs it."""
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    refused = plan(write_config(tmp_path), "--plot", str(tmp_path / "plan.png"))
+    assert (refused.code, refused.err) == (2, "error: --plot needs matplotlib: pip install matplotlib\n")
+
+
 def test_lengths_come_from_a_trace(tmp_path: Path) -> None:
     """Prompt and answer of each request are one length; longer ones than the context are counted apart."""
     trace = tmp_path / "trace.csv"
