@@ -317,9 +317,11 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
         at_once = counted(min(config.max_num_seqs, tokens // longest), "sequence")
         holds += f", {at_once} of {longest} tokens at once"
     groups = counted(len(state.groups), "group")
+    are_equal = len({group.ranks[0].num_blocks for group in state.groups}) == 1
+    each = "" if len(state.groups) == 1 else "each with " if are_equal else "each with at least "
     return (
         f"ready: {config.model_name} ({rank.dtype}) at {state.grpc_addresses[0]}{http}, {groups} x tp {config.tp}, "
-        f"{'each with ' if len(state.groups) > 1 else ''}{holds}"
+        f"{each}{holds}"
     )
 
 

@@ -6,8 +6,8 @@ from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 
-def line(num_blocks: int, max_model_len: int, *, http: tuple[str, ...] = ()) -> str:
-    """The line for two groups, of which the second has fewer blocks."""
+def line(num_blocks: int, max_model_len: int, *, more_blocks: int = 100, http: tuple[str, ...] = ()) -> str:
+    """The line for two groups, of which the first has `more_blocks` than the second."""
     config = ServeConfig.build({"model": "some/llama", "groups": 2, "block_size": 16})
     groups = [
         GroupState(
@@ -19,7 +19,7 @@ def line(num_blocks: int, max_model_len: int, *, http: tuple[str, ...] = ()) -> 
                 ),
             ),
         )
-        for name, blocks in (("group-0", num_blocks + 100), ("group-1", num_blocks))
+        for name, blocks in (("group-0", num_blocks + more_blocks), ("group-1", num_blocks))
     ]
     return ready_line(config, ClusterState(tuple(groups), ("10.0.0.1:50051",), http_addresses=http))
 
@@ -28,8 +28,13 @@ def test_the_line_has_addresses_and_sizes() -> None:
     """The group with the fewest blocks says how many sequences fit at once."""
     assert line(256, 2048, http=("10.0.0.1:8000",)) == (
         "ready: some/llama (bfloat16) at 10.0.0.1:50051 and http://10.0.0.1:8000, 2 groups x tp 1, each with "
-        "256 blocks of 16 tokens, 2 sequences of 2048 tokens at once"
+        "at least 256 blocks of 16 tokens, 2 sequences of 2048 tokens at once"
     )
+
+
+def test_groups_of_one_size_have_exactly_that() -> None:
+    """Groups with equally many blocks each have this number, not at least this number."""
+    assert "2 groups x tp 1, each with 256 blocks of 16 tokens," in line(256, 2048, more_blocks=0)
 
 
 def test_too_small_a_pool_is_said() -> None:
