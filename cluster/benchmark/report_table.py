@@ -55,8 +55,8 @@ def _lines(report: Report) -> list[str]:
     tpot, itl = report.tpot_ms, report.itl_ms
     if tpot is not None and itl is not None and itl.p50 * _BUNCHED < tpot.p50:
         lines.append(
-            "note: the p50 of ITL is far below that of TPOT, because messages arrived in bunches: the client or the "
-            "network was late; compare TPOT"
+            "note: the p50 of ITL is far below that of TPOT, because messages arrived in bunches, as on a busy client; "
+            "compare TPOT"
         )
     lines.append(f"the client's own CPU: {report.client_cpu_us_per_token:.0f} µs a token")
     return lines
