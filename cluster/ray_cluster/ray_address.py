@@ -76,13 +76,11 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
         )
     if not started:
         reason = f"RAY_ADDRESS is not set, and there is no {file}"
+        remedy = f"start one with `{'coatcheck serve' if own else 'ray start --head'}`, or give HOST:PORT"
         if running := _describe_running_rays():
-            raise InvalidConfig(f"--ray-address auto names no Ray cluster ({reason}){running}; give one as HOST:PORT")
+            raise InvalidConfig(f"--ray-address auto names no Ray cluster ({reason}){running}; {remedy}")
         other = " and no `coatcheck serve` of this user that has started one" if own else ""
-        raise InvalidConfig(
-            f"--ray-address auto finds no Ray cluster on this host{other} ({reason}); start one with "
-            f"`{'coatcheck serve' if own else 'ray start --head'}`, or give HOST:PORT"
-        )
+        raise InvalidConfig(f"--ray-address auto finds no Ray cluster on this host{other} ({reason}); {remedy}")
     return max(started)[1], f", the last one started on this host (says {file.parent})"
 
 
