@@ -114,6 +114,7 @@ class AsyncClient:
         self._resume_timeout = resume_timeout
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,7 +123,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close every channel and end the streams on them."""
+        """Close every channel and end the streams on them. A closed client takes no more calls."""
+        self._is_closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close(None)
@@ -233,7 +235,9 @@ class AsyncClient:
         return self._addresses[self._current % len(self._addresses)]
 
     def channel(self) -> grpc.aio.Channel:
-        """The channel to `address`, opened when it is first needed."""
+        """The channel to `address`, opened when it is first needed. Raises RuntimeError if the client is closed."""
+        if self._is_closed:
+            raise RuntimeError("the client is closed")
         if self.address not in self._channels:
             self._channels[self.address] = self._credentials.channel(self.address, OPTIONS)
         return self._channels[self.address]

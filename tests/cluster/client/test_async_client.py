@@ -314,6 +314,20 @@ async def test_leaving_early_cancels() -> None:
         await asyncio.wait_for(router.left.wait(), MAX_WAIT_SECONDS)
 
 
+async def test_a_closed_client_takes_no_calls() -> None:
+    """After `close` every call raises RuntimeError, and the router gets no request."""
+    async with FakeRouter() as router:
+        async with AsyncClient([router.address]) as client:
+            await client.generate("a", max_tokens=2)
+            stream = client.stream("a", max_tokens=2)  # not sent before it is read
+        await client.close()
+        calls = [stream.read_all(), client.generate("a"), client.chat([]), client.get_model(), client.detokenize([1])]
+        for call in [*calls, client.tokenize("a"), client.explain("a")]:
+            with pytest.raises(RuntimeError, match="the client is closed"):
+                await call
+    assert len(router.requests) == 1
+
+
 def test_a_client_needs_an_address() -> None:
     """No address at all is a mistake of the caller."""
     with pytest.raises(ValueError, match="at least one address"):
