@@ -25,8 +25,9 @@ from coatcheck.cluster.benchmark.report_plot import check_plot, plot_report
 from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
-from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
+from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
+from coatcheck.cluster.client.request_builder import LONGEST_TIMEOUT
 from coatcheck.cluster.config.address import RouterAddresses, check_addresses
 from coatcheck.proto.errors import InvalidConfig, error_of
 from coatcheck.proto.stubs import coatcheck_pb2 as pb

@@ -12,7 +12,7 @@ needed from the lost router.
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, Unpack
 
@@ -20,17 +20,24 @@ import grpc
 
 from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import Credentials
-from coatcheck.cluster.client.request_builder import Conversation, Prompt, RequestOptions, build_chat, build_request
+from coatcheck.cluster.client.request_builder import (
+    Conversation,
+    Prompt,
+    RequestOptions,
+    build_chat,
+    build_request,
+    check_timeout,
+)
 from coatcheck.cluster.client.results import GenerationChunk, GenerationResult
 from coatcheck.cluster.client.resume_state import ResumeState
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, split_address
 from coatcheck.cluster.plural import counted
-from coatcheck.proto.errors import CoatcheckError, Unavailable
+from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidRequest, Unavailable
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 
-LONGEST_TIMEOUT = 365 * 86_400.0  # seconds; gRPC treats a deadline much further away as one in the past
+_ADDRESSES_FORM = f"HOST:PORT such as {DEFAULT_ADDRESS!r}, or a list of at least one"
 API_KEY_VARIABLE = "COATCHECK_API_KEY"
 
 OPTIONS = [
@@ -102,11 +109,15 @@ class AsyncClient:
         max_resumes: int = 128,
         resume_timeout: float = 120.0,
     ) -> None:
-        self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
-        if not self._addresses:
-            raise ValueError("a client needs at least one address, host:port")
-        for address in self._addresses:
-            split_address(address)
+        self._addresses = _check_addresses(addresses)
+        _check_argument("credentials", credentials, Credentials, "a Credentials")
+        _check_argument("api_key", api_key, str, "a text")
+        for name, file in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key)):
+            _check_argument(name, file, str | os.PathLike, "the path of a PEM file")
+        if not isinstance(max_resumes, int) or max_resumes < 0:
+            raise InvalidConfig(f"max_resumes is {max_resumes!r}; it must be a whole number from 0")
+        if not isinstance(resume_timeout, int | float) or not resume_timeout >= 0:
+            raise InvalidConfig(f"resume_timeout is {resume_timeout!r}; it must be a number of seconds from 0")
         if credentials is None:
             credentials = Credentials.build(tls_ca, tls_cert, tls_key, api_key or os.environ.get(API_KEY_VARIABLE))
         self._credentials = credentials
@@ -151,7 +162,7 @@ class AsyncClient:
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerationStream:
         """The answer to a prompt, chunk by chunk, as the server makes it."""
-        timeout = options.pop("timeout", None)
+        check_timeout(timeout := options.pop("timeout", None))
         request = build_request(prompt, sampling=sampling, options=options)
         return AsyncGenerationStream(self.stream_events(request, timeout=timeout))
 
@@ -159,7 +170,7 @@ class AsyncClient:
         self, messages: Conversation, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerationStream:
         """The answer to a conversation, chunk by chunk."""
-        timeout = options.pop("timeout", None)
+        check_timeout(timeout := options.pop("timeout", None))
         request = build_request(messages=messages, sampling=sampling, options=options)
         return AsyncGenerationStream(self.stream_events(request, timeout=timeout))
 
@@ -182,7 +193,12 @@ class AsyncClient:
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
         """The text of token ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids)
+        try:
+            if isinstance(token_ids, bytes | bytearray | Mapping | None):
+                raise TypeError
+            request = pb.DetokenizeRequest(token_ids=token_ids)
+        except (TypeError, ValueError):
+            raise InvalidRequest("token_ids must be one list of token ids: whole numbers from 0") from None
         answer: pb.DetokenizeResponse = await self._call(GenerationStub, "Detokenize", request, timeout)
         return answer.text
 
@@ -243,7 +259,8 @@ class AsyncClient:
         return self._channels[self.address]
 
     async def _call(self, stub_class: Any, method: str, request: object, timeout: float | None) -> Any:
-        """One unary call to `address`. Raises the CoatcheckError of its status."""
+        """One unary call to `address`. Raises InvalidRequest for `timeout`, and the CoatcheckError of its status."""
+        check_timeout(timeout)
         call = getattr(stub_class(self.channel()), method)
         try:
             return await call(request, timeout=timeout, metadata=self._credentials.metadata)
@@ -262,6 +279,26 @@ class AsyncClient:
         finally:
             # A caller that stops iterating must not leave the request running.
             call.cancel()
+
+
+def _check_addresses(addresses: object) -> tuple[str, ...]:
+    """One address or several, as a tuple. Raises InvalidConfig unless each is HOST:PORT."""
+    several = (addresses,) if isinstance(addresses, str) else addresses
+    if not isinstance(several, Iterable) or isinstance(several, bytes | Mapping):
+        raise InvalidConfig(f"addresses is {addresses!r}; it must be {_ADDRESSES_FORM}")
+    checked = tuple(several)
+    if not checked or not all(isinstance(address, str) for address in checked):
+        raise InvalidConfig(f"addresses is {addresses!r}; it must be {_ADDRESSES_FORM}")
+    for address in checked:
+        split_address(address)
+    return checked
+
+
+def _check_argument(name: str, value: object, kind: Any, form: str) -> None:
+    """Raise InvalidConfig unless `value` is None or of type `kind`. `form`: what the value must be, in words."""
+    if value is not None and not isinstance(value, kind):
+        shown = type(value).__name__  # not the value, which may be a secret
+        raise InvalidConfig(f"{name} is of type {shown}; it must be {form}, or None")
 
 
 def _may_resume(code: grpc.StatusCode, started: bool) -> bool:

@@ -1,14 +1,17 @@
 """Builds a GenerateRequest from a prompt or a conversation and sampling options."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, Final, TypedDict
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
+
+LONGEST_TIMEOUT = 365 * 86_400.0  # seconds; gRPC treats a deadline much further away as one in the past
 
 # A text, or token ids.
 Prompt = str | Sequence[int]
@@ -64,6 +67,17 @@ CONVERSATION_FORM = 'a conversation must be a list of messages such as {"role": 
 _MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")
 _REQUEST_FIELDS = {"model", "request_id", "cache_salt", "session_id", "priority"}
 
+# (type, what the value must be) of each sampling option that is one number or one switch.
+_WHOLE: Final = (Integral, "a whole number")
+_NUMBER: Final = (Real, "a number")
+_SWITCH: Final = (bool, "True or False")
+_SCALAR_FORMS: Final[Mapping[str, tuple[type, str]]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"), _WHOLE),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop"), _SWITCH),
+}
+
 
 def build_request(
     prompt: Prompt | None = None,
@@ -97,7 +111,7 @@ def build_request(
             request.chat.CopyFrom(build_chat(messages))
         elif isinstance(prompt, str):
             request.text = prompt
-        elif isinstance(prompt, bytes | Mapping | None):
+        elif isinstance(prompt, bytes | bytearray | Mapping | None):
             raise TypeError
         else:
             request.token_ids.SetInParent()
@@ -118,27 +132,71 @@ def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = N
         kind = type(sampling).__name__
         raise InvalidRequest(f"sampling is a {kind}; give one SamplingParams, which holds for every prompt")
     present = {name: value for name, value in given.items() if value is not None}
-    if isinstance(stop := present.get("stop"), str):
-        present["stop"] = (stop,)
-    structured = present.get("structured")
+    structured = present.pop("structured", None)
     if not isinstance(structured, Grammar | None):
         raise InvalidRequest(f"structured is {structured!r}; it must be a coatcheck.Grammar")
-    try:
-        for name in ("stop", "stop_token_ids"):
-            if name in present:
-                present[name] = tuple(present[name])
-        if "logit_bias" in present:
-            present["logit_bias"] = dict(present["logit_bias"])
-        checked = dataclasses.replace(sampling or SamplingParams(), **present)
-        if sampling is not None:
+    present = {name: _check_option(name, value) for name, value in present.items()}
+    # For the bounds, whose errors say more than those of the message's fields.
+    fields = present if structured is None else {**present, "structured": structured}
+    checked = dataclasses.replace(sampling or SamplingParams(), **fields)
+    if sampling is not None:
+        try:
             return checked.to_message()
-        if structured is not None:
-            present["structured"] = structured.to_message()
-        return pb.SamplingParams(**present)
-    except TypeError as error:
-        raise InvalidRequest(f"a sampling option cannot be used: {error}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"a number does not fit its field: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"a value of sampling does not fit its field: {error}") from None
+    message = pb.SamplingParams(structured=None if structured is None else structured.to_message())
+    for name, value in present.items():
+        try:
+            message.MergeFrom(pb.SamplingParams(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{name} is {value!r}, which its field cannot hold: {error}") from None
+    return message
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise InvalidRequest unless `timeout` is None or a number of seconds that gRPC can use."""
+    if timeout is not None and not (_is_number(timeout, Real) and 0 <= timeout <= LONGEST_TIMEOUT):  # type: ignore[operator]
+        allowed = f"a number of seconds from 0 to {LONGEST_TIMEOUT:.0f}, or None for no limit"
+        raise InvalidRequest(f"timeout is {timeout!r}; it must be {allowed}")
+
+
+def _check_option(name: str, value: Any) -> Any:
+    """The value of a sampling option as SamplingParams holds it. Raises InvalidRequest for a value of a wrong type."""
+    if name in _SCALAR_FORMS:
+        kind, form = _SCALAR_FORMS[name]
+        if isinstance(value, kind) if kind is bool else _is_number(value, kind):
+            return value
+    elif name == "stop":
+        form = "a text, or a list of texts"
+        if isinstance(value, str):
+            return (value,)
+        items = _as_tuple(value)
+        if items is not None and all(isinstance(text, str) for text in items):
+            return items
+    elif name == "stop_token_ids":
+        form = "a list of token ids: whole numbers from 0"
+        items = _as_tuple(value)
+        if items is not None and all(_is_number(token, Integral) and token >= 0 for token in items):
+            return items
+    else:
+        form = "a mapping from token ids to numbers"
+        if isinstance(value, Mapping) and all(
+            _is_number(token, Integral) and _is_number(bias, Real) for token, bias in value.items()
+        ):
+            return dict(value)
+    raise InvalidRequest(f"{name} is {value!r}; it must be {form}")
+
+
+def _is_number(value: object, kind: type) -> bool:
+    """Whether `value` is a number of this kind, of Python or of numpy. Python counts True and False as numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _as_tuple(value: object) -> tuple[Any, ...] | None:
+    """The items of a list or of another iterable; None for a text, bytes, a mapping, and what has no items."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | Mapping):
+        return None
+    return tuple(value)
 
 
 def build_chat(messages: Conversation) -> pb.Chat:

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient, AsyncGenerationStream
+from coatcheck.cluster.client.async_client import AsyncClient, AsyncGenerationStream
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
-from coatcheck.cluster.client.request_builder import build_sampling
+from coatcheck.cluster.client.request_builder import LONGEST_TIMEOUT, build_sampling
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.address import RouterAddresses, check_addresses
 from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention

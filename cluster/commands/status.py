@@ -9,9 +9,9 @@ import grpc
 import typer
 from google.protobuf.message import Message
 
-from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT
 from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
+from coatcheck.cluster.client.request_builder import LONGEST_TIMEOUT
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, RouterAddress, check_addresses
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb

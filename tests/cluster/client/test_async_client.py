@@ -326,9 +326,3 @@ async def test_a_closed_client_takes_no_calls() -> None:
             with pytest.raises(RuntimeError, match="the client is closed"):
                 await call
     assert len(router.requests) == 1
-
-
-def test_a_client_needs_an_address() -> None:
-    """No address at all is a mistake of the caller."""
-    with pytest.raises(ValueError, match="at least one address"):
-        AsyncClient([])

@@ -12,6 +12,7 @@ import pytest
 
 import coatcheck
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.client.request_builder import SamplingOptions, build_sampling
 from coatcheck.proto.errors import InvalidConfig, InvalidRequest, Overloaded
 from tests.cluster.fake_router import PIECES, FakeRouter, token
 
@@ -182,7 +183,9 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         client.generate("a", warmth=1.0)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("prompt", [5, None, b"a", ["a text", "another"], [1.5], [-1], [2**32], {"text": 1}])
+@pytest.mark.parametrize(
+    "prompt", [5, None, b"a", bytearray(b"a"), ["a text", "another"], [1.5], [-1], [2**32], {"text": 1}]
+)
 def test_a_prompt_is_one_text_or_one_list_of_token_ids(prompt: Any) -> None:
     """Anything else is refused with what a prompt must be, and with what to do for several prompts."""
     said = "one text, or one list of token ids: .*; for several prompts call the method once for each"
@@ -197,7 +200,22 @@ def test_a_prompt_is_one_text_or_one_list_of_token_ids(prompt: Any) -> None:
         ("cache_salt", 5, "cache_salt is 5, "),
         ("retention", 5, "a coatcheck.proto.retention.Retention"),
         ("structured", "[ab]", "a coatcheck.Grammar"),
-        ("stop", 5, "a sampling option cannot be used"),
+        ("stop", 5, "stop is 5; it must be a text, or a list of texts"),
+        ("stop", b"ab", "stop is b'ab'; it must be a text, or a list of texts"),
+        ("stop", ["a", 5], "it must be a text, or a list of texts"),
+        ("stop_token_ids", 5, "stop_token_ids is 5; it must be a list of token ids"),
+        ("stop_token_ids", "12", "stop_token_ids is '12'; it must be a list of token ids"),
+        ("stop_token_ids", [-1], "it must be a list of token ids: whole numbers from 0"),
+        ("stop_token_ids", [2**32], "stop_token_ids is .4294967296,., which its field cannot hold"),
+        ("logit_bias", [5], "it must be a mapping from token ids to numbers"),
+        ("logit_bias", {"5": 1.0}, "it must be a mapping from token ids to numbers"),
+        ("max_tokens", "5", "max_tokens is '5'; it must be a whole number"),
+        ("max_tokens", 2**40, "max_tokens is 1099511627776, which its field cannot hold"),
+        ("logprobs", True, "logprobs is True; it must be a whole number"),
+        ("temperature", "hot", "temperature is 'hot'; it must be a number"),
+        ("ignore_eos", "no", "ignore_eos is 'no'; it must be True or False"),
+        ("timeout", "x", "timeout is 'x'; it must be a number of seconds from 0 to 31536000, or None"),
+        ("timeout", float("nan"), "timeout is nan; it must be a number of seconds"),
     ],
 )
 def test_an_option_of_a_wrong_type_is_named(option: str, value: object, said: str) -> None:
@@ -205,6 +223,41 @@ def test_an_option_of_a_wrong_type_is_named(option: str, value: object, said: st
     options: dict[str, Any] = {option: value}
     with coatcheck.Client() as client, pytest.raises(InvalidRequest, match=said):
         client.generate("a", **options)
+
+
+def test_every_sampling_option_is_checked() -> None:
+    """A value that no sampling option can have is refused by the name of the option, whichever it is."""
+    for name in SamplingOptions.__annotations__:
+        with pytest.raises(InvalidRequest, match=f"{name} is <.*>; it must be "):
+            build_sampling({name: object()})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"addresses": None}, "addresses is None; it must be HOST:PORT such as '127.0.0.1:50051', or a list"),
+        ({"addresses": 5}, "addresses is 5; it must be HOST:PORT"),
+        ({"addresses": [5]}, "addresses is .5.; it must be HOST:PORT"),
+        ({"addresses": b"127.0.0.1:1"}, "it must be HOST:PORT"),
+        ({"addresses": []}, "or a list of at least one"),
+        ({"credentials": "key"}, "credentials is of type str; it must be a Credentials"),
+        ({"api_key": 5}, "api_key is of type int; it must be a text"),
+        ({"tls_ca": 5}, "tls_ca is of type int; it must be the path of a PEM file"),
+        ({"max_resumes": "x"}, "max_resumes is 'x'; it must be a whole number from 0"),
+        ({"resume_timeout": "x"}, "resume_timeout is 'x'; it must be a number of seconds from 0"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(arguments: dict[str, Any], said: str) -> None:
+    """An argument that cannot be used raises InvalidConfig with its name and with what it must be."""
+    with pytest.raises(InvalidConfig, match=said):
+        coatcheck.Client(**arguments)
+
+
+@pytest.mark.parametrize("token_ids", [5, None, "a", b"a", ["a"], [-1]])
+def test_token_ids_of_a_wrong_type_are_refused(token_ids: Any) -> None:
+    """`detokenize` refuses what is no list of token ids with what the argument must be."""
+    with coatcheck.Client() as client, pytest.raises(InvalidRequest, match="token_ids must be one list of token ids"):
+        client.detokenize(token_ids)
 
 
 @pytest.mark.parametrize("sampling", [[coatcheck.SamplingParams()], {"max_tokens": 3}])

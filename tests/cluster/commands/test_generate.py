@@ -137,7 +137,7 @@ async def test_refusal_is_one_line(router: FakeRouter) -> None:
     [
         (["--temperature", "nan"], "temperature is nan; it must be in [0, 100]"),
         (["--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
-        (["--max-tokens", "4294967296"], "a number does not fit its field"),
+        (["--max-tokens", "4294967296"], "max_tokens is 4294967296, which its field cannot hold"),
     ],
 )
 async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
