@@ -142,19 +142,27 @@ def _extra(field: FieldInfo) -> dict[str, str]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The settings of a YAML file. Dashes in names become underscores. Raises InvalidConfig."""
+    """The settings of a YAML file. Dashes in names become underscores. Raises InvalidConfig, also for a name that the
+    file has twice."""
     import yaml  # only a command with --config needs it
 
     try:
-        loaded = yaml.safe_load(file.read_text())
+        text = file.read_text()
+        loaded, written = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise InvalidConfig(f"{file}: {error.strerror or error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
         raise InvalidConfig(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
-    if not isinstance(loaded, dict):
+    if not (isinstance(loaded, dict) and isinstance(written, yaml.MappingNode)):
         raise InvalidConfig(f"{file} must hold settings, one `name: value` a line")
+    lines: dict[str, int] = {}
+    for key, _ in written.value:
+        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in lines:  # YAML's parser would take the last one
+            raise InvalidConfig(f"{file}: {key.value} is in line {lines[name]} and again in line {line}; leave one out")
+        lines[name] = line
     return {str(name).replace("-", "_"): value for name, value in loaded.items()}
 
 

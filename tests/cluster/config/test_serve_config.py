@@ -85,6 +85,8 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("model: m\nzebra: 1\n", "unknown setting 'zebra'; known are model"),
         ("- model\n", "one `name: value` a line"),
         ("model: [\n", "is not YAML"),
+        ("model: m\ngroups: 1\n\ngroups: 2\n", "groups is in line 2 and again in line 4; leave one out"),
+        ("model: m\nmax-num-seqs: 8\nmax_num_seqs: 8\n", "max_num_seqs is in line 2 and again in line 3"),
         ("groups: 1\n", "model is missing"),
         ("model: m\ngroups: two\n", "groups is 'two'"),
         ("model: m\ntp: 0\n", "tp is 0; it should be greater than or equal to 1"),
@@ -113,7 +115,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """The error names the file, the setting and its allowed values."""
+    """The error names the file, the setting and its allowed values, or its lines if the file has the setting twice."""
     file = tmp_path / "serve.yaml"
     file.write_text(text)
     with pytest.raises(InvalidConfig) as refused:
