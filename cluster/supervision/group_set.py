@@ -6,6 +6,7 @@ which is in Ray's key-value store, to know which groups exist.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 import ray
@@ -100,8 +101,10 @@ class GroupSet:
             if supervisor is None:
                 names = ", ".join(state.name for state in self.states)
                 raise NotFound(f"there is no group {group!r}; there are {names}")
-            if not any(state.state == "serving" for state in self.states if state.name != group):
+            others = [state.name for state in self.states if state.name != group and state.state == "serving"]
+            if not others:
                 raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
+            await self._require_undrained(others)
             supervisor.drain_group()
             await self._routers.wait_until_idle(group, drain_seconds)
             await supervisor.restart_group()
@@ -166,8 +169,10 @@ class GroupSet:
     async def _remove_groups(self, groups: int, drain_seconds: float) -> None:
         """Remove the last groups until there are `groups`. Requests that run after `drain_seconds` move to others."""
         leaving = self._supervisors[groups:]
-        if not any(state.state == "serving" for state in self.states[:groups]):
+        staying = [state.name for state in self.states[:groups] if state.state == "serving"]
+        if not staying:
             raise Unavailable(f"none of {', '.join(group_names(groups))} serves, and requests would be refused; wait")
+        await self._require_undrained(staying)
         for supervisor in leaving:  # all before the wait, so that no request moves to a group that is removed next
             supervisor.drain_group()
         try:
@@ -183,6 +188,14 @@ class GroupSet:
             # After the removal: a supervisor that is restarted in between still finds the group.
             ray_kv.write_number(ray_kv.GROUP_COUNT, len(self._supervisors))
         _log.info("%s now", counted(groups, "group"))
+
+    async def _require_undrained(self, groups: Sequence[str]) -> None:
+        """Raise Unavailable if a router would have only drained groups among `groups`, which serve."""
+        if router := await self._routers.find_router_without(groups):
+            raise Unavailable(
+                f"{router} has drained {', '.join(groups)}, and without another group it would refuse requests; "
+                f"first run `coatcheck drain {groups[0]} --undo`"
+            )
 
     async def _remove(self, name: str) -> None:
         supervisor = self._find_supervisor(name)

@@ -107,6 +107,11 @@ class RouterSet:
         silent = next((f"{name} does not answer" for name, status in statuses.items() if status is None), "")
         return silent or missing_connection(statuses, serving)
 
+    async def find_router_without(self, groups: Sequence[str]) -> str:
+        """The first router that was told, with `coatcheck drain`, to send nothing to any of `groups`; "" if none was.
+        Routers that do not answer are left out."""
+        return next((name for name, status in (await self._read_statuses()).items() if drained(status, groups)), "")
+
     async def measure_queue(self) -> tuple[float, int]:
         """(longest queue time of any router in seconds, number of groups that have requests)."""
         statuses = await self._read_statuses()
@@ -151,6 +156,12 @@ def busy_groups(statuses: Mapping[str, StatusResponse | None]) -> set[str]:
     """The groups that have running or waiting requests, as far as the routers know."""
     known = [group for status in statuses.values() if status for group in status.groups]
     return {group.name for group in known if group.running or group.waiting}
+
+
+def drained(status: StatusResponse | None, groups: Sequence[str]) -> bool:
+    """Whether a router reports each of these serving groups as draining or drained."""
+    states = {group.name: group.state for group in status.groups} if status else {}
+    return all(states.get(name) in ("draining", "drained") for name in groups)
 
 
 def missing_connection(statuses: Mapping[str, StatusResponse | None], groups: Sequence[str]) -> str:

@@ -85,3 +85,22 @@ def test_scaling_outlives_what_happens_meanwhile(tiny_model: Path) -> None:
             assert serving.group("group-0")["ranks"][0]["pid"] == pids[0]
             serving.process.send_signal(signal.SIGTERM)
             assert serving.process.wait(MAX_WAIT_SECONDS) == 0
+
+
+@pytest.mark.ray
+@pytest.mark.full
+def test_a_drained_group_is_not_the_only_one_left(tiny_model: Path) -> None:
+    """`scale` refuses to remove every group but a drained one. After the command that its message names, it removes
+    them."""
+    with ray_head(2) as head, ThreadPoolExecutor(1) as pool:
+        scaled = Scaled(head, tiny_model, 2, pool)
+        with scaled.serving() as serving:
+            serving.wait_ready()
+            assert coatcheck("drain", "group-0", "--address", serving.address).returncode == 0
+            refused = scaled.scale(1).result()
+            assert refused.returncode == 1 and "first run `coatcheck drain group-0 --undo`" in refused.stderr
+            assert serving.generate("a", max_tokens=2).group == "group-1"
+            assert coatcheck("drain", "group-0", "--undo", "--address", serving.address).returncode == 0
+            done = scaled.scale(1).result()
+            assert done.returncode == 0, done.stderr
+            assert serving.generate("a", max_tokens=2).group == "group-0"

@@ -22,13 +22,15 @@ class FakeMethod:
 
 
 class FakeRouterActor:
-    """Serves at once, and connects to every group that it is told of. `waiting`: requests that wait in each group."""
+    """Serves at once, and connects to every group that it is told of. `waiting`: requests that wait in each group.
+    `drained`: groups that an operator has drained."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.groups: list[GroupEndpoint] = []
         self.is_dead = self.has_stopped = False
         self.waiting = 0
+        self.drained: set[str] = set()
 
     def __getattr__(self, name: str) -> FakeMethod:
         return FakeMethod(getattr(self, f"_{name}"))
@@ -45,7 +47,8 @@ class FakeRouterActor:
     async def _status(self) -> StatusResponse:
         if self.is_dead:
             raise RayActorError
-        groups = [GroupStatus(name=group.name, state=group.state, waiting=self.waiting) for group in self.groups]
+        states = {group.name: "drained" if group.name in self.drained else group.state for group in self.groups}
+        groups = [GroupStatus(name=name, state=state, waiting=self.waiting) for name, state in states.items()]
         return StatusResponse(groups=groups, queue_seconds=0.5 * self.waiting)
 
     async def _heartbeat(self) -> None:

@@ -122,6 +122,23 @@ async def test_a_cluster_is_scaled(cluster: Cluster) -> None:
     assert not cluster.numbers
 
 
+async def test_the_last_group_that_is_not_drained_stays(cluster: Cluster) -> None:
+    """`scale_groups` and `restart_group` refuse to leave only drained groups, and name the command that ends a
+    drain."""
+    actor = cluster.supervisor
+    cluster.router.drained = {"group-0"}
+    for change in (actor.scale_groups(1, 1.0), actor.restart_group("group-1", 1.0)):
+        with pytest.raises(
+            Unavailable, match="has drained group-0, .* run `coatcheck drain group-0 --undo`"
+        ):
+            await change
+    assert await cluster.states() == {"group-0": "serving", "group-1": "serving"}
+    await actor.restart_group("group-0", 1.0)
+    cluster.router.drained = {"group-1"}
+    await actor.scale_groups(1, 1.0)
+    assert await cluster.states() == {"group-0": "serving"}
+
+
 async def test_a_group_that_does_not_start_is_removed_again(cluster: Cluster) -> None:
     """If a new group fails, `scale_groups` raises its reason, and the cluster is as before."""
     cluster.ranks["group-2"] = FakeRanks(["ends late"], group="group-2")
