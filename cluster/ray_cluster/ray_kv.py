@@ -1,7 +1,8 @@
 """Numbers that a restarted supervisor reads from Ray's key-value store.
 
-They are the number of groups that the last `coatcheck scale` asked for (`GROUP_COUNT`), and the number of each group's
-newest start (`start_number_key(group)`).
+They are the number of groups that the last `coatcheck scale` asked for (`GROUP_COUNT`), the number of each group's
+newest start (`start_number_key(group)`), and the ports that each router chose because its setting is 0
+(`grpc_port_key(router)`, `http_port_key(router)`).
 """
 
 from typing import Final
@@ -14,6 +15,14 @@ GROUP_COUNT: Final = "coatcheck/groups"
 def start_number_key(group: str) -> str:
     """The key of the number of a group's newest start."""
     return f"coatcheck/{group}/start"
+
+
+def grpc_port_key(router: str) -> str:
+    return f"coatcheck/{router}/grpc-port"
+
+
+def http_port_key(router: str) -> str:
+    return f"coatcheck/{router}/http-port"
 
 
 def read_number(key: str) -> int | None:

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 class RouterSet:
-    """All routers of a cluster. `has_served`: routers served under a former supervisor."""
+    """All routers of a cluster. `has_served`: routers served under a former supervisor; each listens at the same
+    ports again."""
 
     def __init__(self, config: ServeConfig, certificate: ClusterCertificate | None, *, has_served: bool) -> None:
         self._config = config
@@ -121,6 +122,8 @@ class RouterSet:
     async def stop_routers(self, *, now: bool) -> None:
         """End every router. `now`: kill them at once."""
         await asyncio.gather(*(router.stop_router(now=now) for router in self._supervisors.values()))
+        for router in self._supervisors.values():
+            router.forget_ports()
 
     async def _read_statuses(self) -> dict[str, StatusResponse | None]:
         """The status of each router, by name; None for a router that does not answer."""
@@ -135,7 +138,9 @@ class RouterSet:
             _log.warning("%s is gone with its node", name)
             self._tasks[name].cancel()
             await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
-            await self._supervisors.pop(name).stop_router(now=True)
+            router = self._supervisors.pop(name)
+            await router.stop_router(now=True)
+            router.forget_ports()
         for name, id in wanted.items():
             if name not in self._supervisors:
                 self._add_router(tasks, name, id)
@@ -146,6 +151,8 @@ class RouterSet:
         config = router_config(self._config, name, self._config.grpc_port, self._certificate)
         resource = None if node else self._config.router_resource
         router = RouterSupervisor(config, has_served=has_served, resource=resource, node=node)
+        if self._has_served:
+            router.restore_ports()
         if self._groups is not None:
             router.set_groups(self._groups)
         self._supervisors[name] = router

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ray.exceptions import RayError, RayTaskError
 
-from coatcheck.cluster.ray_cluster import launch
+from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RouterHandle
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.proto.errors import CoatcheckError, Unavailable
@@ -46,6 +46,20 @@ class RouterSupervisor:
         self._groups: list[GroupEndpoint] | None = None  # None: not known yet
         self._version = 0
         self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
+
+    def restore_ports(self) -> None:
+        """Have the router listen at the ports that it chose under a former supervisor."""
+        grpc_port = ray_kv.read_number(ray_kv.grpc_port_key(self._config.name))
+        http_port = ray_kv.read_number(ray_kv.http_port_key(self._config.name))
+        if grpc_port and not self._config.port:
+            self._config = replace(self._config, port=grpc_port)
+        if http_port and self._config.http_port == 0:
+            self._config = replace(self._config, http_port=http_port)
+
+    def forget_ports(self) -> None:
+        """Delete the ports that the next supervisor would restore."""
+        ray_kv.delete_number(ray_kv.grpc_port_key(self._config.name))
+        ray_kv.delete_number(ray_kv.http_port_key(self._config.name))
 
     async def supervise_router(self) -> None:
         """Keep the router running until cancelled. Returns only if a router that has never served cannot start."""
@@ -123,15 +137,24 @@ class RouterSupervisor:
             actor = launch.start_router(self._config, self._resource, self._node)
         self._actor = actor
         address = await actor.start.remote()
-        self.http_address = await actor.http_address.remote()
+        http_address = await actor.http_address.remote()
+        self._keep_ports(address, http_address)
+        self.http_address = http_address
         self.address = address
         self._serves.set()
-        # After a restart the router must listen at the same ports, which clients know.
-        http_port = int(self.http_address.rpartition(":")[2]) if self.http_address else None
-        self._config = replace(self._config, port=int(address.rpartition(":")[2]), http_port=http_port)
         self.has_served = True
         self._send_groups()
         return actor
+
+    def _keep_ports(self, address: str, http_address: str) -> None:
+        """Have the next process, also under another supervisor, listen at the same ports, which clients know."""
+        port = int(address.rpartition(":")[2])
+        http_port = int(http_address.rpartition(":")[2]) if http_address else None
+        if not self._config.port:
+            ray_kv.write_number(ray_kv.grpc_port_key(self._config.name), port)
+        if http_port and not self._config.http_port:
+            ray_kv.write_number(ray_kv.http_port_key(self._config.name), http_port)
+        self._config = replace(self._config, port=port, http_port=http_port)
 
     async def _watch(self, actor: RouterHandle) -> None:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.

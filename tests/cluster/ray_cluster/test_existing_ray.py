@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -68,6 +69,17 @@ def test_the_niceness_of_ranks_is_told(cluster: JoinedCluster) -> None:
     warnings = [line for line in cluster.serving.lines if line.startswith("warning:")]
     assert len(warnings) == 1, cluster.serving.lines
     assert f"nice {min(os.nice(0) + 1, 19)}," in warnings[0] and "RAY_worker_niceness=0" in warnings[0]
+
+
+def test_a_router_returns_at_its_port_under_another_supervisor(cluster: JoinedCluster) -> None:
+    """A router that is killed together with the supervisor answers again at the same ports, which the system chose."""
+    supervisor, router = cluster.head.actor("Supervisor"), cluster.head.actor("RouterActor")
+    kill(supervisor)
+    kill(router)
+    until(lambda: cluster.head.actor("RouterActor") not in (0, router), "the router has another process")
+    until(lambda: cluster.serving.group("group-0").get("state") == "serving", "the router answers at its port")
+    with urllib.request.urlopen(f"{cluster.serving.url}/health", timeout=MAX_WAIT_SECONDS) as answer:
+        assert answer.status == 200
 
 
 def test_a_cluster_outlives_its_command(cluster: JoinedCluster) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster import launch
+from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision import router_set, router_supervisor
 from coatcheck.cluster.supervision.router_set import RouterSet, busy_groups, missing_connection
@@ -21,7 +21,13 @@ SERVING = GroupState("group-0", "serving", "h:1")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRouterActor]:
+def numbers() -> dict[str, int]:
+    """Ray's key-value store."""
+    return {}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, int]) -> list[FakeRouterActor]:
     """The routers that were started, in order."""
     started: list[FakeRouterActor] = []
 
@@ -29,6 +35,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRouterActor]:
         started.append(FakeRouterActor(config))
         return started[-1]
 
+    monkeypatch.setattr(ray_kv, "read_number", numbers.get)
+    monkeypatch.setattr(ray_kv, "write_number", numbers.__setitem__)
+    monkeypatch.setattr(ray_kv, "delete_number", lambda key: numbers.pop(key, None))
     monkeypatch.setattr(launch, "find_router", lambda name: None)
     monkeypatch.setattr(launch, "start_router", start_router)
     monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
@@ -50,8 +59,8 @@ async def supervise(started: list[FakeRouterActor]) -> AsyncIterator[Supervise]:
         async with asyncio.TaskGroup() as tasks:
             await routers.supervise_routers(tasks)
 
-    async def supervise(**settings: object) -> RouterSet:
-        routers = RouterSet(ServeConfig.build({"model": "m", **settings}), None, has_served=False)
+    async def supervise(has_served: bool = False, **settings: object) -> RouterSet:
+        routers = RouterSet(ServeConfig.build({"model": "m", **settings}), None, has_served=has_served)
         routers.set_groups([SERVING])
         running.append(asyncio.create_task(run(routers)))
         await until(lambda: routers.all_serve)
@@ -85,6 +94,24 @@ async def test_a_router_that_ends_is_started_again_at_its_address(
         await routers.restart_router("host:1", 0.0)
     await routers.restart_router("host:5000", 0.0)
     assert len(started) == 3 and started[1].has_stopped and routers.all_serve
+
+
+async def test_the_next_supervisor_knows_the_ports_that_routers_chose(
+    supervise: Supervise, started: list[FakeRouterActor], numbers: dict[str, int]
+) -> None:
+    """A router whose process ends together with the supervisor is started again at its ports. Ports that a setting
+    fixes are not stored, the ports of an earlier cluster are not used, and none remain after the end."""
+    await supervise(grpc_port=0)
+    assert numbers == {"coatcheck/router-0/grpc-port": 5000, "coatcheck/router-0/http-port": 8000}
+    numbers |= {"coatcheck/router-0/grpc-port": 5001, "coatcheck/router-0/http-port": 8001}
+    routers = await supervise(has_served=True, grpc_port=0)
+    assert (started[1].config.port, started[1].config.http_port) == (5001, 8001)
+    await supervise(has_served=True, grpc_port=5002, http_port="none")
+    assert (started[2].config.port, started[2].config.http_port) == (5002, None)
+    await supervise(grpc_port=0)
+    assert (started[3].config.port, started[3].config.http_port) == (0, 0)
+    await routers.stop_routers(now=True)
+    assert not numbers
 
 
 async def test_what_routers_say_is_read_from_all(
