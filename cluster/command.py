@@ -11,6 +11,7 @@ A command that fails prints one line on stderr that begins with `error: `. Its e
 
 import difflib
 import os
+import re
 import sys
 from functools import partial
 from typing import Any, Final
@@ -84,8 +85,18 @@ def _usage_message(error: Any) -> str:
         near = difflib.get_close_matches(error.option_name, error.possibilities, cutoff=_NEAR_MISS)
         error.possibilities = [flag for flag in near if flag not in _NEVER_SUGGESTED]
     message = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
+    if (value := _refused_value(error)) is not None:
+        is_nan = isinstance(value, str) and value.strip().lower().lstrip("+-") == "nan"  # fails any bound
+        message = re.sub("Input should .*", f"{value} is no number", message) if is_nan else message
+        message = message.replace("Input should", f"{value!r} should")
     command = f"{error.ctx.command_path} --help" if error.ctx else "coatcheck --help"
     return f"{message[:1].lower()}{message[1:]}; see `{command}`"
+
+
+def _refused_value(error: Any) -> Any:
+    """The value that a usage error is about; None if Typer does not tell. Typer checks bounds with pydantic."""
+    cause = error.__cause__
+    return cause.errors()[0].get("input") if hasattr(cause, "errors") else None
 
 
 def _encoding_message(error: UnicodeError) -> str:

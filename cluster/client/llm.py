@@ -8,6 +8,7 @@ Requests use the router's validation and detokenizer and the group's engine, so 
 the same settings.
 """
 
+import os
 import random
 import sys
 import time
@@ -88,6 +89,8 @@ class LLM:
     def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Unpack[LLMSettings]) -> None:
         if unknown := settings.keys() - LLMSettings.__annotations__.keys():
             raise InvalidConfig(f"LLM has no setting {min(unknown)}; it has {', '.join(LLMSettings.__annotations__)}")
+        if not isinstance(model, str | os.PathLike):
+            raise InvalidConfig(f"model is {model!r}; it must be one directory or one Hugging Face model id")
         serve_config = ServeConfig.build({"model": str(model), **settings})
         device = choose_device(serve_config.device)
         config = group_config(serve_config, _GROUP, device.type)
@@ -244,5 +247,5 @@ def _check_batch(batch: object, item_form: str) -> Sequence[Any]:
     """`batch` unchanged. Raises InvalidRequest unless it is a sequence. `item_form`: the form of one item, for the
     message."""
     if not isinstance(batch, Sequence) or isinstance(batch, str):
-        raise InvalidRequest(f"LLM takes one or a list of them, not a {type(batch).__name__}: {item_form}")
+        raise InvalidRequest(f"LLM takes one or a list of them, and got {type(batch).__name__}: {item_form}")
     return batch

@@ -63,6 +63,7 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 PROMPT_FORM = "a prompt must be one text, or one list of token ids: whole numbers from 0"
+_SEVERAL_PROMPTS = "for several prompts give LLM a list of them, or call a client's method once for each"
 CONVERSATION_FORM = 'a conversation must be a list of messages such as {"role": "user", "content": "Hello"}'
 _MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")
 _REQUEST_FIELDS = {"model", "request_id", "cache_salt", "session_id", "priority"}
@@ -119,7 +120,7 @@ def build_request(
     except UnicodeEncodeError:
         raise InvalidRequest("a text holds half of a surrogate pair, which is no character; leave it out") from None
     except (TypeError, ValueError):
-        raise InvalidRequest(f"{PROMPT_FORM}; for several prompts call the method once for each") from None
+        raise InvalidRequest(f"{PROMPT_FORM}; {_SEVERAL_PROMPTS}") from None
     return request
 
 

@@ -164,8 +164,9 @@ def _download(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_FILES))
     except Exception as error:  # the hub client raises many kinds of errors
+        reason = " ".join(str(error).split())  # the hub client's messages have several lines
         raise InvalidModel(
-            f"{model!r} is neither a directory here nor a model that can be downloaded from the hub: {error}"
+            f"{model!r} is neither a directory here nor a model that can be downloaded from the hub: {reason}"
         ) from None  # the hub client's own traceback has a hundred lines
 
 

@@ -188,7 +188,7 @@ def test_wrong_arguments_are_refused_at_once() -> None:
 )
 def test_a_prompt_is_one_text_or_one_list_of_token_ids(prompt: Any) -> None:
     """Anything else is refused with what a prompt must be, and with what to do for several prompts."""
-    said = "one text, or one list of token ids: .*; for several prompts call the method once for each"
+    said = "one text, or one list of token ids: .*; for several prompts .* call a client's method once for each"
     with coatcheck.Client() as client, pytest.raises(InvalidRequest, match=said):
         client.generate(prompt)
 

@@ -119,11 +119,12 @@ def test_an_option_that_would_have_no_effect_is_refused(llm: coatcheck.LLM, opti
         llm.chat([{"role": "user", "content": "good"}], **options)
 
 
-@pytest.mark.parametrize("prompts", [{"prompt": "a"}, [{"prompt": "a"}], None, [None], b"a", 5])
+@pytest.mark.parametrize("prompts", [{"prompt": "a"}, [{"prompt": "a"}], None, [None], ["a", 5], b"a", 5])
 def test_a_prompt_of_a_wrong_type_is_refused(llm: coatcheck.LLM, prompts: Any) -> None:
     """What is no prompt and no list of prompts raises InvalidRequest, with the two forms of a prompt."""
-    with pytest.raises(InvalidRequest, match="a prompt must be one text, or one list of token ids"):
+    with pytest.raises(InvalidRequest, match="a prompt must be one text, or one list of token ids") as refused:
         llm.generate(prompts)
+    assert "call the method" not in str(refused.value)  # LLM takes lists
 
 
 @pytest.mark.parametrize("conversations", [{"role": "user", "content": "a"}, "a", ["a"], None])
@@ -173,9 +174,10 @@ def test_a_progress_bar_is_shown_where_it_is_asked_for(llm: coatcheck.LLM, capfd
 
 
 def test_a_model_id_that_the_hub_refuses_has_a_short_traceback() -> None:
-    """The traceback is that of `LLM` alone, without the hub client's, which has a hundred lines."""
+    """The traceback is that of `LLM` alone, without the hub client's, which has a hundred lines; the error has one."""
     with pytest.raises(InvalidModel, match="nor a model that can be downloaded from the hub") as refused:
         coatcheck.LLM("nobody/never--was")
+    assert "\n" not in str(refused.value)
     assert "huggingface_hub" not in "".join(traceback.format_exception(refused.value))
 
 
@@ -187,5 +189,8 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         coatcheck.LLM(DEMO, kv_memory="much")
     with pytest.raises(InvalidConfig, match="dtype"):
         coatcheck.LLM(DEMO, dtype="float8")
+    for model in (5, None, [DEMO]):
+        with pytest.raises(InvalidConfig, match="model is .*; it must be one directory or one Hugging Face model id"):
+            coatcheck.LLM(model)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match="LLM has no setting tp"):
         coatcheck.LLM(DEMO, tp=2)  # type: ignore[call-arg]

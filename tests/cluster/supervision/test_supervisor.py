@@ -128,9 +128,7 @@ async def test_the_last_group_that_is_not_drained_stays(cluster: Cluster) -> Non
     actor = cluster.supervisor
     cluster.router.drained = {"group-0"}
     for change in (actor.scale_groups(1, 1.0), actor.restart_group("group-1", 1.0)):
-        with pytest.raises(
-            Unavailable, match="has drained group-0, .* run `coatcheck drain group-0 --undo`"
-        ):
+        with pytest.raises(Unavailable, match="has drained group-0, .* run `coatcheck drain group-0 --undo`"):
             await change
     assert await cluster.states() == {"group-0": "serving", "group-1": "serving"}
     await actor.restart_group("group-0", 1.0)
