@@ -34,6 +34,7 @@ class SimulatedGroup:
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []
         self._context = 0
         self._order = 0
+        self._submissions = 0  # of all routers
         self._steps = 0  # since the start
         # The run of equal steps in progress.
         self._began = 0.0
@@ -53,6 +54,7 @@ class SimulatedGroup:
 
     def submit(self, job: SimulatedRequest, now: float) -> None:
         self._keep_report(now)
+        self._submissions += 1
         device, host = self.tiers.match_prefix(job.chain)
         job.estimated_prefill = job.prompt - (device + host) * BLOCK
         self.queued_tokens += job.estimated_prefill
@@ -211,5 +213,6 @@ class SimulatedGroup:
                 step_seconds=self.model.step(decodes, self._context),
             ),
             queued_prefill_tokens=int(self.queued_tokens + self._left_at(when)),
+            all_submissions=self._submissions,
             prefill_seconds=self.prefill_seconds + (when - self._began if self._run_prefills else 0.0),
         )

@@ -216,16 +216,18 @@ class Refused(_message.Message):
     def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("status", "queued_prefill_tokens", "prefill_seconds", "submissions")
+    __slots__ = ("status", "queued_prefill_tokens", "prefill_seconds", "submissions", "all_submissions")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SUBMISSIONS_FIELD_NUMBER: _ClassVar[int]
+    ALL_SUBMISSIONS_FIELD_NUMBER: _ClassVar[int]
     status: _coatcheck_pb2.GroupStatus
     queued_prefill_tokens: int
     prefill_seconds: float
     submissions: int
-    def __init__(self, status: _Optional[_Union[_coatcheck_pb2.GroupStatus, _Mapping]] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., submissions: _Optional[int] = ...) -> None: ...
+    all_submissions: int
+    def __init__(self, status: _Optional[_Union[_coatcheck_pb2.GroupStatus, _Mapping]] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., submissions: _Optional[int] = ..., all_submissions: _Optional[int] = ...) -> None: ...
 
 class FailureNotice(_message.Message):
     __slots__ = ("reason", "unstarted")

@@ -15,6 +15,8 @@ from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
+_OTHERS_SECONDS: Final = 10.0  # time constant of the running average of what other routers send
+_REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works
 # A group has room while its own queue is below two limits; further requests wait in the router, which is fair to
 # tenants and can still send them to the group that is free first. Prompt tokens: what the group computes in
 # _QUEUED_SECONDS, twice the time between two reports, or one full step if that is more, so that the group has work
@@ -47,6 +49,8 @@ class GroupLoad:
         self._busy_share = 0.0
         self._last_prefill: tuple[float, float] | None = None  # (time of the last report, its prefill_seconds)
         self._submissions = 0  # on this stream
+        self._others: tuple[float, int] | None = None  # (time of the last report, submissions of other routers)
+        self._others_rate = 0.0  # submissions per second of other routers
         # By submission number. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
         self._unreported: OrderedDict[int, _Unreported] = OrderedDict()
         self._unreported_tokens = self._unreported_choices = 0  # sums over `_unreported`
@@ -70,6 +74,7 @@ class GroupLoad:
         self._free = (status.blocks_total - status.blocks_used - status.blocks_cached) * self._block_size
         self._evictable = status.blocks_cached * self._block_size
         self._update_busy_share(load.prefill_seconds, now)
+        self._update_others_rate(load.all_submissions - load.submissions, now)
         while self._unreported and next(iter(self._unreported)) <= load.submissions:
             self._remove_unreported(next(iter(self._unreported)))
 
@@ -137,6 +142,7 @@ class GroupLoad:
             expected * size,
             max(self._running + self._running_delta, 0) + self._waiting + self._unreported_choices,
             self.has_room,
+            self._others_rate * _REPORT_SECONDS,
         )
 
     def check(self) -> None:
@@ -163,3 +169,9 @@ class GroupLoad:
             share = min((prefill_seconds - self._last_prefill[1]) / elapsed, 1.0)
             self._busy_share += (1 - exp(-elapsed / _BUSY_SECONDS)) * (share - self._busy_share)
         self._last_prefill = (now, prefill_seconds)
+
+    def _update_others_rate(self, others: int, now: float) -> None:
+        if self._others is not None and (elapsed := now - self._others[0]) > 0:
+            rate = max(others - self._others[1], 0) / elapsed
+            self._others_rate += (1 - exp(-elapsed / _OTHERS_SECONDS)) * (rate - self._others_rate)
+        self._others = (now, others)

@@ -22,7 +22,8 @@ One gate excludes groups: while some group has room, a group without room is exc
 than every group with room. A request that is sent to a full group could not be sent elsewhere when another group
 becomes free.
 
-Ties are broken by session, or at random. The module is pure.
+Ties are broken by session, or at random. If other routers send requests too, which this one learns of with the next
+reports, the choice is spread over the groups that these requests will make equal (`_spread`). The module is pure.
 """
 
 import random
@@ -69,6 +70,7 @@ class Candidate(NamedTuple):
     expected_tokens: int = 0
     streams: float = 0.0  # running and waiting choices
     has_room: bool = True  # see GroupLoad.has_room
+    unseen_requests: float = 0.0  # requests that other routers send to the group between two of its reports
 
 
 class GroupCost(NamedTuple):
@@ -126,6 +128,8 @@ class Decision:
         names = ", ".join(sorted(cost.group for cost in cheaper)[:_MAX_NAMED])
         if self.makes_copy:
             against = "; it computes another copy of a prefix that is used often"
+        elif any(cost.has_room for cost in cheaper):
+            against = f"; cheaper, but other routers will send there too: {names}"
         elif cheaper:
             against = f"; cheaper, but without room: {names}"
         elif others:
@@ -163,13 +167,37 @@ def choose_group(
     allowed = _apply_room_gate(costs)
     least = min([cost.total_seconds for cost in allowed])
     best = [cost.group for cost in allowed if cost.total_seconds == least]
-    if len(best) == 1:
+    unseen = sum([c.unseen_requests for c in candidates])
+    if unseen:
+        work = next(cost.prefill_seconds + cost.restore_seconds for cost in allowed if cost.group == best[0])
+        group = _spread(allowed, unseen * work, rng)
+    elif len(best) == 1:
         group = best[0]
     elif session:
         group = min(best, key=lambda name: blake2b(f"{session}/{name}".encode(), digest_size=8).digest())
     else:
         group = rng.choice(best)
     return Decision(group, costs, prompt_tokens)
+
+
+def _spread(costs: Sequence[GroupCost], work: float, rng: random.Random) -> str:
+    """A group drawn so that routers that decide at the same time do not all choose the cheapest.
+
+    `work`: seconds of work that other routers send meanwhile. Like water, the work fills the groups from the cheapest
+    up to one level, and each group is drawn in proportion to its depth below the level. So if all routers draw in this
+    way, their work makes the costs of the drawn groups equal.
+    """
+    ordered = sorted(costs, key=lambda cost: cost.total_seconds)
+    level, filled = ordered[0].total_seconds, 0.0
+    for count, cost in enumerate(ordered, 1):
+        filled += cost.total_seconds
+        level = (work + filled) / count
+        if count == len(ordered) or level <= ordered[count].total_seconds:
+            break
+    depths = [max(level - cost.total_seconds, 0.0) for cost in ordered]
+    if not any(depths):
+        return ordered[0].group
+    return rng.choices(ordered, depths)[0].group
 
 
 def _apply_room_gate(costs: Sequence[GroupCost]) -> list[GroupCost]:
@@ -185,7 +213,7 @@ def _group_cost(
     stream costs."""
     (
         group, queued, rate, restore_rate, step, max_batch, busy, free, evictable, device, host, expected, streams,
-        has_room,
+        has_room, _,
     ) = candidate  # fmt: skip
     rate = mean_rate + (rate - mean_rate) * busy / (busy + _HALF_WEIGHT_BUSY_SHARE) if rate else mean_rate
     cached = device + host + expected

@@ -82,6 +82,17 @@ def test_a_crowded_holder_shares_its_prefix() -> None:
     assert ours.imbalance < 1.3
 
 
+@pytest.mark.parametrize("routers", [4, pytest.param(16, marks=pytest.mark.full)])
+def test_routers_that_do_not_see_each_other_do_not_herd(routers: int) -> None:
+    """Routers learn of each other's requests up to 0.1 s later. TTFT p90 with a prompt that all share is below twice
+    that of one router, and work is spread evenly."""
+    entries = shared_prompt(0, requests=2500)
+    cell = Cell("shared prompt", 3000, 0.5)
+    one, many = run(cell, None, entries)[0], run(cell, None, entries, routers=routers)[0]
+    assert many.ttft_p90 < 2 * one.ttft_p90
+    assert many.imbalance < 1.15
+
+
 @pytest.mark.parametrize("cluster", Cluster)
 def test_groups_may_differ_and_change(cluster: Cluster) -> None:
     """Whatever the speeds and sizes of the groups, and while groups drain and join, every request is answered, and no

@@ -70,13 +70,15 @@ class GroupReport:
             rank.steps = stats.steps  # ranks step together
         return status
 
-    def build_load(self, stats: EngineStats, address: str, submissions: int) -> wire.Load:
-        """The load report for one router. `submissions`: number of the router's submissions that the stats include."""
+    def build_load(self, stats: EngineStats, address: str, submissions: int, all_submissions: int) -> wire.Load:
+        """The load report for one router. `submissions`: number of the router's submissions that the stats include.
+        `all_submissions`: those of all routers since the start."""
         return wire.Load(
             status=self.build_status(stats, address),
             queued_prefill_tokens=stats.queued_prefill_tokens,
             prefill_seconds=stats.prefill_seconds,
             submissions=submissions,
+            all_submissions=all_submissions,
         )
 
 

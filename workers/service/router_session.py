@@ -56,6 +56,7 @@ class SessionTable:
     `requests`: by the engine's request id. The service's thread adds requests and both threads remove them:
     `close_request` pops a request atomically, so only the first caller gets the request and logs its outcome.
     `max_open`: limit on the open requests of all routers together.
+    `num_processed`: submissions of all streams that the engine has processed; only the engine's thread uses the count.
     """
 
     def __init__(self, registration: wire.Registration, log: RequestLog, max_open: int) -> None:
@@ -63,6 +64,7 @@ class SessionTable:
         self.max_open = max_open
         self.sessions: dict[int, RouterSession] = {}
         self.requests: dict[str, OpenRequest] = {}
+        self.num_processed = 0
         self.next_event = 0  # sequence number of the next KV event; only the engine's thread uses it
         self._log = log
 
@@ -230,6 +232,7 @@ class RouterSession:
 
     def _count_processed(self, number: int) -> None:
         """Record that later stats include this stream's first `number` submissions. In the engine's thread."""
+        self._table.num_processed += number - self.num_processed
         self.num_processed = number
 
     def _refuse_request(self, engine_request_id: str, error: CoatcheckError) -> None:

@@ -59,6 +59,7 @@ class WorkerService(WorkerServicer):
         # Both after the last step whose messages are in the outboxes.
         self._stats: EngineStats | None = None
         self._num_processed: dict[int, int] = {}  # submissions that the stats include, by session
+        self._all_processed = 0  # those of all routers since the start
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._server: grpc.aio.Server
@@ -83,7 +84,8 @@ class WorkerService(WorkerServicer):
         """Send a step's tokens, events and refusals. In the engine's thread."""
         num_processed = {number: session.num_processed for number, session in self.table.sessions.items()}
         messages = self.table.build_messages(output)
-        self._loop.call_soon_threadsafe(self._put_messages, messages, stats, num_processed)
+        all_processed = self.table.num_processed
+        self._loop.call_soon_threadsafe(self._put_messages, messages, stats, num_processed, all_processed)
 
     def send_failure_notice(self, reason: str, unstarted: Collection[str]) -> None:
         """Tell every router why the group ends and which of the router's requests had not started. End every stream.
@@ -148,11 +150,13 @@ class WorkerService(WorkerServicer):
             )
         await self._server.stop(grace=_FAILURE_NOTICE_SECONDS)
 
-    def _put_messages(self, messages: Sequence[Outgoing], stats: EngineStats, num_processed: dict[int, int]) -> None:
+    def _put_messages(
+        self, messages: Sequence[Outgoing], stats: EngineStats, num_processed: dict[int, int], all_processed: int
+    ) -> None:
         # Messages first, so that a load report follows the outputs of its own step.
         for session, message in messages:
             session.outbox.put_message(message)
-        self._stats, self._num_processed = stats, num_processed
+        self._stats, self._num_processed, self._all_processed = stats, num_processed, all_processed
 
     async def _report_load(self) -> None:
         schedule = LoadReportSchedule(self._report.registration.max_batch_tokens)
@@ -170,5 +174,5 @@ class WorkerService(WorkerServicer):
         assert self._stats is not None, "a load is due only after a step"
         for session in sessions:
             processed = self._num_processed.get(session.number, 0)
-            load = self._report.build_load(self._stats, self.address, processed)
+            load = self._report.build_load(self._stats, self.address, processed, self._all_processed)
             session.outbox.put_message(wire.FromGroup(load=load))

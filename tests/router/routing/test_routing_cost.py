@@ -29,6 +29,7 @@ CANDIDATES = st.lists(
         expected_tokens=TOKENS,
         streams=st.integers(0, 300),
         has_room=st.booleans(),
+        unseen_requests=st.just(0.0),
     ),
     min_size=1,
     max_size=6,
@@ -366,3 +367,38 @@ def test_a_group_without_measurements_is_assumed_average() -> None:
     new = Candidate("new")
     decision: Decision = choose_group([a_group("old", prefill_tokens_per_second=50.0), new], 1000, DICE)
     assert {cost.prefill_seconds for cost in decision.costs} == {20.0}
+
+
+def test_routers_that_decide_at_once_do_not_all_choose_the_cheapest() -> None:
+    """Other routers send work of 2 s meanwhile. It fills the groups with queues of 0 and 1 s up to a level of 2.5 s of
+    cost, so of 100 choices 75 go to the first and 25 to the second; a queue of 5 s stays above the level. With a tenth
+    of that work all go to the first."""
+    queues = {"free": 0, "short": 1000, "long": 5000}
+    for unseen, shares in (
+        (2.0, {"free": 0.75, "short": 0.25, "long": 0.0}),
+        (0.2, {"free": 1, "short": 0, "long": 0}),
+    ):
+        groups = [a_group(name, queued_prefill_tokens=tokens) for name, tokens in queues.items()]
+        groups[2] = groups[2]._replace(unseen_requests=unseen)
+        rng = random.Random(1)
+        decisions = [choose_group(groups, 1000, rng) for _ in range(2000)]
+        counts = Counter(decision.group for decision in decisions)
+        assert {name: counts[name] / 2000 for name in queues} == pytest.approx(shares, abs=0.03)
+    groups = [group._replace(unseen_requests=1) for group in groups]
+    spread = next(decision for _ in range(99) if (decision := choose_group(groups, 1000, rng)).group == "short")
+    assert spread.why.endswith("; cheaper, but other routers will send there too: free")
+
+
+@settings(max_examples=examples(50))
+@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 100), st.integers(0, 1000))
+def test_a_spread_choice_passes_the_gate(candidates: list[Candidate], prompt: int, unseen: float, seed: int) -> None:
+    """However much other routers send, the choice is a group that the gate allows, whose cost is at most the level: the
+    least cost plus all the work that others send."""
+    groups = [candidates[0]._replace(unseen_requests=unseen), *candidates[1:]]
+    decision = choose_group(groups, prompt, random.Random(seed))
+    ready = max((cost.cached_tokens for cost in decision.costs if cost.has_room), default=-1)
+    allowed = [cost for cost in decision.costs if cost.has_room or cost.cached_tokens > ready]
+    cheapest = min(allowed, key=lambda cost: cost.total_seconds)
+    work = max(cost.prefill_seconds + cost.restore_seconds for cost in allowed) * unseen
+    assert decision.chosen in allowed
+    assert decision.chosen.total_seconds <= (cheapest.total_seconds + work) * (1 + 1e-9)
