@@ -7,7 +7,7 @@ this one. docs/routing.md derives it:
              + eviction + delay                          others wait longer for their first token
              + stall                                     others wait longer for their next token
 
-    queue    = the step that runs now, and prompt tokens queued at the group / prefill rate
+    queue    = the step that runs now, if any, and prompt tokens queued at the group / prefill rate
     prefill  = tokens of this prompt that no tier of the group holds / prefill rate
     restore  = tokens of this prompt that only the host tier holds / restore rate
     decode   = steps that the queue and the prompt take × seconds of a step at the group's batch size
@@ -218,7 +218,7 @@ def _group_cost(
     rate = mean_rate + (rate - mean_rate) * busy / (busy + _HALF_WEIGHT_BUSY_SHARE) if rate else mean_rate
     cached = device + host + expected
     uncached = max(prompt_tokens - cached, 0)
-    queue = step + queued / rate
+    queue = (step if streams else 0.0) + queued / rate
     prefill = uncached / rate
     restore = host / (restore_rate or rate * _GUESSED_RESTORE_SPEEDUP) if host else 0.0
     decode = (queued + uncached) / (max_batch or _GUESSED_BATCH_TOKENS) * step

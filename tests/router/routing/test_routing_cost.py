@@ -166,7 +166,7 @@ def test_no_request_waits_longer_than_an_idle_group_computes(
     )
     decision = choose_group([*candidates, idle], prompt, random.Random(0))
     (alone,) = [cost for cost in decision.costs if cost.group == "idle"]
-    assert alone.queue_seconds == 0.1 and alone.restore_seconds == alone.eviction_seconds == alone.delay_seconds == 0.0
+    assert alone.queue_seconds == alone.restore_seconds == alone.eviction_seconds == alone.delay_seconds == 0.0
     assert decision.chosen.first_token_seconds <= alone.first_token_seconds
 
 
@@ -263,6 +263,17 @@ def test_evicting_blocks_in_use_costs_their_prefill() -> None:
     assert [costs[name].eviction_seconds for name in ("free", "full", "used")] == [0.0, 0.0, 1.0]
     half = a_group("half", free_tokens=1500, queued_prefill_tokens=1000)
     assert choose_group([half], 1000, DICE).chosen.eviction_seconds == 0.5, "the queue takes its room first"
+
+
+def test_a_new_prompt_waits_for_the_step_that_runs() -> None:
+    """A group that decodes is dearer by one step than an idle group. Idle groups differ by what they hold, even if one
+    has measured longer steps: 30 cached tokens weigh more than a step of 1 s that does not run."""
+    idle = a_group("idle", step_seconds=0.02)
+    decoding = a_group("decoding", step_seconds=0.02, streams=1)
+    costs = {cost.group: cost.queue_seconds for cost in choose_group([idle, decoding], 10, DICE).costs}
+    assert costs == {"idle": 0.0, "decoding": 0.02}
+    holder = a_group("holder", step_seconds=1.0, device_tokens=30)
+    assert choose_group([idle, holder], 40, DICE).group == "holder"
 
 
 def test_decodes_weigh_too() -> None:
