@@ -26,8 +26,8 @@ from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.prefix_replication import PrefixReplication
-from coatcheck.router.routing.routing_cost import Decision, choose_group
-from coatcheck.router.serving.admission_queue import ANSWERS_AVERAGED, GUESSED_ANSWER_TOKENS, due_at
+from coatcheck.router.routing.routing_cost import GUESSED_ANSWER_TOKENS, Decision, choose_group
+from coatcheck.router.serving.admission_queue import ANSWERS_AVERAGED, due_at
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
 
 # Requests that are sent now, and the group of each.
@@ -52,7 +52,7 @@ class SimulatedRouter:
         self.serving = {group.name for group in groups}
         self._groups = {group.name: group for group in groups}
         self._rule = rule
-        self._queued = queued or rule is None
+        self._queued = queued  # of a published rule
         self._rng = rng
         self._views = [_View(groups, self.serving, rule, rng) for _ in range(routers)]
         self._turn = 0

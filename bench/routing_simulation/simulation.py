@@ -30,7 +30,7 @@ class Cluster(Enum):
     EQUAL = ""
     MIXED_SPEEDS = "mixed speeds"  # a quarter of the groups is half as fast
     MIXED_SIZES = "mixed sizes"  # half of the groups have twice the blocks, the others a third
-    CHANGING = "changing"  # groups drain and join while requests come
+    CHANGING = "changing"  # groups drain and join while requests come; the load counts all groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ equal tokens and an equal prefix before them.
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Final
 
 from coatcheck.cluster.benchmark.request_trace import BLOCK_TOKENS, TraceEntry
@@ -37,13 +37,9 @@ def _poisson(dice: random.Random, requests: int) -> Iterator[float]:
         yield at
 
 
-def _zipf(count_: int, exponent: float = 1.0) -> list[float]:
-    """Cumulative weights of `count_` items by Zipf's law."""
-    total, weights = 0.0, []
-    for rank in range(1, count_ + 1):
-        total += rank**-exponent
-        weights.append(total)
-    return weights
+def _zipf(items: int) -> list[float]:
+    """Cumulative weights of `items` items by Zipf's law."""
+    return list(accumulate(1 / rank for rank in range(1, items + 1)))
 
 
 def shared_prompt(
@@ -87,8 +83,7 @@ def retrieval(seed: int, documents: int = 200, tokens: int = 4096, requests: int
 
 def agents(seed: int, requests: int = REQUESTS) -> list[TraceEntry]:
     """Sessions of 10 to 40 calls below one tool description of 3,072 tokens: each call adds 200 to 2,000 tokens to the
-    session's prompt and comes 1 to 20 s (of a session's own time) after the last. A twentieth of the sessions runs at
-    any time."""
+    session's prompt and comes 5 to 60 s after the last."""
     dice, prompts = random.Random(seed), _Prompts()
     tools = prompts.blocks(3072)
     sessions = max(requests // 25, 1)
@@ -125,7 +120,8 @@ def chats(seed: int, requests: int = REQUESTS) -> list[TraceEntry]:
 
 
 def flash_crowd(seed: int, requests: int = REQUESTS) -> list[TraceEntry]:
-    """Chats, and five crowds: within 20 s, a share of 6% of all requests come with one new prompt of 8,192 tokens."""
+    """The requests of 50 tenants, and five crowds: 6% of all requests come within about 1.5% of the run, with one new
+    prompt of 8,192 tokens."""
     crowd = requests * 6 // 100
     calm = tenants(seed, 50, requests - 5 * crowd)
     dice, prompts = random.Random(seed + 1), _Prompts()

@@ -16,13 +16,13 @@ from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
 _OTHERS_SECONDS: Final = 10.0  # time constant of the running average of what other routers send
-_REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works
+_REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works: LOAD_SECONDS of the group's service
 # A group has room while its own queue is below two limits; further requests wait in the router, which is fair to
 # tenants and can still send them to the group that is free first. Prompt tokens: what the group computes in
 # _QUEUED_SECONDS, twice the time between two reports, or one full step if that is more, so that the group has work
-# until its next report. With 1 s and two steps TTFT p90 was 10% longer in the mean of 283 cells (bench/routing.py).
+# until its next report. With 1 s and two steps TTFT p90 was 10% longer in the mean of 283 simulations (bench/LOG.md).
 # Requests: max_num_seqs / _SLOTS_PER_WAITING, at least _MIN_WAITING, which take the slots that become free until then.
-_QUEUED_SECONDS: Final = 0.2
+_QUEUED_SECONDS: Final = 2 * _REPORT_SECONDS
 _GUESSED_BATCH_TOKENS: Final = 2048
 _MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
 

@@ -24,7 +24,6 @@ class PrefixReplication:
     """One for each router. `review` every decision that is carried out, in order."""
 
     def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
-        self.copies = 0  # decisions that were changed to make a copy
         self._max_prefixes = max_prefixes
         self._rents: OrderedDict[bytes, float] = OrderedDict()  # last block of a prefix -> seconds
 
@@ -52,7 +51,6 @@ class PrefixReplication:
             if len(self._rents) > self._max_prefixes:
                 self._rents.popitem(last=False)
             return decision
-        self.copies += 1
         return replace(decision, group=best.group, makes_copy=True)
 
     def check(self) -> None:

@@ -38,7 +38,7 @@ from typing import Final, NamedTuple
 _GUESSED_PREFILL_RATE: Final = 2000.0
 _GUESSED_BATCH_TOKENS: Final = 2048
 _GUESSED_RESTORE_SPEEDUP: Final = 10.0  # restore rate / prefill rate
-_GUESSED_ANSWER_TOKENS: Final = 200.0
+GUESSED_ANSWER_TOKENS: Final = 64.0
 # Seconds to the first token, and per token, that a user still finds good. A stall that uses up all the time that an
 # answer's tokens may take costs as much as a first token that comes at the limit.
 _TTFT_LIMIT: Final = 2.0
@@ -145,7 +145,7 @@ def choose_group(
     rng: random.Random,
     *,
     queued_in_router: int = 0,
-    answer_tokens: float = _GUESSED_ANSWER_TOKENS,
+    answer_tokens: float = GUESSED_ANSWER_TOKENS,
     session: str = "",
 ) -> Decision:
     """Chooses among at least one candidate.
@@ -167,10 +167,10 @@ def choose_group(
     allowed = _apply_room_gate(costs)
     least = min([cost.total_seconds for cost in allowed])
     best = [cost.group for cost in allowed if cost.total_seconds == least]
-    unseen = sum([c.unseen_requests for c in candidates])
-    if unseen:
-        work = next(cost.prefill_seconds + cost.restore_seconds for cost in allowed if cost.group == best[0])
-        group = _spread(allowed, unseen * work, rng)
+    seconds = next(cost.prefill_seconds + cost.restore_seconds for cost in allowed if cost.group == best[0])
+    others_work = sum([c.unseen_requests for c in candidates]) * seconds
+    if others_work:
+        group = _spread(allowed, others_work, rng)
     elif len(best) == 1:
         group = best[0]
     elif session:
@@ -195,8 +195,8 @@ def _spread(costs: Sequence[GroupCost], work: float, rng: random.Random) -> str:
         if count == len(ordered) or level <= ordered[count].total_seconds:
             break
     depths = [max(level - cost.total_seconds, 0.0) for cost in ordered]
-    if not any(depths):
-        return ordered[0].group
+    if not any(depths):  # the work is too small to show in the sums
+        depths = [float(cost.total_seconds == ordered[0].total_seconds) for cost in ordered]
     return rng.choices(ordered, depths)[0].group
 
 

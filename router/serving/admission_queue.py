@@ -26,6 +26,7 @@ from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
+from coatcheck.router.routing.routing_cost import GUESSED_ANSWER_TOKENS
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry, QueueFull, TokenCharge
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 
@@ -37,7 +38,6 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 _MAX_SPEEDUP: Final = 2.0
 _MIN_GRANTS: Final = 8
 _MAX_GRANTS: Final = 64  # last grants, from which the rate of grants is computed
-GUESSED_ANSWER_TOKENS: Final = 64.0  # mean tokens of an answer before any has ended
 ANSWERS_AVERAGED: Final = 32  # answers that the running average of their tokens covers
 
 

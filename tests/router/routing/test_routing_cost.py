@@ -400,6 +400,14 @@ def test_routers_that_decide_at_once_do_not_all_choose_the_cheapest() -> None:
     assert spread.why.endswith("; cheaper, but other routers will send there too: free")
 
 
+def test_prompts_without_work_are_spread_over_equal_groups() -> None:
+    """Groups that hold the whole prompt cost the same whatever other routers send, and are chosen equally often."""
+    groups = [a_group(name, device_tokens=1000, unseen_requests=5) for name in "ab"]
+    rng = random.Random(1)
+    counts = Counter(choose_group(groups, 1000, rng).group for _ in range(1000))
+    assert all(400 < counts[name] < 600 for name in "ab")
+
+
 @settings(max_examples=examples(50))
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 100), st.integers(0, 1000))
 def test_a_spread_choice_passes_the_gate(candidates: list[Candidate], prompt: int, unseen: float, seed: int) -> None:
