@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import Candidate, choose_group
 from tests.examples import examples
+from tests.router.routing.candidates import a_group
 
 BLOCK = 100
 CHAIN = [bytes([place]) * 16 for place in range(10)]  # a prompt of 1,000 tokens
 DICE = random.Random(0)
-
-
-def a_group(name: str, **known: float) -> Candidate:
-    """One that computes a thousand tokens a second and has room."""
-    return Candidate(name, **{"prefill_tokens_per_second": 1000.0, "free_tokens": 100_000, **known})  # type: ignore[arg-type]
 
 
 def send(replication: PrefixReplication, groups: list[Candidate]) -> str:
