@@ -42,6 +42,14 @@ def serving(tiny_model: Path, ray_folder: Path) -> Iterator[Serving]:
         yield serving
 
 
+def wait_restarted(serving: Serving, before: dict[str, Any]) -> None:
+    """Wait until the group whose former status is `before` serves with new ranks, and the former ones have ended."""
+    name = before["name"]
+    until(lambda: serving.group(name).get("restarts", 0) > before["restarts"], f"{name} is started again")
+    until(lambda: serving.group(name).get("state") == "serving", f"{name} is back")
+    until(lambda: not any(lives(rank["pid"]) for rank in before["ranks"]), f"the former ranks of {name} have ended")
+
+
 def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:
     """With --log-format json every line that router and ranks write parses, and one request's id is in both."""
     address, name = serving.address, "followed-through"
@@ -112,34 +120,37 @@ def test_status_shows_every_rank(serving: Serving) -> None:
 def test_a_killed_rank_costs_no_request(serving: Serving) -> None:
     """kill -9 of rank 0 amid a gRPC stream and an HTTP stream with a guided regex: another group ends both with the
     tokens of an undisturbed run, the text matches the regex, and the group comes back."""
-    before = serving.group("group-0")
-    request = GenerateRequest(text=PROMPT, sampling=SamplingParams(max_tokens=150, seed=5, ignore_eos=True))
+    request = GenerateRequest(text=PROMPT, sampling=SamplingParams(max_tokens=200, seed=5, ignore_eos=True))
     with (
         grpc.insecure_channel(serving.address) as channel,
         openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client,
     ):
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
         guided: dict[str, Any] = dict(
-            model=client.models.list().data[0].id, prompt=PROMPT, max_tokens=150, seed=3, stream=True,
+            model=client.models.list().data[0].id, prompt=PROMPT, max_tokens=200, seed=3, stream=True,
             extra_body={"guided_regex": "([a-z]{3}[0-9]{3}-){120}", "stop_token_ids": []},
         )  # fmt: skip
         undisturbed = stub.Generate(request, timeout=MAX_WAIT_SECONDS).choices[0].token_ids
         undisturbed_text = "".join(chunk.choices[0].text for chunk in client.completions.create(**guided))
-        coatcheck("drain", "group-1", "--address", serving.address)  # both streams begin on the other group
-        events = stub.GenerateStream(request, timeout=MAX_WAIT_SECONDS)
-        assert next(events).started.group == "group-0"
-        chunks = iter(client.completions.create(**guided))
-        texts = [next(chunks).choices[0].text]
-        kill(before["ranks"][0]["pid"])
-        coatcheck("drain", "group-1", "--undo", "--address", serving.address)
-        texts += [chunk.choices[0].text for chunk in chunks]
-        rest = list(events)
-    assert [token for event in rest for token in event.delta.token_ids] == undisturbed
+        assert re.match(r"([a-z]{3}[0-9]{3}-)+", undisturbed_text)
+        # On a busy machine the kill can come after the end of the gRPC stream. That run proves no failover.
+        for _ in range(5):
+            before = serving.group("group-0")
+            coatcheck("drain", "group-1", "--address", serving.address)  # both streams begin on the other group
+            chunks = iter(client.completions.create(**guided))
+            texts = [next(chunks).choices[0].text]
+            events = stub.GenerateStream(request, timeout=MAX_WAIT_SECONDS)
+            assert next(events).started.group == "group-0"
+            kill(before["ranks"][0]["pid"])
+            coatcheck("drain", "group-1", "--undo", "--address", serving.address)
+            texts += [chunk.choices[0].text for chunk in chunks]
+            rest = list(events)
+            wait_restarted(serving, before)
+            assert [token for event in rest for token in event.delta.token_ids] == undisturbed
+            assert "".join(texts) == undisturbed_text
+            if rest[-1].final.moves:
+                break
     assert rest[-1].final.moves == 1 and rest[-1].final.group == "group-1"
-    assert "".join(texts) == undisturbed_text and re.match(r"([a-z]{3}[0-9]{3}-)+", undisturbed_text)
-    until(lambda: serving.group("group-0")["restarts"] == before["restarts"] + 1, "the group is started again")
-    until(lambda: serving.group("group-0")["state"] == "serving", "the group is back")
-    until(lambda: not lives(before["ranks"][1]["pid"]), "the former rank 1 has ended")
 
 
 def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
@@ -152,8 +163,7 @@ def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
     ranks = before["group-0"]["ranks"]
     assert serving.group("group-0")["ranks"][0]["pid"] == ranks[0]["pid"]
     kill(ranks[1]["pid"])
-    until(lambda: serving.group("group-0")["restarts"] > before["group-0"]["restarts"], "the group is started again")
-    until(lambda: serving.group("group-0")["state"] == "serving", "the group is back")
+    wait_restarted(serving, before["group-0"])
     assert serving.group("group-1")["ranks"][0]["pid"] == before["group-1"]["ranks"][0]["pid"]
 
 
