@@ -43,6 +43,8 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--context-length": "--max-model-len",
     "--max-running-requests": "--max-num-seqs",
     "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
+    "--policy": "--routing: prefix-aware, least-loaded or round-robin",
+    "--routing-logic": "--routing: prefix-aware, least-loaded or round-robin",
     "--swap-space": "--host-kv-memory, such as 4GiB",
     "--kv-offloading-size": "--host-kv-memory, such as 4GiB",
     "--api-key": "--api-keys FILE, which `coatcheck keys` writes; other users can read arguments",

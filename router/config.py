@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.internal_tls import ClusterCertificate
@@ -13,6 +13,7 @@ MESSAGE_BYTES: Final = 32 * 1024 * 1024
 # Limit of a message between router and group. To a group: a prompt and the tokens delivered so far. From a group: the
 # outputs of one step, of which the log-probabilities of prompt tokens are the largest, up to 300 bytes each.
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
+Routing = Literal["prefix-aware", "least-loaded", "round-robin"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class RouterConfig:
     cause_wait_seconds: float = 3.0
     # Length of the admission queue; further requests are refused.
     max_queued: int = 1024
+    routing: Routing = "prefix-aware"  # see router/routing/routing_policy.py
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
     # A group that sends nothing for this long is lost; it reports its load at least once a second. Checked five times
@@ -71,6 +73,7 @@ class RouterConfig:
         _require(bool(self.tls_cert) == bool(self.tls_key), "tls_key", self.tls_key, "given with tls_cert, or neither")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
+        _require(self.routing in get_args(Routing), "routing", self.routing, ", ".join(get_args(Routing)))
         source = self.generation_config
         _require(source in ("auto", "none"), "generation_config", source, "auto or none")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")

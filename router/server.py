@@ -84,7 +84,7 @@ class Router:
                 defaults = sampling_defaults(directory)
 
         self.groups = GroupRegistry(config)
-        self.dispatcher = Dispatcher(self.groups, AdmissionQueue(config.max_queued))
+        self.dispatcher = Dispatcher(self.groups, AdmissionQueue(config.max_queued), config.routing)
 
         registry = CollectorRegistry()
         registry.register(GroupMetrics(self.groups, self.dispatcher.retries))

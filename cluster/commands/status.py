@@ -114,7 +114,7 @@ def _print(answer: pb.StatusResponse) -> None:
     model = answer.model
     console.print(
         f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} "
-        f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}), "
+        f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}), routing {answer.routing or '?'}, "
         f"{counted(answer.active_streams, 'stream')}, hit ratio {answer.hit_ratio:.1%}",
         highlight=False,
         soft_wrap=True,

@@ -54,4 +54,5 @@ def router_config(
         cluster_certificate=certificate,
         max_queued=config.max_queued,
         generation_config=config.generation_config,
+        routing=config.routing,
     )

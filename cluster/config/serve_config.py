@@ -19,6 +19,7 @@ from coatcheck.cluster.config.setting_values import (
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.log_lines import LogFormat
+from coatcheck.router.config import Routing
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
@@ -130,6 +131,12 @@ class ServeConfig(Settings):
         le=2**20,
     )
 
+    routing: Routing = setting(
+        "Router",
+        "The group that a request is sent to. prefix-aware: the one that answers soonest, by its cached prefix and its "
+        "queue. least-loaded: the one with the fewest requests. round-robin: each in turn.",
+        "prefix-aware",
+    )
     grpc_host: NonEmpty = setting("Router", "Address where the router listens for gRPC.", "127.0.0.1")
     grpc_port: Port = setting("Router", "Port for gRPC. 0: any free port.", DEFAULT_PORT)
     http_host: NonEmpty = setting("Router", "Address where the router listens for HTTP.", "127.0.0.1")

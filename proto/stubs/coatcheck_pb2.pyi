@@ -504,16 +504,18 @@ class GroupCost(_message.Message):
     def __init__(self, group: _Optional[str] = ..., total_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., eviction_seconds: _Optional[float] = ..., delay_seconds: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., has_room: _Optional[bool] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("group", "why", "prompt_tokens", "costs")
+    __slots__ = ("group", "why", "prompt_tokens", "costs", "routing")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
     group: str
     why: str
     prompt_tokens: int
     costs: _containers.RepeatedCompositeFieldContainer[GroupCost]
-    def __init__(self, group: _Optional[str] = ..., why: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[GroupCost, _Mapping]]] = ...) -> None: ...
+    routing: str
+    def __init__(self, group: _Optional[str] = ..., why: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[GroupCost, _Mapping]]] = ..., routing: _Optional[str] = ...) -> None: ...
 
 class CacheAudit(_message.Message):
     __slots__ = ("prompts", "predicted_tokens", "found_tokens", "error_tokens", "divergences")
@@ -542,7 +544,7 @@ class LatencyStatus(_message.Message):
     def __init__(self, p50_seconds: _Optional[float] = ..., p90_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("router", "state", "model", "groups", "ttft", "tpot", "active_streams", "hit_ratio", "itl", "queue", "version", "queue_seconds")
+    __slots__ = ("router", "state", "model", "groups", "ttft", "tpot", "active_streams", "hit_ratio", "itl", "queue", "version", "queue_seconds", "routing")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -555,6 +557,7 @@ class StatusResponse(_message.Message):
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
     router: str
     state: str
     model: GetModelResponse
@@ -567,7 +570,8 @@ class StatusResponse(_message.Message):
     queue: LatencyStatus
     version: str
     queue_seconds: float
-    def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., itl: _Optional[_Union[LatencyStatus, _Mapping]] = ..., queue: _Optional[_Union[LatencyStatus, _Mapping]] = ..., version: _Optional[str] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
+    routing: str
+    def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., itl: _Optional[_Union[LatencyStatus, _Mapping]] = ..., queue: _Optional[_Union[LatencyStatus, _Mapping]] = ..., version: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., routing: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("group", "timeout_seconds", "undo")

@@ -50,6 +50,7 @@ _MIN_IDLE_SHARE: Final = 0.03  # at full load the measured idle share is noise
 _HALF_WEIGHT_BUSY_SHARE: Final = 0.05
 _MIN_RATE_WEIGHT: Final = 0.001  # least weight of a group in the mean rate of all groups
 _MAX_NAMED: Final = 3  # groups that a message names
+PREFIX_AWARE: Final = "prefix-aware"  # the policy of choose_group, by its name in `serve --routing`
 
 
 class Candidate(NamedTuple):
@@ -105,12 +106,13 @@ _NAMES: Final = [field.removesuffix("_seconds") for field in GroupCost._fields[1
 @dataclass(frozen=True)
 class Decision:
     """The chosen group, and the cost of every candidate. `makes_copy`: the group was chosen although it costs more, to
-    compute another copy of the prefix (see PrefixReplication)."""
+    compute another copy of the prefix (see PrefixReplication). `policy`: what chose the group (see apply_policy)."""
 
     group: str
     costs: tuple[GroupCost, ...]
     prompt_tokens: int
     makes_copy: bool = False
+    policy: str = PREFIX_AWARE
 
     @cached_property
     def chosen(self) -> GroupCost:
@@ -126,7 +128,9 @@ class Decision:
         others = [cost for cost in self.costs if cost.group != self.group]
         cheaper = [cost for cost in others if cost.total_seconds < best.total_seconds]
         names = ", ".join(sorted(cost.group for cost in cheaper)[:_MAX_NAMED])
-        if self.makes_copy:
+        if self.policy != PREFIX_AWARE:
+            against = f"; chosen by --routing {self.policy}, whatever the cost"
+        elif self.makes_copy:
             against = "; it computes another copy of a prefix that is used often"
         elif any(cost.has_room for cost in cheaper):
             against = f"; cheaper, but other routers will send there too: {names}"

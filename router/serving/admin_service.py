@@ -64,6 +64,7 @@ class AdminService:
             active_streams=self._traffic.active,
             hit_ratio=self._metrics.hit_ratio,
             version=VERSION,
+            routing=self._config.routing,
             queue_seconds=self._dispatcher.queue.queue_seconds(asyncio.get_running_loop().time()),
         )
         if self._groups.model is not None:

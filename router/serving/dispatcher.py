@@ -28,7 +28,8 @@ from coatcheck.router.groups.retry_budget import RetryBudget
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.prefix_replication import PrefixReplication
-from coatcheck.router.routing.routing_cost import Candidate, Decision, choose_group
+from coatcheck.router.routing.routing_cost import PREFIX_AWARE, Candidate, Decision, choose_group
+from coatcheck.router.routing.routing_policy import apply_policy
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Grant, QueuedAttempt
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
@@ -37,14 +38,19 @@ _NO_COMPATIBLE = "its worker group is lost, and no group that could continue it 
 
 
 class Dispatcher:
-    """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router."""
+    """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router.
 
-    def __init__(self, groups: GroupRegistry, queue: AdmissionQueue) -> None:
+    `policy`: a name of `serve --routing` (see apply_policy).
+    """
+
+    def __init__(self, groups: GroupRegistry, queue: AdmissionQueue, policy: str = PREFIX_AWARE) -> None:
         self.queue = queue
         self.retries = RetryBudget()
         self._groups = groups
         self._rng = random.Random()
         self._replication = PrefixReplication()
+        self._policy = policy
+        self._last_group = ""  # where the last request was sent
         # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
         self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         groups.on_room = self.send_waiting
@@ -174,9 +180,10 @@ class Dispatcher:
         decision = self._decide(request, preferred, scheduling_class)
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
-        if request.deadline is None:  # to compute a copy takes the request longer
+        if request.deadline is None and self._policy == PREFIX_AWARE:  # to compute a copy takes the request longer
             model = next(group.model for group in eligible if group.name == decision.group)
             decision = self._replication.review(decision, request.block_hashes(model), model.block_size)
+        self._last_group = decision.group
         lifecycle.record_sent(decision, attempt.moves)
         group = next(group for group in eligible if group.name == decision.group)
         submission = group.submit(request, decision, attempt.moves, attempt.delivered, lifecycle.trace_context)
@@ -223,7 +230,7 @@ class Dispatcher:
                 is_scored = request.sampling.prompt_logprobs is not None
                 matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.block_hashes(model))
             candidates.append(group.load.candidate(group.name, matched[hashed_as].get(group.name, NO_MATCH)))
-        return choose_group(
+        decision = choose_group(
             candidates,
             len(request.prompt_token_ids),
             self._rng,
@@ -231,3 +238,4 @@ class Dispatcher:
             answer_tokens=self.queue.answer_tokens,
             session=request.session_id,
         )
+        return apply_policy(self._policy, decision, candidates, self._last_group, self._rng)

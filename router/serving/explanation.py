@@ -22,6 +22,7 @@ def explanation_of(decision: Decision, max_groups: int | None = None) -> pb.Expl
         group=decision.group,
         why=decision.why,
         prompt_tokens=decision.prompt_tokens,
+        routing=decision.policy,
         costs=[pb.GroupCost(**{name: getattr(cost, name) for name in fields}) for cost in costs[:max_groups]],
     )
 

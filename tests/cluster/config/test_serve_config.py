@@ -300,3 +300,13 @@ def test_a_generation_config_is_read_or_left_out(tmp_path: Path) -> None:
     assert router_config(config, "router-0", 0).generation_config == "none"
     with pytest.raises(InvalidConfig, match="generation-config is 'vllm'; it should be 'auto' or 'none'"):
         ServeConfig.build({"model": "m", "generation_config": "vllm"})
+
+
+def test_routing_is_told_to_routers(tmp_path: Path) -> None:
+    """prefix-aware unless a flag or the file says otherwise; a wrong name is refused with the right ones."""
+    assert ServeConfig.build({"model": "m"}).routing == "prefix-aware"
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\nrouting: least-loaded\n")
+    assert router_config(ServeConfig.build({}, file), "router-0", 0).routing == "least-loaded"
+    with pytest.raises(InvalidConfig, match="routing is 'random'; it should be 'prefix-aware', 'least-loaded' or"):
+        ServeConfig.build({"model": "m", "routing": "random"})
