@@ -2,6 +2,8 @@
 
 The server accepts messages as long as a long prompt. grpcio's implementation of these services parses its messages on
 the event loop before anything is checked, and reflection sends them back. A real message holds only a name.
+
+Reflection is served as v1 and as v1alpha. Their messages are the same; grpcio has code only for v1alpha.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -14,6 +16,8 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 MAX_MESSAGE_BYTES: Final = 4096
+_REFLECTION_V1ALPHA: Final = "grpc.reflection.v1alpha.ServerReflection"
+_REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -24,6 +28,7 @@ def add_small_services(server: grpc.aio.Server, health: HealthServicer, names: S
     bounded = _BoundedServer(server)
     add_HealthServicer_to_server(health, bounded)
     add_ServerReflectionServicer_to_server(ReflectionServicer(names), bounded)
+    add_ServerReflectionServicer_to_server(ReflectionServicer(names), _RenamedServer(bounded))
 
 
 class _TooLong:
@@ -45,6 +50,21 @@ class _BoundedServer:
     def add_registered_method_handlers(self, service: str, handlers: "Mapping[str, _Handler]") -> None:
         bounded = {name: _bounded(handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, bounded)  # type: ignore[attr-defined]  # grpc-stubs lack it
+
+
+class _RenamedServer:
+    """Adds v1alpha's reflection under the name of v1."""
+
+    def __init__(self, server: _BoundedServer) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Adds nothing: generic handlers know only the old name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: "Mapping[str, _Handler]") -> None:
+        assert service == _REFLECTION_V1ALPHA, service
+        self._server.add_registered_method_handlers(_REFLECTION_V1, handlers)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, handlers),))
 
 
 class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone

@@ -6,8 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
-from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig
@@ -48,10 +47,15 @@ async def test_health_follows_the_groups(start_router: StartRouter) -> None:
     await health(router, HealthCheckResponse.NOT_SERVING)
 
 
-async def test_reflection_lists_the_services(start_router: StartRouter) -> None:
-    """Reflection lists the services for clients without our .proto files."""
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_the_services(start_router: StartRouter, version: str) -> None:
+    """Both versions of reflection list the services for clients without our .proto files."""
     router = await start_router()
-    call = ServerReflectionStub(router.channel).ServerReflectionInfo()
+    call = router.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=ServerReflectionRequest.SerializeToString,
+        response_deserializer=ServerReflectionResponse.FromString,
+    )()
     await call.write(ServerReflectionRequest(list_services=""))
     response = await call.read()
     names = {service.name for service in response.list_services_response.service}
