@@ -195,8 +195,7 @@ class ServeSession:
             for group in state.groups:
                 if known.get(group.name) != _comparable_state(group) and group.state != "starting":
                     known[group.name] = _comparable_state(group)
-                    reason = f": {group.reason}" if group.reason else ""
-                    self._print(f"{group.name} is {group.state}{reason}")
+                    self._print(f"{group.name} is {group.state}{_describe_cause(group)}")
 
     def _drain_routers(self, supervisor: "SupervisorHandle") -> None:
         again = "press Ctrl-C" if self._console.is_terminal else "send the signal"
@@ -372,7 +371,15 @@ def _silence_reason(error: Exception) -> str:
     return describe_full_disk(log_folder()) or type(error).__name__
 
 
-def _comparable_state(group: "GroupState") -> tuple[str, str]:
-    """A group's state and reason without the parts in brackets (numbers, log files), which differ from one restart to
+def _describe_cause(group: "GroupState") -> str:
+    """Why a group is in its state. A group that serves again says why it was restarted: the poll may have missed the
+    moment in which the group was lost."""
+    if group.reason:
+        return f": {group.reason}"
+    return f" again; last restart: {group.last_failure}" if group.last_failure else ""
+
+
+def _comparable_state(group: "GroupState") -> tuple[str, ...]:
+    """A group's state and reasons without the parts in brackets (numbers, log files), which differ from one restart to
     the next."""
-    return group.state, re.sub(r" \([^()]*\)", "", group.reason)
+    return group.state, *(re.sub(r" \([^()]*\)", "", text) for text in (group.reason, group.last_failure))

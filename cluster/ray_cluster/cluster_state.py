@@ -17,7 +17,7 @@ class GroupState:
 
     `state` is "starting", "serving", "draining", "lost" (it will be started again) or "failed" (it has never served and
     is not started again; see `reason`). `restarts` counts every start after the first, so it is also the number
-    of the newest start. `incarnation` and `previous_crash`: see GroupEndpoint.
+    of the newest start. `incarnation`, `previous_crash` and `last_failure`: see GroupEndpoint.
     """
 
     name: str
@@ -28,6 +28,7 @@ class GroupState:
     ranks: tuple[RankProgress, ...] = ()
     incarnation: int = 0
     previous_crash: str | None = None
+    last_failure: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
-from coatcheck.cluster.supervision.rank_actors import RankActors, RankEnded
+from coatcheck.cluster.supervision.rank_actors import PROCESS_DIED, RankActors, RankEnded
 from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
@@ -22,6 +22,8 @@ _MAX_BACKOFF_SECONDS = 30.0
 _STABLE_SECONDS = 5.0  # a group that served for longer than this starts with the shortest backoff again
 
 _RESTART_REQUESTED = "it is being started again, as asked"
+_BY_COMMAND = "requested by `coatcheck restart`"
+_KILLED = "; no rank crashed: it was killed (SIGKILL), for example by the kernel's out-of-memory killer"
 _NO_NODES = "it waits for nodes"
 
 _log = logging.getLogger(__name__)
@@ -95,7 +97,8 @@ class GroupSupervisor:
                 failures = 0 if time.monotonic() - serving_since > _STABLE_SECONDS else failures + 1
                 _log.error("%s is lost: %s", self.state.name, ended)
                 # Inform routers first: until then they send requests to this group.
-                self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
+                why = str(ended)
+                self._change(state="lost" if self._has_served else "failed", address="", reason=why, last_failure=why)
                 was_running = self._ranks.is_running
                 self._ranks.kill_ranks()
                 if not self._has_served:
@@ -104,7 +107,7 @@ class GroupSupervisor:
                 self._prepare_next_start(was_running)
             except RestartRequested:
                 _log.info("%s is started again", self.state.name)
-                self._change(state="lost", address="", reason=_RESTART_REQUESTED)
+                self._change(state="lost", address="", reason=_RESTART_REQUESTED, last_failure=_BY_COMMAND)
                 await self._ranks.stop_ranks()
                 self._prepare_next_start(was_running=True)
 
@@ -169,7 +172,12 @@ class GroupSupervisor:
         crash = await self._ranks.read_previous_crash()
         if crash:
             _log.error("%s had ended by itself: %s", self.state.name, crash)
-        self._change(previous_crash=crash)
+        failure = self.state.last_failure
+        if crash and crash not in failure:
+            failure += f"; {crash}"
+        elif crash == "" and PROCESS_DIED in failure and not failure.endswith(_KILLED):
+            failure += _KILLED
+        self._change(previous_crash=crash, last_failure=failure)
 
     async def _watch(self) -> None:
         """Raises RankEnded when a rank ends or hangs, RestartRequested when `restart_group` is called.

@@ -4,6 +4,7 @@ The ranks of a group start together and end together: one start makes one actor 
 """
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -23,6 +24,10 @@ from coatcheck.workers.host.disk_space import describe_full_disk
 T = TypeVar("T")
 
 _STOP_SECONDS = 5.0
+PROCESS_DIED = "its process died"
+_TAIL_BYTES = 4096
+_TAIL_LINES = 3
+_TAIL_LINE_CHARACTERS = 200
 # A rank hangs if it has not answered a call after _WAITS waits of _WAIT_SECONDS. Several short waits instead of a long
 # one: a supervisor that was suspended itself reads the answers before it has counted all waits.
 _WAIT_SECONDS = 0.5
@@ -201,7 +206,9 @@ class RankActors:
         if isinstance(cause, CoatcheckError):
             return str(cause)
         why = "" if cause else self._full_disk_clause(rank)
-        return f"rank {rank} has ended: {_summarize(cause or error)}{why} (log: {self._logs[rank]})"
+        tail = "" if cause else read_log_tail(self._logs[rank])
+        last_lines = f"; its last lines: {tail}" if tail else ""
+        return f"rank {rank} has ended: {_summarize(cause or error)}{why} (log: {self._logs[rank]}{last_lines})"
 
     def _full_disk_clause(self, rank: int) -> str:
         """ "; the disk ... is full ..." if a full disk may be why a rank ended or hangs; else "".
@@ -219,6 +226,19 @@ class RankActors:
         return f"; {why}" if why else ""
 
 
+def read_log_tail(path: str) -> str:
+    """The last lines of a log file as one line; "" if the file is not on this host or is empty."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    shown = [line.strip()[-_TAIL_LINE_CHARACTERS:] for line in lines if line.strip()][-_TAIL_LINES:]
+    return " | ".join(shown).replace("(", "[").replace(")", "]")  # `serve` compares reasons without their brackets
+
+
 def _all_serve(progress: tuple[RankProgress, ...]) -> bool:
     return all(rank.phase is Phase.SERVING for rank in progress)
 
@@ -232,7 +252,9 @@ def _summarize(error: BaseException | None) -> str:
     if error is None:
         return "it returned"
     if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-        return "its process died"
+        if "memory" in str(error).partition("potential root causes")[0]:  # which list the kernel's killer always
+            return "Ray ended its process because its node was out of memory"
+        return PROCESS_DIED
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1]}"
 

@@ -88,6 +88,7 @@ class RouterSupervisor:
                 restarts=state.restarts,
                 incarnation=state.incarnation,
                 previous_crash=state.previous_crash,
+                last_failure=state.last_failure,
             )
             for state in states
         ]

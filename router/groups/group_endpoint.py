@@ -11,7 +11,7 @@ class GroupEndpoint:
 
     `restarts`: number of starts after the first. `incarnation`: number of earlier starts in which the ranks came to
     run. `previous_crash`: how the incarnation before this one ended: its error if it crashed, "" if it was ended from
-    outside, None if that is not known.
+    outside, None if that is not known. `last_failure`: why the group was last restarted, in words; "" if it was not.
     """
 
     name: str
@@ -21,6 +21,7 @@ class GroupEndpoint:
     restarts: int = 0
     incarnation: int = 0
     previous_crash: str | None = None
+    last_failure: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a state that does not exist."""

@@ -153,8 +153,8 @@ def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupS
         if connection.ejections
         else ""
     )
-    crashed = f"serves again; it had ended by itself: {endpoint.previous_crash}" if endpoint.previous_crash else ""
-    status = _endpoint_status(endpoint, state, endpoint.reason or ejected or crashed)
+    restarted = f"serves again; last restart: {endpoint.last_failure}" if endpoint.last_failure else ""
+    status = _endpoint_status(endpoint, state, endpoint.reason or ejected or restarted)
     if status.state == "starting":
         status.state = "serving"  # the group has registered, so every rank has run a step
     reported = GroupStatus()

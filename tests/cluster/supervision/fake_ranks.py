@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 
-from coatcheck.cluster.supervision.rank_actors import RankEnded
+from coatcheck.cluster.supervision.rank_actors import PROCESS_DIED, RankEnded
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 SERVING = RankProgress(Phase.SERVING, address="127.0.0.1:1")
@@ -40,7 +40,7 @@ class FakeRanks:
     def crash(self, words: str) -> None:
         """End the ranks. `words`: the crash record; "" if something killed them."""
         self._records[self.starts[-1][1]] = words
-        self._end.set_exception(RankEnded(f"rank 1 has ended: {words or 'its process died'}"))
+        self._end.set_exception(RankEnded(f"rank 1 has ended: {words or PROCESS_DIED}"))
 
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
         return self._adopted

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
+from coatcheck.cluster.supervision.rank_actors import read_log_tail
 from coatcheck.proto.errors import Unavailable
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
 from tests.cluster.supervision.fake_ranks import SERVING, FakeRanks
@@ -83,6 +85,27 @@ async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(sup
     assert (state.incarnation, state.previous_crash) == (1, crash)
     failures.record_cause("g", state.incarnation - 1, crash)
     assert loss.cause is (FailureCause.CRASH if crash else FailureCause.KILLED)
+
+
+@pytest.mark.parametrize(("crash", "cause"), [(FAULT, FAULT), ("", "no rank crashed: it was killed")])
+async def test_a_group_that_serves_again_keeps_the_cause(supervise: Supervise, crash: str, cause: str) -> None:
+    """After a restart `last_failure` has the error and the crash record, or that the rank was killed from outside; a
+    requested restart replaces it."""
+    group = supervise(FakeRanks())
+    assert (await group.until(serves(0))).last_failure == ""
+    group.ranks.crash(crash)
+    failure = (await group.until(serves(1))).last_failure
+    assert failure.startswith("rank 1 has ended: ") and cause in failure
+    await group.supervisor.restart_group()
+    assert group.supervisor.state.last_failure == "requested by `coatcheck restart`"
+
+
+def test_the_end_of_a_log_is_one_line(tmp_path: Path) -> None:
+    """The last three lines that are not empty, without round brackets; nothing for a file of another host."""
+    path = tmp_path / "log"
+    path.write_text("a\nb\nc (1)\n\n" + "d" * 999 + "\n")
+    assert read_log_tail(str(path)) == "b | c [1] | " + "d" * 200
+    assert read_log_tail(str(tmp_path / "missing")) == ""
 
 
 async def test_a_start_that_fails_late_is_an_incarnation(supervise: Supervise) -> None:

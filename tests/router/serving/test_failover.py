@@ -284,5 +284,15 @@ async def test_streams_of_a_group_reported_lost_move_at_once(start_router: Start
     }
 
 
+async def test_status_has_the_reason_of_the_last_restart(start_router: StartRouter) -> None:
+    """A group that serves again after a failure shows in its status why it was restarted."""
+    router = await start_router(FakeGroup("a"))
+    (connection,) = router.server.groups.connections
+    await router.server.set_groups([replace(connection.endpoint, restarts=1, last_failure="rank 0 has ended: SIGKILL")])
+    (group,) = (await router.admin.Status(StatusRequest())).groups
+    assert (group.state, group.restarts) == ("serving", 1)
+    assert group.reason == "serves again; last restart: rank 0 has ended: SIGKILL"
+
+
 def _has_submits(group: FakeGroup) -> bool:
     return bool(group.submits)
