@@ -64,7 +64,7 @@ class _RenamedServer:
     def add_registered_method_handlers(self, service: str, handlers: "Mapping[str, _Handler]") -> None:
         assert service == _REFLECTION_V1ALPHA, service
         self._server.add_registered_method_handlers(_REFLECTION_V1, handlers)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, handlers),))
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, dict(handlers)),))
 
 
 class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone

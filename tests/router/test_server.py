@@ -1,6 +1,7 @@
 """The server around the service: health, reflection, drain, status, ports and limits."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -51,7 +52,7 @@ async def test_health_follows_the_groups(start_router: StartRouter) -> None:
 async def test_reflection_lists_the_services(start_router: StartRouter, version: str) -> None:
     """Both versions of reflection list the services for clients without our .proto files."""
     router = await start_router()
-    call = router.channel.stream_stream(
+    call: Any = router.channel.stream_stream(  # type: ignore[call-arg]  # grpc-stubs have no streams of grpc.aio
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=ServerReflectionRequest.SerializeToString,
         response_deserializer=ServerReflectionResponse.FromString,
