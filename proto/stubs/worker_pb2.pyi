@@ -40,7 +40,7 @@ class Hello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant", "seconds_left")
+    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant", "max_queued_tokens", "seconds_left")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     id: int
     attempt: int
@@ -68,8 +69,9 @@ class Submit(_message.Message):
     traceparent: str
     tracestate: str
     tenant: str
+    max_queued_tokens: int
     seconds_left: float
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., tenant: _Optional[str] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., tenant: _Optional[str] = ..., max_queued_tokens: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("id", "choice")
@@ -84,7 +86,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class FromGroup(_message.Message):
-    __slots__ = ("registration", "batch", "events", "snapshot", "refused", "load", "failure_notice")
+    __slots__ = ("registration", "batch", "events", "snapshot", "refused", "load", "failure_notice", "returned")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +94,7 @@ class FromGroup(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     FAILURE_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     batch: StepBatch
     events: KvEvents
@@ -99,7 +102,8 @@ class FromGroup(_message.Message):
     refused: Refused
     load: Load
     failure_notice: FailureNotice
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ...) -> None: ...
+    returned: Returned
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version")
@@ -214,6 +218,16 @@ class Refused(_message.Message):
     code: int
     message: str
     def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Returned(_message.Message):
+    __slots__ = ("id", "attempt", "queued_prefill_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    attempt: int
+    queued_prefill_tokens: int
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("status", "queued_prefill_tokens", "prefill_seconds", "submissions", "all_submissions")

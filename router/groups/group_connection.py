@@ -24,6 +24,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     Hello,
     Refused,
     Registration,
+    Returned,
     SnapshotRequest,
     ToGroup,
 )
@@ -103,11 +104,15 @@ class GroupConnection:
         attempt: int = 0,
         delivered: Mapping[int, Sequence[int]] | None = None,
         trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
+        *,
+        may_return: bool = False,
     ) -> Submission:
         """Sends a request to the group, which must be attached. `attempt`: number of groups that had it before;
-        `delivered`: output tokens by choice that the group must not send again."""
+        `delivered`: output tokens by choice that the group must not send again; `may_return`: the group may return the
+        request because of requests from other routers."""
         assert self.is_attached, f"group {self.name} is not attached"
         self._last_id += 1
+        max_queued_tokens = self.load.max_queued_tokens(decision.chosen.queued_tokens) if may_return else None
         submission = Submission(self, request, decision, self._last_id, attempt)
         self.submissions.add(submission)
         message = request.to_submit(
@@ -116,6 +121,7 @@ class GroupConnection:
             delivered or {},
             submission.uncached_tokens,
             trace_context,
+            max_queued_tokens=max_queued_tokens,
             now=asyncio.get_running_loop().time(),
         )
         self._stream.send(ToGroup(submit=message))
@@ -199,6 +205,8 @@ class GroupConnection:
                 self._handle_outcome(self.index.apply_snapshot(self.name, message.snapshot))
             case "refused":
                 self._handle_refusal(message.refused)
+            case "returned":
+                self._handle_return(message.returned)
             case "failure_notice":
                 self._failure_notice = message.failure_notice
             case "registration":
@@ -225,6 +233,12 @@ class GroupConnection:
             if isinstance(error, Overloaded):
                 self.load.record_refusal()
             submission.fail(error)
+
+    def _handle_return(self, returned: Returned) -> None:
+        submission = self.submissions.get(returned.id)
+        if submission is not None and submission.attempt == returned.attempt:
+            self.submissions.remove(submission)
+            submission.record_return(returned.queued_prefill_tokens)
 
     def _handle_outcome(self, outcome: EventOutcome) -> None:
         if outcome is EventOutcome.SNAPSHOT_NEEDED:

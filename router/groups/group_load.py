@@ -24,6 +24,9 @@ _REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works: 
 # Requests: max_num_seqs / _SLOTS_PER_WAITING, at least _MIN_WAITING, which take the slots that become free until then.
 _QUEUED_SECONDS: Final = 2 * _REPORT_SECONDS
 _GUESSED_BATCH_TOKENS: Final = 2048
+# A group returns a request if other routers have sent the group more work meanwhile than it computes in this time. A
+# return costs about as much: a round trip and another decision.
+_RETURN_SECONDS: Final = 0.02
 _MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
 
 
@@ -102,6 +105,17 @@ class GroupLoad:
         else:
             self._unreported[number] = unreported._replace(choices=unreported.choices - count)
             self._unreported_choices -= count
+
+    def max_queued_tokens(self, predicted: float) -> int | None:
+        """For a submission that is sent now: the queued prompt tokens above which the group should return it; None
+        while no other router sends requests to the group. `predicted`: tokens that the router expects to be queued."""
+        return int(predicted + self._rate * _RETURN_SECONDS) if self._others_rate and self._rate else None
+
+    def record_return(self, number: int, queued_tokens: int) -> None:
+        """Takes the queue of a group that has returned a submission: `queued_tokens` include this stream's submissions
+        before `number`."""
+        own = sum(unreported.tokens for other, unreported in self._unreported.items() if other < number)
+        self._queued_tokens = max(queued_tokens - own, 0)
 
     def record_refusal(self) -> None:
         """Counts the group as full until its next report, because it has refused a request as Overloaded."""

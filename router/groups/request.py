@@ -68,9 +68,11 @@ class Request:
         uncached_tokens: int | None = None,
         trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
         *,
+        max_queued_tokens: int | None = None,
         now: float = 0.0,
     ) -> Submit:
-        """The message to a group. `delivered`: output tokens by choice that the group must not send again. The router
+        """The message to a group. `delivered`: output tokens by choice that the group must not send again.
+        `max_queued_tokens`: with more prompt tokens queued, the group returns the request; None: never. The router
         keeps the stop strings to itself."""
         packed = self._packed_prompt
         submit = Submit.FromString(packed[0]) if packed else Submit(prompt_token_ids=self.prompt_token_ids)
@@ -83,6 +85,7 @@ class Request:
             resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
             cache_salt=self.cache_salt,
             uncached_tokens=uncached_tokens,
+            max_queued_tokens=max_queued_tokens,
             priority=self.priority,
             tenant="" if self.tenant is ANONYMOUS else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,

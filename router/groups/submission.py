@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 MAX_UNREAD: Final = 8192
 
 
+class SubmissionReturned(Exception):
+    """The group has more work queued than the router knew. Nothing was computed; the request can go to any group."""
+
+
 class Submission:
     """`async for outputs in submission` reads it, and `close` ends it.
 
@@ -58,7 +62,7 @@ class Submission:
         self._has_expected_blocks = True  # the index counts the prompt's blocks as expected
         connection.index.add_expected(self.group, self, request.block_hashes(self.model))
         self._outputs: list[SequenceOutput] = []
-        self._failure: GroupLost | CoatcheckError | None = None
+        self._failure: GroupLost | SubmissionReturned | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
@@ -66,7 +70,7 @@ class Submission:
 
     async def __anext__(self) -> list[SequenceOutput]:
         """Waits for outputs and returns all that were not read yet. Raises GroupLost once the stream has ended,
-        SlowReader, and the group's error if the group has refused the request."""
+        SubmissionReturned, SlowReader, and the group's error if the group has refused the request."""
         if self.woken_in_round and self.on_waiting_again is not None:
             round, self.woken_in_round = self.woken_in_round, 0
             self.on_waiting_again(round)
@@ -90,6 +94,11 @@ class Submission:
         if self._connection.index.hit_prediction.record(self.group, predicted, found):
             self._connection.request_snapshot("its cached tokens differ from those that its events predict")
 
+    def record_return(self, queued_tokens: int) -> None:
+        """The group has returned the request, because `queued_tokens` prompt tokens are queued there."""
+        self._load.record_return(self._load_number, queued_tokens)
+        self.fail(SubmissionReturned())
+
     def set_suspicion(self, level: int) -> None:
         """Sets how suspect the request is. Other suspects may then run on the group, so waiting ones are woken."""
         if self.suspicion != level:
@@ -103,8 +112,8 @@ class Submission:
             self._connection.send_abort(self.id, choice)
 
     def close(self, *, finished: bool) -> None:
-        """Ends the submission. Tells the group to abort, unless the request has `finished`, or has failed: was refused,
-        lost its group, or was aborted before as SlowReader."""
+        """Ends the submission. Tells the group to abort, unless the request has `finished`, or has failed: was refused
+        or returned, lost its group, or was aborted before as SlowReader."""
         if self._failure is None and not finished:
             self._connection.send_abort(self.id, None)
         self._remove_expected()
@@ -137,7 +146,7 @@ class Submission:
         waiter.set_result(None)
         return True
 
-    def fail(self, failure: GroupLost | CoatcheckError) -> None:
+    def fail(self, failure: GroupLost | SubmissionReturned | CoatcheckError) -> None:
         """Raises `failure` to the reader, after the outputs that were delivered before."""
         self._failure = failure
         self.wake_reader(0)

@@ -48,6 +48,7 @@ class Attempt:
 
     `only_compatible_with`: the model of the group that had the request before; only groups with an equal
     compatibility_key can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.
+    `returns`: how often groups have returned the request (see Submit.max_queued_tokens).
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Attempt:
     delivered: Mapping[int, Sequence[int]] = field(default_factory=dict)
     only_compatible_with: GetModelResponse | None = None
     suspicion: int = 0
+    returns: int = 0
 
 
 class Grant(NamedTuple):

@@ -10,6 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 from coatcheck.proto.errors import DeadlineExceeded, Unavailable
 from coatcheck.router.access.tenant import Tenant
@@ -34,6 +35,8 @@ from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Gr
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
+# The group that gets a request after this many returns keeps it. See bench/LOG.md for 1, 2, 3 and 8.
+_MAX_RETURNS: Final = 3
 _NO_COMPATIBLE = "its worker group is lost, and no group that could continue it is serving; try again shortly"
 
 
@@ -186,7 +189,14 @@ class Dispatcher:
         self._last_group = decision.group
         lifecycle.record_sent(decision, attempt.moves)
         group = next(group for group in eligible if group.name == decision.group)
-        submission = group.submit(request, decision, attempt.moves, attempt.delivered, lifecycle.trace_context)
+        submission = group.submit(
+            request,
+            decision,
+            attempt.moves,
+            attempt.delivered,
+            lifecycle.trace_context,
+            may_return=attempt.only_compatible_with is None and attempt.returns < _MAX_RETURNS,
+        )
         submission.suspicion = attempt.suspicion
         return submission
 

@@ -14,7 +14,7 @@ from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_failures import GroupLost
 from coatcheck.router.groups.request import Request
-from coatcheck.router.groups.submission import Submission
+from coatcheck.router.groups.submission import Submission, SubmissionReturned
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.admission_queue import Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
@@ -52,6 +52,7 @@ class Relay:
         self._submission: Submission | None = None
         self._charge: TokenCharge | None = None
         self._moves = 0
+        self._returns = 0  # how often groups have returned the request
         self._lost_groups: set[str] = set()  # tried again only if there is no other
         self._suspicion = PoisonSuspicion()
         self._has_answered = False  # whether the present group has sent anything that the client sees
@@ -88,6 +89,11 @@ class Relay:
             except GroupLost as lost:
                 submission = await self._fail_over(submission, lost)
                 continue
+            except SubmissionReturned:
+                self._returns += 1
+                submission.close(finished=False)
+                submission = await self._admit()
+                continue
             except Overloaded:
                 now = asyncio.get_running_loop().time()
                 full_since = now if full_since is None else full_since
@@ -119,12 +125,13 @@ class Relay:
 
     async def _admit(self, refused: Submission | None = None, wait_seconds: float = 0.0) -> Submission:
         """Sends the request in the order of the admission queue. `refused`: the submission that a full group has
-        refused. A full queue refuses only a request that has no output yet, is not resumed and has not moved."""
+        refused. A full queue refuses only a request that has no output yet, is not resumed, has not moved and was not
+        returned by a group."""
         self._submission = None
         grant = await self._dispatcher.admit(
             self._attempt(refused),
             wait_seconds=wait_seconds,
-            bounded=not self._response.completion_tokens and not self._request.resume and not self._moves,
+            bounded=not (self._response.completion_tokens or self._request.resume or self._moves or self._returns),
         )
         if self._charge is None:
             self._charge = grant.charge
@@ -146,6 +153,7 @@ class Relay:
             self._response.delivered,
             previous.model if previous is not None else None,
             self._suspicion.level,
+            self._returns,
         )
 
     def _begin_submission(self, submission: Submission) -> Submission:

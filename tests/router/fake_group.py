@@ -32,6 +32,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     Load,
     Refused,
     Registration,
+    Returned,
     SequenceOutput,
     SnapshotChunk,
     StepBatch,
@@ -95,6 +96,10 @@ class FakeGroup(WorkerServicer):
         self.finds = finds
         self.with_tops = with_tops
         self.contract, self.version = CONTRACT, VERSION
+        self.queued_tokens = 0  # prompt tokens that other routers have sent
+        self.other_submissions = 0  # of other routers
+        self.returns_all = False  # that may be returned
+        self.returned = 0
         self.silent = False  # a stopped process: connected, and saying nothing
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
@@ -162,6 +167,7 @@ class FakeGroup(WorkerServicer):
         for stream in self._streams:
             message = FromGroup(load=self.load)
             message.load.submissions = self._taken[stream]
+            message.load.all_submissions = self._taken[stream] + self.other_submissions
             stream.put_nowait(message)
 
     def send(self, message: FromGroup) -> None:
@@ -212,6 +218,14 @@ class FakeGroup(WorkerServicer):
                         submit = message.submit
                         refused = Refused(id=submit.id, attempt=submit.attempt, code=code, message=text)
                         outbox.put_nowait(FromGroup(refused=refused))
+                    elif self._returns(message.submit):
+                        self.returned += 1
+                        returned = Returned(
+                            id=message.submit.id,
+                            attempt=message.submit.attempt,
+                            queued_prefill_tokens=self.queued_tokens,
+                        )
+                        outbox.put_nowait(FromGroup(returned=returned))
                     else:
                         self._spawn(message.submit, outbox)
                 case "abort":
@@ -222,6 +236,11 @@ class FakeGroup(WorkerServicer):
                     self.snapshot_requests += 1
                     self._send_snapshot(outbox)
             self._changed.set()
+
+    def _returns(self, submit: Submit) -> bool:
+        if not submit.HasField("max_queued_tokens"):
+            return False
+        return self.returns_all or self.queued_tokens > submit.max_queued_tokens
 
     def _greet(self, outbox: "asyncio.Queue[FromGroup | None]") -> None:
         registration = Registration(

@@ -29,6 +29,7 @@ from coatcheck.workers.service.message_conversion import (
     write_output,
 )
 from coatcheck.workers.service.outbox import Outbox
+from coatcheck.workers.service.queued_tokens import QueuedTokens
 from coatcheck.workers.service.request_log import LoggedRequest, RequestLog
 
 _LAST_WRITE_SECONDS: Final = 1.0
@@ -57,6 +58,7 @@ class SessionTable:
     `close_request` pops a request atomically, so only the first caller gets the request and logs its outcome.
     `max_open`: limit on the open requests of all routers together.
     `num_processed`: submissions of all streams that the engine has processed; only the engine's thread uses the count.
+    `queued_tokens`: used in the service's event loop only.
     """
 
     def __init__(self, registration: wire.Registration, log: RequestLog, max_open: int) -> None:
@@ -65,6 +67,7 @@ class SessionTable:
         self.sessions: dict[int, RouterSession] = {}
         self.requests: dict[str, OpenRequest] = {}
         self.num_processed = 0
+        self.queued_tokens = QueuedTokens()
         self.next_event = 0  # sequence number of the next KV event; only the engine's thread uses it
         self._log = log
 
@@ -127,6 +130,7 @@ class SessionTable:
         """Raises AssertionError unless every open request has an unfinished choice."""
         for engine_request_id, request in list(self.requests.items()):
             assert request.choices, f"{engine_request_id} is open without a choice"
+        self.queued_tokens.check()
 
 
 class RouterSession:
@@ -214,11 +218,22 @@ class RouterSession:
             if (count := len(table.requests)) >= table.max_open:
                 raise Overloaded(f"group {table.registration.group} has {count} requests, as many as it holds")
         except CoatcheckError as error:
-            self.outbox.put_message(refusal_message(submit.id, submit.attempt, error))
-            self._engine.call_between_steps(lambda _: count_processed())  # queued, to keep the order of submissions
+            self._decline(refusal_message(submit.id, submit.attempt, error), count_processed)
             return
+        if submit.HasField("max_queued_tokens") and (queued := table.queued_tokens.total) > submit.max_queued_tokens:
+            returned = wire.Returned(id=submit.id, attempt=submit.attempt, queued_prefill_tokens=queued)
+            self._decline(wire.FromGroup(returned=returned), count_processed)
+            return
+        has_count = submit.HasField("uncached_tokens")
+        table.queued_tokens.add_submission(submit.uncached_tokens if has_count else len(submit.prompt_token_ids))
         table.open_request(engine_request_id, self, submit, request.sampling.n)
         self._engine.submit_request(request, partial(self._refuse_request, engine_request_id), count_processed)
+
+    def _decline(self, message: wire.FromGroup, count_processed: Callable[[], None]) -> None:
+        """Answer a submission that the engine does not get. The count is queued, to keep the order of submissions."""
+        self.outbox.put_message(message)
+        self._table.queued_tokens.add_submission(0)
+        self._engine.call_between_steps(lambda _: count_processed())
 
     def _abort_request(self, engine_request_id: str, choice: int | None) -> None:
         request = self._table.requests.get(engine_request_id)

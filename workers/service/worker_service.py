@@ -157,6 +157,7 @@ class WorkerService(WorkerServicer):
         for session, message in messages:
             session.outbox.put_message(message)
         self._stats, self._num_processed, self._all_processed = stats, num_processed, all_processed
+        self.table.queued_tokens.update(stats.queued_prefill_tokens, all_processed)
 
     async def _report_load(self) -> None:
         schedule = LoadReportSchedule(self._report.registration.max_batch_tokens)

@@ -119,6 +119,33 @@ def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None
     load.check()
 
 
+def test_a_group_returns_only_what_other_routers_have_overtaken() -> None:
+    """The limit is the predicted queue plus 0.02 s of work, and there is none while this router alone sends."""
+    load = GroupLoad(REGISTRATION)
+    rate = GroupStatus(prefill_tokens_per_second=5000.0)
+    load.report(Load(status=rate, submissions=3, all_submissions=3), now=0.0)
+    load.report(Load(status=rate, submissions=4, all_submissions=4), now=1.0)
+    assert load.max_queued_tokens(700.0) is None
+    load.report(Load(status=rate, submissions=4, all_submissions=9), now=2.0)
+    assert load.max_queued_tokens(700.0) == 800
+
+
+def test_a_return_replaces_the_reported_queue() -> None:
+    """The queue that comes with a return contains this router's earlier submissions, which are counted once, and not
+    its later ones."""
+    load = GroupLoad(REGISTRATION)
+    load.report(Load(queued_prefill_tokens=100), now=0.0)
+    load.add_submission(30)
+    returned = load.add_submission(50)
+    load.add_submission(7)
+    load.record_return(returned, 4030)
+    load.end_choices(returned)
+    assert load.candidate("a").queued_prefill_tokens == 4000 + 30 + 7
+    load.report(Load(queued_prefill_tokens=200, submissions=3), now=0.1)
+    assert load.candidate("a").queued_prefill_tokens == 200
+    load.check()
+
+
 SLOTS, MAX_WAITING = 2, 4
 
 

@@ -100,6 +100,31 @@ async def test_tokens_come_back_under_the_submissions_id(group: Group) -> None:
         assert parts[-1].finish_reason == public.FINISH_REASON_LENGTH
 
 
+async def test_a_submission_behind_a_longer_queue_comes_back_at_once(group: Group) -> None:
+    """While a step runs, a submission whose router expects a shorter queue is returned with the queue as it is, and
+    counts as a submission in the next load report. One without a limit, or with a sufficient one, stays."""
+    release = threading.Event()
+    async with Router(group.address, "a") as one, Router(group.address, "b") as other:
+        await asyncio.gather(one.next("snapshot"), other.next("snapshot"))
+        group.loop.call_between_steps(lambda _: release.wait(MAX_WAIT_SECONDS))
+        sampling = public.SamplingParams(max_tokens=1)
+        await one.send(submit=wire.Submit(id=1, prompt_token_ids=[1] * 90, sampling=sampling))
+        await one.send(submit=wire.Submit(id=2, prompt_token_ids=[2] * 30, uncached_tokens=10, sampling=sampling))
+        late = wire.Submit(id=3, attempt=1, prompt_token_ids=[3] * 9, sampling=sampling, max_queued_tokens=99)
+        await one.send(submit=late)
+        returned = (await one.next("returned")).returned  # so the group has read the other router's two as well
+        assert (returned.id, returned.attempt, returned.queued_prefill_tokens) == (3, 1, 100)
+        await other.send(submit=wire.Submit(id=3, prompt_token_ids=[3] * 9, sampling=sampling, max_queued_tokens=99))
+        assert (await other.next("returned")).returned.queued_prefill_tokens == 100
+        late.max_queued_tokens = 100
+        await one.send(submit=late)
+        release.set()
+        assert {id for id, _ in await one.answer(choices=3)} == {1, 2, 3}
+        while (load := (await one.next("load")).load).all_submissions != 5:
+            assert load.submissions <= 4
+        await until(lambda: is_idle(group))
+
+
 async def test_two_routers_may_use_the_same_ids(group: Group) -> None:
     """Ids are unique per stream only. Each router gets the tokens of its own requests."""
     async with Router(group.address, "a") as one, Router(group.address, "b") as other:
