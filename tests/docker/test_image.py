@@ -129,8 +129,10 @@ def test_the_dockerfile_builds_what_is_tested() -> None:
     assert re.search(r"^ARG PYTHON=\d+\.\d+\.\d+-\S+$", DOCKERFILE, flags=re.MULTILINE)
     for stage in stages[2:]:
         assert re.search(r"^USER 1000:1000$", stage, flags=re.MULTILINE)
-    # KubeRay's probes and its start command.
+    # KubeRay's probes and its start command; the chart's readiness probe with mutual TLS.
     assert {"bash", "wget"} <= set(stages[1].split())
+    # NCCL loads them for InfiniBand and RoCE; without them it falls back to TCP and says nothing.
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(stages[2].split())
     version = re.search(r'^version = "(\S+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert version and f"coatcheck:{version[1]}" in DOCKERFILE
 

@@ -62,8 +62,13 @@ def render(values: str, *settings: str) -> Rendered:
 
 
 def refusal(values: str, *settings: str) -> str:
-    """The error message of helm for a setting that it refuses."""
+    """The error message of helm for settings that it refuses."""
+    return helm_error(values, "demo", *settings)
+
+
+def helm_error(values: str, release: str, *settings: str) -> str:
+    """The error message of `helm template` for a release that it refuses."""
     flags = [part for setting in settings for part in ("--set", setting)]
-    done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
+    done = helm("template", release, str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
     assert done.returncode != 0, "it was rendered"
     return done.stderr

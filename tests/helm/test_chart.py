@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def test_settings_are_those_of_serve(values: str, tmp_path: Path) -> None:
     assert config.router_per_node == (routers > 1)
     assert (("PodDisruptionBudget", "demo-coatcheck-router") in rendered.objects) == (routers > 1)
     assert (config.grpc_host, config.http_host, config.router_resource) == ("0.0.0.0", "0.0.0.0", "coatcheck_router")
-    assert 'coatcheck_router\\": 1' in rendered.group("router")["rayStartParams"]["resources"]
+    # Ray's autoscaler drops the first and the last character; the operator trims quotes; then both read JSON.
+    written = rendered.group("router")["rayStartParams"]["resources"]
+    assert written[0] == written[-1] == "'" and json.loads(written[1:-1]) == {"coatcheck_router": 1}
+    assert shlex.split(written) == [written[1:-1]]
 
 
 @pytest.mark.parametrize(("values", "gpus"), [("one-gpu", "1"), ("eight-gpus", "4"), ("two-nodes", "8")])
@@ -134,7 +138,7 @@ def test_selectors_match_what_the_operator_labels(values: str) -> None:
     assert (budget is not None) == (pods > 1)
     if budget:
         assert budget["spec"]["selector"]["matchLabels"] == names | {"ray.io/group": "worker"}
-        assert budget["spec"]["minAvailable"] == pods - 1
+        assert budget["spec"]["minAvailable"] == (pods if worker["replicas"] == 1 else pods - 1)
 
 
 def test_two_nodes() -> None:
@@ -162,14 +166,13 @@ def test_credentials_are_mounted_for_serve(tmp_path: Path) -> None:
         assert path is not None and str(Path(path).parent) in mounts
     assert not mounts & {"/etc/coatcheck-keys"} & {m["mountPath"] for m in rendered.container("worker")["volumeMounts"]}
     names = {one["name"] for one in router["env"]}
-    assert {"COATCHECK_API_KEY", "COATCHECK_TLS_CA", "COATCHECK_TLS_CERT", "COATCHECK_TLS_KEY"} <= names
+    assert {"COATCHECK_TLS_CA", "COATCHECK_TLS_CERT", "COATCHECK_TLS_KEY"} <= names
     # The drain asks this pod's own router, by the name that the certificate has.
     drain = router["lifecycle"]["preStop"]["exec"]["command"][-1]
     (alias,) = rendered.group("router")["template"]["spec"]["hostAliases"]
     assert alias == {"ip": "127.0.0.1", "hostnames": ["demo-coatcheck"]} and "--address demo-coatcheck:50051 " in drain
     ports = {port["name"]: port["appProtocol"] for port in rendered.one("Service")["spec"]["ports"]}
     assert ports == {"grpc": "https", "http": "https"}
-    assert "tcpSocket" in router["readinessProbe"] and "httpGet" not in router["readinessProbe"]
 
 
 def test_ray_has_a_token() -> None:
@@ -183,13 +186,13 @@ def test_ray_has_a_token() -> None:
 
 
 def test_autoscaling() -> None:
-    """Ray's autoscaler is version 2, never takes the groups' places, and has the account that the operator makes."""
+    """Ray's autoscaler is version 2, never takes the groups' places, and runs under the release's account."""
     rendered = render("eight-gpus", "autoscaling.enabled=true", "autoscaling.maxReplicas=3")
     assert rendered.cluster["enableInTreeAutoscaling"] and rendered.cluster["autoscalerOptions"]["version"] == "v2"
     worker = rendered.group("worker")
     assert (worker["minReplicas"], worker["maxReplicas"]) == (2, 3)
     head = rendered.templates[0]["spec"]
-    assert "serviceAccountName" not in head and head["automountServiceAccountToken"]
+    assert head["serviceAccountName"] == "demo-coatcheck" and head["automountServiceAccountToken"]
     # What the operator adds to the head pod is as confined as the rest of it.
     options = rendered.cluster["autoscalerOptions"]
     added = {"name": "autoscaler", "image": "i", **{key: options[key] for key in options if key != "version"}}
@@ -237,9 +240,12 @@ def test_schema_and_values_name_the_same() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert schema["properties"].keys() - {"global"} == values.keys()
     for name, part in schema["properties"].items():
+        if "$ref" in part:
+            part = schema["definitions"][part["$ref"].rpartition("/")[2]]
         if part["type"] == "object" and name not in ("global", "settings"):
             assert part["properties"].keys() == values[name].keys()
             assert part["additionalProperties"] is False
+            assert set(part["required"]) == values[name].keys()  # --set name.key=null would be a template's fault
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_grafana_finds_it_only_when_asked() -> None:
 
 def test_the_monitor_finds_the_service() -> None:
     """The ServiceMonitor selects the Service by labels that it has, a port that it names, and shows a key if told."""
-    rendered = render("one-gpu", *ON, "serviceMonitor.labels.release=p", "adminKey.name=observer")
+    rendered = render("one-gpu", *ON, "serviceMonitor.labels.release=p", "monitorKey.name=observer")
     monitor, service = rendered.one("ServiceMonitor"), rendered.one("Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["endpoints"]

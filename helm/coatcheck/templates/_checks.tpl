@@ -1,0 +1,123 @@
+{{- /* Checks values that depend on each other, which the schema cannot do. Each message says what to change. */ -}}
+{{- define "coatcheck.check" -}}
+{{- include "coatcheck.checkName" . }}
+{{- include "coatcheck.checkGroups" . }}
+{{- include "coatcheck.checkScaling" . }}
+{{- include "coatcheck.checkModel" . }}
+{{- include "coatcheck.checkPorts" . }}
+{{- include "coatcheck.checkResources" . }}
+{{- include "coatcheck.checkAccess" . }}
+{{- end }}
+
+{{- /* Helm allows release names that begin with a digit or have dots; Services and RayClusters allow neither. */ -}}
+{{- define "coatcheck.checkName" -}}
+{{- $name := include "coatcheck.name" . }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
+  {{- fail (printf "the release %s gives Services the name %s, which must begin with a letter and have no dot; set fullnameOverride" .Release.Name $name) }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.checkGroups" -}}
+{{- $tp := .Values.model.tp | int }}{{ $gpus := .Values.worker.gpus | int }}{{ $hosts := .Values.worker.hosts | int -}}
+{{- if gt $hosts 1 }}
+  {{- if mod $tp $hosts }}{{ fail (printf "model.tp is %d, which does not divide over worker.hosts %d" $tp $hosts) }}{{ end }}
+  {{- if and $gpus (ne (mul $gpus $hosts) (int64 $tp)) }}
+    {{- fail (printf "a group over %d hosts with %d GPUs each has %d ranks; set model.tp to that (it is %d), or worker.gpus to %d" $hosts $gpus (mul $gpus $hosts) $tp (div $tp $hosts)) }}
+  {{- end }}
+{{- else if mod $gpus $tp }}
+  {{- fail (printf "worker.gpus is %d, not a multiple of model.tp %d; set it to %d, or spread a group with worker.hosts" $gpus $tp $tp) }}
+{{- end }}
+{{- $ranks := mul (include "coatcheck.ranks" . | int) $hosts }}
+{{- if mod (mul .Values.model.groups $tp) $ranks }}
+  {{- fail (printf "a pod holds %d groups, and model.groups %d is not a multiple of that; set worker.gpus to %d" (div $ranks $tp) (int .Values.model.groups) $tp) }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.checkScaling" -}}
+{{- $groups := int .Values.model.groups }}{{ $most := int .Values.autoscaling.maxReplicas -}}
+{{- if and .Values.autoscaling.enabled (lt $most (include "coatcheck.replicas" . | int)) }}
+  {{- fail (printf "autoscaling.maxReplicas is %d; the groups need %s" $most (include "coatcheck.replicas" .)) }}
+{{- end }}
+{{- with .Values.settings.max_groups }}
+  {{- if lt (int .) $groups }}{{ fail (printf "settings.max_groups is %d, and model.groups %d; it must be at least that" (int .) $groups) }}{{ end }}
+  {{- $need := include "coatcheck.replicasOf" (dict "root" $ "groups" .) | int }}
+  {{- if gt $need (include "coatcheck.replicas" $ | int) }}
+    {{- if not $.Values.autoscaling.enabled }}{{ fail (printf "settings.max_groups is %d, and no pod has room for more than %d; set autoscaling.enabled, and autoscaling.maxReplicas to %d" (int .) $groups $need) }}{{ end }}
+    {{- if lt $most $need }}{{ fail (printf "settings.max_groups %d needs %d worker replicas, and autoscaling.maxReplicas is %d; set it to %d" (int .) $need $most $need) }}{{ end }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.checkModel" -}}
+{{- $path := .Values.model.name }}{{ $mount := .Values.storage.mountPath -}}
+{{- range $taken := list "/tmp" "/cache" "/dev" "/etc" "/opt" "/usr" "/bin" "/lib" "/proc" "/sys" "/var/run" }}
+  {{- if hasPrefix (printf "%s/" $taken) (printf "%s/" $mount) }}{{ fail (printf "storage.mountPath %s would hide files of the image or of the chart in %s; choose another, such as /models" $mount $taken) }}{{ end }}
+{{- end }}
+{{- if and .Values.model.inImage (not (hasPrefix "/" $path)) }}{{ fail (printf "model.inImage needs an absolute path in model.name, not %s" $path) }}{{ end }}
+{{- if and (not (hasPrefix "/" $path)) (not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$" $path)) }}
+  {{- fail (printf "model.name %s is neither an absolute path nor a Hugging Face model id (OWNER/NAME); pods have no working directory with models" $path) }}
+{{- end }}
+{{- if and (hasPrefix "/" $path) (not .Values.model.inImage) }}
+  {{- if not .Values.storage.existingClaim }}{{ fail (printf "model.name %s is a path, and nothing is mounted there; set storage.existingClaim, or model.inImage" $path) }}{{ end }}
+  {{- if not (hasPrefix (printf "%s/" $mount) $path) }}{{ fail (printf "model.name %s is not below storage.mountPath %s" $path $mount) }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- /* Ray and KubeRay listen on these ports of every pod; Ray gives its workers 10002 to 19999. */ -}}
+{{- define "coatcheck.checkPorts" -}}
+{{- if eq (int .Values.service.grpcPort) (int .Values.service.httpPort) }}{{ fail (printf "service.grpcPort and service.httpPort are both %d" (int .Values.service.grpcPort)) }}{{ end }}
+{{- $ports := dict "router.grpcPort" (int .Values.router.grpcPort) "router.httpPort" (int .Values.router.httpPort) }}
+{{- if eq (get $ports "router.grpcPort") (get $ports "router.httpPort") }}{{ fail (printf "router.grpcPort and router.httpPort are both %d" (int .Values.router.grpcPort)) }}{{ end }}
+{{- range $name, $port := $ports }}
+  {{- if or (has $port (list 6379 8080 8265 44217 44227 52365)) (and (ge $port 10001) (le $port 19999)) }}
+    {{- fail (printf "%s is %d, where Ray may listen in the same pod (6379, 8080, 8265, 10001 to 19999, 44217, 44227, 52365); choose another" $name $port) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* A quantity of Kubernetes as a number: bytes, or cores. */ -}}
+{{- define "coatcheck.amount" -}}
+{{- if kindIs "string" . }}
+  {{- $number := regexFind "^[0-9.]+" . }}
+  {{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
+  {{- mulf (float64 $number) (get $units (trimPrefix $number .)) }}
+{{- else }}{{ float64 . }}{{ end }}
+{{- end }}
+
+{{- define "coatcheck.checkResources" -}}
+{{- $values := .Values }}
+{{- $all := dict "head.resources" $values.head.resources "head.serveResources" $values.head.serveResources "router.resources" $values.router.resources "worker.resources" $values.worker.resources }}
+{{- range $where, $resources := $all }}
+  {{- $limits := default dict $resources.limits }}
+  {{- range $name, $request := default dict $resources.requests }}
+    {{- if hasKey $limits $name }}
+      {{- $limit := get $limits $name }}
+      {{- if gt (include "coatcheck.amount" $request | float64) (include "coatcheck.amount" $limit | float64) }}
+        {{- fail (printf "%s requests %v %s, above its limit %v; raise the limit" $where $request $name $limit) }}
+      {{- end }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- $worker := $values.worker }}
+{{- range $kind, $given := $worker.resources }}
+  {{- if hasKey (default dict $given) $worker.gpuResource }}
+    {{- fail (printf "worker.resources.%s sets %s; the chart sets it from worker.gpus: remove it there" $kind $worker.gpuResource) }}
+  {{- end }}
+{{- end }}
+{{- with get (default dict $worker.resources.limits) "memory" }}
+  {{- if gt (include "coatcheck.amount" $worker.sharedMemory | float64) (include "coatcheck.amount" . | float64) }}
+    {{- fail (printf "worker.sharedMemory is %v, above the pod's memory limit %v, which it counts towards; lower it, or raise worker.resources.limits.memory" $worker.sharedMemory .) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.checkAccess" -}}
+{{- if and .Values.tls.clientCaKey (not .Values.tls.secretName) }}{{ fail "tls.clientCaKey needs tls.secretName: it is an entry of that secret" }}{{ end }}
+{{- if and .Values.apiKeys.name (not .Values.adminKey.name) }}{{ fail "apiKeys needs adminKey, a key with the role admin: the chart drains the router with it" }}{{ end }}
+{{- if and .Values.apiKeys.name .Values.serviceMonitor.enabled (not .Values.monitorKey.name) }}
+  {{- fail "serviceMonitor with apiKeys needs monitorKey, a secret with a key of the role monitor: Prometheus reads /metrics with it, and must not get the admin's key" }}
+{{- end }}
+{{- if not (or .Values.apiKeys.name .Values.tls.clientCaKey .Values.security.insecure) }}
+  {{- fail "anybody who reaches the router could send requests; set apiKeys.name or tls.clientCaKey, or ask for it with security.insecure" }}
+{{- end }}
+{{- end }}

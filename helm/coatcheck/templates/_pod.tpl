@@ -1,0 +1,171 @@
+{{- define "coatcheck.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]{{ with . }}, add: {{ toJson . }}{{ end }}}
+{{- end }}
+
+{{- define "coatcheck.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.security.runAsUser }}
+runAsGroup: {{ .Values.security.runAsUser }}
+fsGroup: {{ .Values.security.runAsUser }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "coatcheck.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.podMetadata" -}}
+labels:
+  {{- include "coatcheck.labels" .root | nindent 2 }}
+  {{- with .role.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .role.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* The root file system is read-only: all files are written below /tmp or /cache. */ -}}
+{{- define "coatcheck.ownEnv" -}}
+- {name: HOME, value: /cache}
+- {name: HF_HOME, value: /cache/hub}
+- {name: TRITON_CACHE_DIR, value: /cache/triton}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- if .root.Values.hubToken.name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .root.Values.hubToken.name | quote }}, key: {{ .root.Values.hubToken.key | quote }}}}
+{{- end }}
+{{- with .extra }}
+{{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* A variable of the role replaces the chart's own of the same name. */ -}}
+{{- define "coatcheck.env" -}}
+{{- $given := list }}{{ range .role.env }}{{ $given = append $given .name }}{{ end }}
+{{- $env := list }}
+{{- range include "coatcheck.ownEnv" . | fromYamlArray }}{{ if not (has .name $given) }}{{ $env = append $env . }}{{ end }}{{ end }}
+{{- concat $env (default list .role.env) | toYaml }}
+{{- end }}
+
+{{- define "coatcheck.container" -}}
+image: {{ include "coatcheck.image" .root }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext: {{- include "coatcheck.containerSecurity" .role.capabilities | nindent 2 }}
+env: {{- include "coatcheck.env" . | nindent 2 }}
+{{- with .role.envFrom }}
+envFrom: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: ray-logs, mountPath: /tmp/ray}
+- {name: shm, mountPath: /dev/shm}
+- {name: cache, mountPath: /cache}
+{{- if .root.Values.storage.existingClaim }}
+- {name: models, mountPath: {{ .root.Values.storage.mountPath | quote }}, readOnly: true}
+{{- end }}
+{{- with .role.volumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: ray-logs
+  emptyDir: {}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
+- name: cache
+  emptyDir: {sizeLimit: {{ .root.Values.storage.cacheSize }}}
+{{- if .root.Values.storage.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ .root.Values.storage.existingClaim | quote }}, readOnly: true}
+{{- end }}
+{{- with .role.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Succeeds once the raylet has joined. The operator adds a liveness probe, and a readiness probe if we set none. */ -}}
+{{- define "coatcheck.startup" -}}
+startupProbe:
+  httpGet: {path: /api/local_raylet_healthz, port: 52365}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add .Values.worker.startupSeconds 9) 10 }}
+{{- end }}
+
+{{- /* The pod's fields before its containers. `role`: values of head, router or worker; `shm`: size of /dev/shm;
+`affinity`: the chart's own, in which the role's replaces a rule of the same kind. `volumes`: further ones. */ -}}
+{{- define "coatcheck.pod" -}}
+securityContext: {{- include "coatcheck.podSecurity" .root | nindent 2 }}
+{{- /* The autoscaler runs in the head pod and needs the account's token; the operator binds the account to its role. */}}
+automountServiceAccountToken: {{ .scales | default false }}
+{{- /* Without a named account the operator makes one for the autoscaler. `default` must not get those rights. */}}
+{{- if not (and .scales (eq (include "coatcheck.serviceAccount" .root) "default")) }}
+serviceAccountName: {{ include "coatcheck.serviceAccount" .root | quote }}
+{{- end }}
+{{- include "coatcheck.pullSecrets" .root }}
+{{- with .role.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- with .role.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .role.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .role.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with mergeOverwrite (.affinity | default "{}" | fromYaml) (deepCopy (default dict .role.affinity)) }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .role.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .role.initContainers }}
+initContainers: {{- toYaml . | nindent 2 }}
+{{- end }}
+volumes:
+  {{- include "coatcheck.volumes" . | nindent 2 }}
+  {{- with .volumes }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{- /* Routers run on nodes of their own where there are enough. */ -}}
+{{- define "coatcheck.routerAffinity" -}}
+podAntiAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{- include "coatcheck.pods" (dict "root" . "group" "router") | nindent 12 }}
+{{- end }}
+
+{{- /* Pods of a group that spans hosts are each on a host of their own. */ -}}
+{{- define "coatcheck.workerAffinity" -}}
+{{- if gt (int .Values.worker.hosts) 1 }}
+podAntiAffinity:
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - topologyKey: kubernetes.io/hostname
+      labelSelector:
+        matchLabels: {{- include "coatcheck.pods" (dict "root" . "group" "worker") | nindent 10 }}
+{{- end }}
+{{- end }}

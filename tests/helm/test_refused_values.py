@@ -1,0 +1,70 @@
+"""Values that a cluster would refuse, or fail with later, are refused when rendering, with what to change."""
+
+import pytest
+
+from tests.helm.chart import helm_error, refusal, render
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "said"),
+    [
+        ("one-gpu", ("settings.max_groups=1", "model.groups=2"), "settings.max_groups is 1, and model.groups 2"),
+        ("one-gpu", ("settings.max_groups=4",), "set autoscaling.enabled, and autoscaling.maxReplicas to 4"),
+        (
+            "one-gpu",
+            ("settings.max_groups=4", "autoscaling.enabled=true", "autoscaling.maxReplicas=2"),
+            "needs 4 worker replicas, and autoscaling.maxReplicas is 2; set it to 4",
+        ),
+        ("one-gpu", ("settings.kv_memory=lots",), "kv_memory"),
+        ("one-gpu", ("settings.host_kv_memory=4 gigs",), "host_kv_memory"),
+        ("one-gpu", ("model.name=./model",), "model.name ./model is neither an absolute path nor a Hugging"),
+        ("one-gpu", ("model.name=models/llama/8b",), "model.name models/llama/8b is neither"),
+        ("one-gpu", ("worker.resources.requests.memory=33Gi",), "worker.resources requests 33Gi memory, above its"),
+        ("one-gpu", ("router.resources.limits.cpu=500m",), "router.resources requests 2 cpu, above its limit 500m"),
+        ("one-gpu", ("head.serveResources.requests.memory=2049Mi",), "head.serveResources requests 2049Mi memory"),
+        ("one-gpu", ("worker.sharedMemory=33Gi",), "worker.sharedMemory is 33Gi, above the pod's memory limit 32Gi"),
+        ("one-gpu", ("worker.sharedMemory=4096",), "sharedMemory"),
+        ("one-gpu", ("worker.sharedMemory=16K",), "sharedMemory"),
+        ("one-gpu", ("storage.cacheSize=0Gi",), "cacheSize"),
+        ("one-gpu", ("worker.resources.limits.memory=1.2.3Gi",), "memory"),
+        ("one-gpu", ("worker.resources.limits.memory=32GB",), "memory"),
+        ("eight-gpus", ("storage.mountPath=/tmp",), "storage.mountPath /tmp would hide files"),
+        ("eight-gpus", ("storage.mountPath=/cache/models",), "would hide files of the image or of the chart in /cache"),
+        ("one-gpu", ("worker.gpuResource=gpu",), "gpuResource"),
+        ("one-gpu", (r"worker.resources.limits.nvidia\.com/gpu=2",), "the chart sets it from worker.gpus: remove it"),
+        ("one-gpu", ("router.httpPort=8080",), "router.httpPort is 8080, where Ray may listen in the same pod"),
+        ("one-gpu", ("router.grpcPort=52365",), "router.grpcPort is 52365, where Ray may listen"),
+        ("one-gpu", ("router.grpcPort=10002",), "router.grpcPort is 10002, where Ray may listen"),
+        ("one-gpu", ("router.httpPort=80",), "httpPort"),
+        ("one-gpu", ("router.httpPort=50051",), "router.grpcPort and router.httpPort are both 50051"),
+        ("one-gpu", ("worker.resources=null",), "missing property 'resources'"),
+        ("one-gpu", ("apiKeys.name=Tenants!",), "name"),
+        ("eight-gpus", ("monitorKey.name=",), "serviceMonitor with apiKeys needs monitorKey"),
+        ("one-gpu", ("fullnameOverride=1st",), "set fullnameOverride"),
+    ],
+)  # fmt: skip
+def test_refused(values: str, settings: tuple[str, ...], said: str) -> None:
+    """The message names the value, and what to change where the schema cannot."""
+    assert said in refusal(values, *settings)
+
+
+@pytest.mark.parametrize("release", ["1demo", "demo.two"])
+def test_a_release_whose_services_would_be_refused(release: str) -> None:
+    """Helm allows release names that begin with a digit or have dots; a Service of that name could not be made."""
+    assert f"the release {release} gives Services the name {release}-coatcheck" in helm_error("cpu", release)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("model.name=gpt2",),
+        ("settings.kv_memory=50%",),
+        ("settings.kv_memory=4GiB",),
+        ("worker.resources.requests.memory=32768Mi",),
+        ("worker.resources.limits.cpu=8000m",),
+        ("settings.max_groups=2", "autoscaling.enabled=true", "autoscaling.maxReplicas=2"),
+    ],
+)
+def test_allowed(settings: tuple[str, ...]) -> None:
+    """Values beside those that are refused are rendered."""
+    assert render("one-gpu", *settings).cluster
