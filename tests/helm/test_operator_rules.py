@@ -89,8 +89,7 @@ def test_a_number_as_a_secret_stays_a_name(role: str) -> None:
     done = helm("template", "demo", str(CHART), "-f", file, "--set-string", f"{role}.priorityClassName=7", *flags)
     assert done.returncode == 0, done.stderr
     (cluster,) = (one for one in yaml.safe_load_all(done.stdout) if one and one["kind"] == "RayCluster")
-    head, *groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-    for group in (head, *groups):
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
         spec = group["template"]["spec"]
         for volume in spec["volumes"]:
             assert volume.get("secret", {}).get("secretName", "123") == "123"
