@@ -101,22 +101,29 @@ class CoatcheckServer(Server):
             return False
 
     def status(self) -> pb.GroupStatus:
-        """The status of the only group."""
+        """The status of the first group."""
+        return self.group_statuses()[0]
+
+    def group_statuses(self) -> list[pb.GroupStatus]:
+        """The status of every group."""
         stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
-        group: pb.GroupStatus = stub.Status(pb.StatusRequest(), timeout=10.0).groups[0]
-        return group
+        return list(stub.Status(pb.StatusRequest(), timeout=10.0).groups)
 
     def run(self, scenario: Scenario, seed: int) -> Figures:
-        command: list[str | Path] = [self._command, "bench", "--address", self.address, "--json"]
-        command += f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {2 * seed}".split()
-        command += f"--input-len {scenario.input_len} --output-len {scenario.output_len}".split()
+        flags = f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {2 * seed}"
+        flags += f" --input-len {scenario.input_len} --output-len {scenario.output_len}"
         if scenario.prefixes:
-            command += f"--prompts shared-prefix --num-prefixes {scenario.prefixes}".split()
-            command += f"--prefix-len {scenario.prefix_len}".split()
-        report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+            flags += f" --prompts shared-prefix --num-prefixes {scenario.prefixes} --prefix-len {scenario.prefix_len}"
+        report = self.run_bench(flags)
+        return Figures(report["ttft_ms"]["p50"], report["tpot_ms"]["p50"], report["output_tokens_per_second"])
+
+    def run_bench(self, flags: str) -> dict[str, Any]:
+        """The report of `coatcheck bench` with these flags. Raises RuntimeError if a request was not answered."""
+        command: list[str | Path] = [self._command, "bench", "--address", self.address, "--json", *flags.split()]
+        report: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         if report["succeeded"] != report["requests"]:
             raise RuntimeError(f"not every request was answered: {report['errors']}")
-        return Figures(report["ttft_ms"]["p50"], report["tpot_ms"]["p50"], report["output_tokens_per_second"])
+        return report
 
     def stop(self) -> None:
         self.channel.close()
