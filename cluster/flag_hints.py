@@ -17,7 +17,8 @@ _LORA: Final = f"{NOT_SUPPORTED}LoRA adapters; merge the adapter into its base m
 _TOKENIZER: Final = f"{NOT_SUPPORTED}the tokenizer is always that of the model's directory"
 _REVISION: Final = f"{NOT_SUPPORTED}download the revision, and serve its directory"
 _TOOLS: Final = f"{NOT_NEEDED}tool calls are parsed for every model whose chat template has tools"
-_REASONING: Final = f"{NOT_SUPPORTED}reasoning stays in the answer's text"
+_TOOL_PARSER: Final = "--tool-parser, if the format that the chat template shows is not the model's"
+_REASONING: Final = f"{NOT_NEEDED}reasoning is split off if the chat template has markers for it"
 _GRAMMARS: Final = f"{NOT_NEEDED}llguidance computes all structured output"
 _GRAPHS: Final = f"{NOT_SUPPORTED}CUDA graphs cannot be switched off"
 _REQUEST_LOGS: Final = f"{NOT_NEEDED}logs have one line per request, without its prompt"
@@ -57,7 +58,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--no-enable-prefix-caching": f"{NOT_SUPPORTED}prefixes are always cached; requests with different `cache_salt` "
     "share none",
     "--enable-chunked-prefill": f"{NOT_NEEDED}prompts are always computed in chunks",
-    "--tool-call-parser": _TOOLS,
+    "--tool-call-parser": _TOOL_PARSER,
     "--enable-auto-tool-choice": _TOOLS,
     "--guided-decoding-backend": _GRAMMARS,
     "--grammar-backend": _GRAMMARS,

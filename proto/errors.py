@@ -16,6 +16,18 @@ class InvalidRequest(CoatcheckError):
     """The request is malformed."""
 
 
+class InvalidParameter(InvalidRequest):
+    """A parameter has a value that is not allowed. `name`: of the parameter; `reason`: the message without the name."""
+
+    def __init__(self, name: str, reason: str = "is not allowed") -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason}"
+
+
 class NeverFits(InvalidRequest):
     """The request is well formed but larger than this server can ever serve."""
 

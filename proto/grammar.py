@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from coatcheck.proto.errors import InvalidRequest
@@ -43,17 +43,20 @@ class GrammarRefused(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text`: the schema, the pattern, the rules, or the choices as a JSON list."""
+    """`text`: the schema, the pattern, the rules, or the choices as a JSON list. `prefix`: rules in Lark for what comes
+    before the structure, such as reasoning; "" for nothing."""
 
     kind: Kind
     text: str
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest if `text` is empty or too long."""
         if not self.text.strip():
             raise InvalidRequest(f"structured.{self.kind} is empty; it must be given, or structured output left out")
-        if len(self.text.encode(errors="replace")) > MAX_BYTES:
-            raise InvalidRequest(f"structured.{self.kind} has more than {MAX_BYTES} bytes; it must be shorter")
+        for name, text in ((self.kind, self.text), ("prefix", self.prefix)):
+            if len(text.encode(errors="replace")) > MAX_BYTES:
+                raise InvalidRequest(f"structured.{name} has more than {MAX_BYTES} bytes; it must be shorter")
 
     @classmethod
     def from_message(cls, message: StructuredOutput) -> Grammar:
@@ -62,8 +65,8 @@ class Grammar:
         if kind is None:
             raise InvalidRequest("structured names no kind; it must be json_schema, regex, grammar or choices")
         if kind == "choices":
-            return cls.of_choices(list(message.choices.texts))
-        return cls(kind, getattr(message, kind))
+            return replace(cls.of_choices(list(message.choices.texts)), prefix=message.prefix)
+        return cls(kind, getattr(message, kind), message.prefix)
 
     @classmethod
     def of_choices(cls, texts: list[str]) -> Grammar:
@@ -75,7 +78,7 @@ class Grammar:
     def to_message(self) -> StructuredOutput:
         from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
-        message = StructuredOutput()
+        message = StructuredOutput(prefix=self.prefix)
         if self.kind == "choices":
             message.choices.texts.extend(json.loads(self.text))
         else:
@@ -84,6 +87,17 @@ class Grammar:
 
     def to_llguidance(self) -> str:
         """The grammar in llguidance's format. Raise GrammarRefused if llguidance cannot parse it."""
+        if not self.prefix:
+            return self._structure()
+        structure = self._structure()
+        is_lark = not structure.lstrip().startswith("{")
+        inner = {"lark_grammar": structure} if is_lark else json.loads(structure)["grammars"][0]
+        whole = {"lark_grammar": "start: @prefix @structure\n"}
+        prefix = {"name": "prefix", "lark_grammar": self.prefix}
+        return json.dumps({"grammars": [whole, prefix, {**inner, "name": "structure"}]})
+
+    def _structure(self) -> str:
+        """As to_llguidance, without the prefix."""
         import llguidance
 
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidParameter
 from coatcheck.proto.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -123,4 +123,4 @@ _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name no
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     # Comparisons with NaN are false, so every range refuses NaN.
     if not holds:
-        raise InvalidRequest(f"{name} is {value}; it must be {allowed}")
+        raise InvalidParameter(name, f"is {value}; it must be {allowed}")

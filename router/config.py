@@ -16,6 +16,13 @@ GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
 Routing = Literal["prefix-aware", "least-loaded", "round-robin"]
 
 
+# How a model writes tool calls; router/parsing/output_format.py has a format of each name.
+ToolParserName = Literal[
+    "auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "kimi_k2", "minimax", "minimax_m2",
+    "qwen3_coder", "glm45", "openai",
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RouterConfig:
     """`model` is the directory or model id of the tokenizer; `served_model_name` is the model's name for clients."""
@@ -40,6 +47,8 @@ class RouterConfig:
     routing: Routing = "prefix-aware"  # see router/routing/routing_policy.py
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
+    # "auto": the format in which the model's chat template writes tool calls.
+    tool_parser: ToolParserName = "auto"
     # A group that sends nothing for this long is lost; it reports its load at least once a second. Checked five times
     # as often, so that a loss is noticed within 5 s.
     silence_seconds: float = 4.0

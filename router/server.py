@@ -117,7 +117,7 @@ class Router:
         add_small_services(self._grpc, self._health, services)
         self._health_updates: asyncio.Task[None] | None = None
 
-        routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side)
+        routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, config.tool_parser)
         app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal

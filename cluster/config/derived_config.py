@@ -54,5 +54,6 @@ def router_config(
         cluster_certificate=certificate,
         max_queued=config.max_queued,
         generation_config=config.generation_config,
+        tool_parser=config.tool_parser,
         routing=config.routing,
     )

@@ -19,7 +19,7 @@ from coatcheck.cluster.config.setting_values import (
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.log_lines import LogFormat
-from coatcheck.router.config import Routing
+from coatcheck.router.config import Routing, ToolParserName
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
@@ -56,6 +56,12 @@ class ServeConfig(Settings):
         "Model",
         "Sampling fields that a request leaves unset. auto: from the model's generation_config.json. none: temperature "
         "1 and no filter. Stop ids come from that file either way.",
+        "auto",
+    )
+    tool_parser: ToolParserName = setting(
+        "Model",
+        "How the model writes tool calls. auto: as its chat template does. Or hermes, llama3_json, pythonic, mistral, "
+        "deepseek_v3, kimi_k2, minimax, minimax_m2, qwen3_coder, glm45 or openai.",
         "auto",
     )
     deterministic: bool = setting(

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -129,7 +130,8 @@ def _byte_tokenizer() -> LLTokenizer:
 def _check_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> None:
     """Raises GrammarRefused if the grammar does not compile or cannot be followed."""
     grammar.check_compiles()
-    matcher = LLMatcher(tokenizer, grammar.to_llguidance(), log_level=0)
+    # Without the prefix, whose special tokens the vocabulary of bytes lacks.
+    matcher = LLMatcher(tokenizer, replace(grammar, prefix="").to_llguidance(), log_level=0)
     if matcher.is_error():
         raise grammar.compile_error(matcher.get_error())
     if not any(matcher.compute_bitmask()):

@@ -7,6 +7,7 @@ from typing import Any, Final
 from coatcheck.proto.errors import (
     CoatcheckError,
     ContextLengthExceeded,
+    InvalidParameter,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -47,6 +48,8 @@ def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[i
     if isinstance(error, CoatcheckError):
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
         param = prompt_field if isinstance(error, ContextLengthExceeded) else None
+        if isinstance(error, InvalidParameter):
+            param = error.name.partition("[")[0].removesuffix(" entry")
         return status, openai_error(status, str(error), param=param, code=code)
     if isinstance(error, UnicodeEncodeError):  # JSON can escape what UTF-8 cannot encode
         return 400, openai_error(400, LONE_SURROGATE)

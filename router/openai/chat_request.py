@@ -1,16 +1,16 @@
 """ChatRequest: the body of POST /v1/chat/completions, and how it becomes a GenerateRequest."""
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
-from coatcheck.router.openai.tool_parser import ToolCallFormat
 from coatcheck.router.openai.tools import (
     Function,
     NamedTool,
@@ -19,22 +19,29 @@ from coatcheck.router.openai.tools import (
     required_calls_grammar,
     strict_calls_grammar,
 )
+from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
 
 
 class TextPart(RequestBody):
-    """The only kind of content part that is served."""
+    """The only kind of content part that is served. Other fields, such as `cache_control`, have no effect."""
+
+    drops_unknown_fields: ClassVar = True
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(RequestBody):
+    drops_unknown_fields: ClassVar = True
+
     name: str
     arguments: str = "{}"
 
 
 class AssistantToolCall(RequestBody):
-    """A tool call in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant. Other fields, such as `index`, have no effect."""
+
+    drops_unknown_fields: ClassVar = True
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -42,7 +49,9 @@ class AssistantToolCall(RequestBody):
 
 
 class Message(RequestBody):
-    accepted_values: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
+    """Unknown fields have no effect: clients send back messages that other servers have made."""
+
+    drops_unknown_fields: ClassVar = True
 
     role: Annotated[str, Field(max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
@@ -51,6 +60,8 @@ class Message(RequestBody):
         default_factory=list
     )
     tool_call_id: str = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
 
     def to_proto(self) -> ChatMessage:
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
@@ -59,7 +70,12 @@ class Message(RequestBody):
             for call in self.tool_calls
         ]
         return ChatMessage(
-            role=self.role, content=text, name=self.name, tool_calls=calls, tool_call_id=self.tool_call_id
+            role=self.role,
+            content=text,
+            name=self.name,
+            tool_calls=calls,
+            tool_call_id=self.tool_call_id,
+            reasoning_content=self.reasoning_content or self.reasoning,
         )
 
 
@@ -72,7 +88,7 @@ class ChatRequest(SamplingFields):
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "echo": (False,),
-        "include_reasoning": (True,),
+        "stream_reasoning": (True,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "verbosity": ("medium",),
@@ -90,9 +106,11 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
     @property
-    def tool_mode(self) -> Literal["none", "auto", "required", "named"]:
+    def tool_mode(self) -> ToolMode:
         """Whether tools may or must be called."""
         if not self.tools or self.tool_choice == "none":
             return "none"
@@ -105,25 +123,37 @@ class ChatRequest(SamplingFields):
         """The function that tool_choice names, or ""."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
 
-    def to_generate_request(self, request_id: str, call_format: ToolCallFormat) -> GenerateRequest:
-        """`call_format`: how the model writes tool calls. Raises InvalidRequest."""
+    @property
+    def sent_names(self) -> dict[str, str]:
+        """See SamplingFields."""
+        limit = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "max_tokens": limit}
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The variables of the chat template that the request sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return self.chat_template_kwargs | effort
+
+    def to_generate_request(self, request_id: str, plan: ParsingPlan, grammar_prefix: str) -> GenerateRequest:
+        """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what it may have before a structure.
+        Raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs; set logprobs to true")
+            raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them")
-        arguments = dict(self.chat_template_kwargs)
-        if self.reasoning_effort is not None:
-            arguments["reasoning_effort"] = self.reasoning_effort
+            raise InvalidParameter("max_tokens", "and max_completion_tokens differ; send one of them")
         self._check_tool_names()
         tools = self.tools if self.tool_mode != "none" else []
         sampling = self.to_sampling_params(
             limits.pop() if limits else None,
             (self.top_logprobs or 0) if self.logprobs else None,
             self.prompt_logprobs,
-            self._select_grammar(call_format),
+            self._select_grammar(plan, grammar_prefix),
         )
-        chat = to_chat_proto(self.messages, tools, arguments, self.add_generation_prompt)
+        if plan.form.shows_special_tokens and not plan.is_plain:
+            sampling.skip_special_tokens = False  # the parser takes them out
+        chat = to_chat_proto(self.messages, tools, self.template_arguments, self.add_generation_prompt)
         return self.make_generate_request(request_id, sampling, chat=chat)
 
     def _check_tool_names(self) -> None:
@@ -137,28 +167,28 @@ class ChatRequest(SamplingFields):
                     "own name"
                 )
 
-    def _select_grammar(self, call_format: ToolCallFormat) -> Grammar | None:
+    def _select_grammar(self, plan: ParsingPlan, prefix: str) -> Grammar | None:
         """The grammar of the tool calls or of the fields for structured output."""
         grammar = self.to_grammar()
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise InvalidRequest("tool_choice needs tools; give them, or leave it out")
+            raise InvalidParameter("tool_choice", "needs tools; give them, or remove it")
         constrained = [function for _, function in self.constrained_functions()]
         if self.tool_mode == "named" and not constrained:
-            raise InvalidRequest(f"tool_choice names {self.named_function[:80]!r}, which is not among the tools")
+            raise InvalidParameter("tool_choice", f"names {self.named_function[:80]!r}, which is not among the tools")
         if not constrained:
-            return grammar
+            return replace(grammar, prefix=prefix) if grammar is not None else None
         if grammar is not None:
             raise InvalidRequest(
                 "structured output cannot be combined with tool calls that are required or strict; keep one of them"
             )
         if self.tool_mode == "named":
-            return named_call_grammar(constrained[0])
+            return replace(named_call_grammar(constrained[0]), prefix=prefix)
         if self.tool_mode == "required":
-            return required_calls_grammar(constrained, self.parallel_tool_calls)
-        if call_format != "hermes":
+            return replace(required_calls_grammar(constrained, self.parallel_tool_calls), prefix=prefix)
+        if plan.form.tool_format != "hermes":
             raise InvalidRequest(
-                "this model does not mark its tool calls, so strict functions cannot be enforced; set tool_choice to "
-                "required or to a function, or leave strict out"
+                "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
+                "remove strict"
             )
         return strict_calls_grammar([tool.function for tool in self.tools])
 

@@ -1,9 +1,10 @@
 """ChatResponse: makes chat completions, or the chunks of a stream, from GenerateService's events."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateResponse, TokenLogprob
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import (
@@ -13,7 +14,18 @@ from coatcheck.router.openai.response_parts import (
     ResponseHead,
     stop_reason,
 )
-from coatcheck.router.openai.tool_parser import ParsedToolCall, ToolCallFormat, ToolParser
+from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
+from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
+
+
+@dataclass(slots=True)
+class _OpenChoice:
+    """A choice that is streamed. `logprobs` and `token_ids`: of tokens whose text the parser holds back."""
+
+    parser: OutputParser
+    has_started: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 class ChatResponse(OpenAIResponse):
@@ -28,36 +40,45 @@ class ChatResponse(OpenAIResponse):
         head: ResponseHead,
         request: ChatRequest,
         formatter: LogprobsFormatter,
-        call_format: ToolCallFormat,
+        plan: ParsingPlan,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`call_format`: how the model writes tool calls that no grammar constrains."""
-        may_call = request.tool_mode != "none"
+        """`plan`: how the choices are parsed."""
         prompt = EchoedPrompt(token_ids=prompt_token_ids)
-        super().__init__(head, request, formatter, [prompt], is_plain=not (request.logprobs or may_call))
+        super().__init__(head, request, formatter, [prompt], is_plain=not request.logprobs)
         self._request = request
-        self._call_format = call_format
-        self._may_call = may_call
-        self._parsers: dict[int, ToolParser] = {}
-        self._started_choices: set[int] = set()
+        self._plan = plan
+        self._open: dict[int, _OpenChoice] = {}
 
     def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
-        if self._is_plain and not delta.finish_reason and delta.choice in self._started_choices:
-            return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
-        text, calls = self._parse_calls(delta)
-        fields: dict[str, Any] = {}
-        if delta.choice not in self._started_choices:
-            self._started_choices.add(delta.choice)
-            fields["role"] = "assistant"
-        if text or (not calls and not delta.finish_reason):
-            fields["content"] = text
-        if calls:
-            fields["tool_calls"] = [{"index": call.index, **call.to_json()} for call in calls]
-        return self._make_chunk(self._choice(delta, "delta", fields))
+        choice = self._open.get(delta.choice)
+        if choice is None:
+            choice = self._open[delta.choice] = _OpenChoice(OutputParser(self._plan))
+        parts = choice.parser.feed(delta.text)
+        if delta.finish_reason:
+            parts += choice.parser.finish()
+        is_middle = choice.has_started and not delta.finish_reason
+        if self._is_plain and is_middle and len(parts) <= 1:
+            if not parts:
+                return b""
+            if isinstance(parts[0], Content):
+                return self._make_plain_chunk(delta.choice, parts[0].text)
+        choice.logprobs += delta.logprobs
+        choice.token_ids += delta.token_ids
+        if not parts and is_middle and not (self._request.return_token_ids or self._running_usage is not None):
+            return b""
+        fields = _delta_fields(parts)
+        if not choice.has_started:
+            choice.has_started = True
+            fields = {"role": "assistant", **(fields or {"content": ""})}
+        made = self._choice(delta, "delta", fields, choice)
+        choice.logprobs, choice.token_ids = [], []
+        return self._make_chunk(made)
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         completion = super().make_response(responses)
         prompt = self._prompts[0]
+        completion["prompt_logprobs"] = None
         if self._request.prompt_logprobs is not None:
             completion["prompt_logprobs"] = self._formatter.prompt_logprobs(prompt.logprobs.tokens)
         if self._request.return_token_ids:
@@ -65,45 +86,69 @@ class ChatResponse(OpenAIResponse):
         return completion
 
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
-        text, calls = self._parse_calls(delta)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        parser = OutputParser(self._plan)
+        parts = [*parser.feed(delta.text), *parser.finish()]
+        calls = join_calls(parts)
+        text = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text or not (calls or reasoning) else None,
+            "refusal": None,
+            "reasoning_content": reasoning or None,
+        }
         if calls:
-            message["content"] = text or None
-            message["tool_calls"] = [call.to_json() for call in calls]
-        return self._choice(delta, "message", message)
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        whole = _OpenChoice(parser, logprobs=list(delta.logprobs), token_ids=list(delta.token_ids))
+        return self._choice(delta, "message", message, whole)
 
-    def _parse_calls(self, delta: Delta) -> tuple[str, list[ParsedToolCall]]:
-        """(text outside of tool calls, tool calls that the delta completes)."""
-        if not self._may_call:
-            return delta.text, []
-        parser = self._parsers.get(delta.choice)
-        if parser is None:
-            request = self._request
-            mode = request.tool_mode
-            parser = self._parsers[delta.choice] = ToolParser(
-                mode if mode in ("named", "required") else self._call_format,
-                name=request.named_function,
-                max_calls=None if request.parallel_tool_calls else 1,
-            )
-        text, calls = parser.feed(delta.text)
-        if delta.finish_reason:
-            rest, more = parser.finish()
-            return text + rest, calls + more
-        return text, calls
-
-    def _choice(self, delta: Delta, name: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: Delta, name: str, message: dict[str, Any], choice: _OpenChoice) -> dict[str, Any]:
         reason = FINISH_REASONS[delta.finish_reason]
-        parser = self._parsers.get(delta.choice)
-        if reason == "stop" and parser is not None and parser.has_complete_calls and self._request.tool_mode != "named":
+        if reason == "stop" and choice.parser.has_complete_calls and self._plan.tool_mode != "named":
             reason = "tool_calls"
-        choice: dict[str, Any] = {
+        made: dict[str, Any] = {
             "index": delta.choice,
             name: message,
-            "logprobs": self._formatter.chat_logprobs(delta.logprobs) if self._request.logprobs else None,
+            "logprobs": self._formatter.chat_logprobs(choice.logprobs) if self._request.logprobs else None,
             "finish_reason": reason,
         }
         if delta.finish_reason:
-            choice["stop_reason"] = stop_reason(delta)
+            made["stop_reason"] = stop_reason(delta)
         if self._request.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
-        return choice
+            made["token_ids"] = choice.token_ids
+        return made
+
+
+def join_calls(parts: Sequence[Part]) -> list[ToolCallDelta]:
+    """The tool calls among `parts`, each whole."""
+    calls: dict[int, ToolCallDelta] = {}
+    for part in parts:
+        if isinstance(part, ToolCallDelta):
+            call = calls.get(part.index)
+            calls[part.index] = (
+                ToolCallDelta(part.index, call.arguments + part.arguments, call.name, call.id) if call else part
+            )
+    return list(calls.values())
+
+
+def _delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
+    """The fields of a chunk's `delta`."""
+    fields: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        match part:
+            case Content(text):
+                fields["content"] = fields.get("content", "") + text
+            case Reasoning(text):
+                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+            case ToolCallDelta(index, arguments, name, call_id):
+                made = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                made["function"]["arguments"] += arguments
+                if name:
+                    made |= {"id": call_id, "type": "function", "function": {"name": name, **made["function"]}}
+    if calls:
+        fields["tool_calls"] = list(calls.values())
+    return fields

@@ -135,11 +135,9 @@ def _explain(error: ValidationError, kind: type[RequestBody]) -> InvalidBody:
 def _explain_extra_field(field: str, kind: type[RequestBody]) -> str:
     """`field`: the path of the field in the body."""
     name = field.rpartition(".")[2]
-    if name == "store":
-        return f"{field} is not implemented: this server stores no answers; leave it out, or set it to false"
     if name in UNIMPLEMENTED_FIELDS | ACCEPTED_VALUES.keys() | kind.accepted_values.keys():
-        return f"{field} is not implemented by this server, and would change the answer; leave it out"
-    return f"{field} is not a field of this endpoint; leave it out"
+        return f"Unsupported parameter {field!r}; remove it"
+    return f"Unknown parameter {field!r}; remove it"
 
 
 def _is_long(body: bytes) -> bool:

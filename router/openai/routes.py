@@ -30,11 +30,11 @@ from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
 from coatcheck.router.openai.completion_response import CompletionResponse
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.merge_streams import start_merged
+from coatcheck.router.openai.output_planner import OutputPlanner
 from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.response_parts import EchoedPrompt, OpenAIResponse, ResponseHead, count_text
 from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses, SseResponse, while_connected
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
-from coatcheck.router.openai.tool_parser import detect_format
 from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
@@ -56,14 +56,16 @@ class OpenAIRoutes:
         tokenizer: TokenizerJson,
         metrics: PrometheusPage,
         side: SideProcesses,
+        tool_parser: str = "auto",
     ) -> None:
+        """`tool_parser`: how the model writes tool calls; see OutputFormat.detect. Raises InvalidConfig."""
         self._generation = generation
         self._admin = admin
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._formatter = LogprobsFormatter(tokenizer)
         self._large = LargeResponses(side)
-        self._call_format = detect_format(tokenizer.template.source if tokenizer.template is not None else "")
+        self._planner = OutputPlanner(tokenizer, tool_parser)
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
             title="Coatcheck",
@@ -115,14 +117,14 @@ class OpenAIRoutes:
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""
         request_id: str = request.scope["request_id"]
-        message = await in_thread_if_long(request, lambda: body.to_generate_request(request_id, self._call_format))
+        plan = self._planner.make_plan(body)
+        prefix = self._planner.grammar_prefix(plan)
+        message = await in_thread_if_long(request, lambda: body.to_generate_request(request_id, plan, prefix))
         token_ids: Sequence[int] = ()
         if body.return_token_ids:
             tokenize = TokenizeRequest(model=body.model, chat=message.chat)
             token_ids = await self._generation.tokenize_prompt(tokenize)
-        response = ChatResponse(
-            self._response_head(f"chatcmpl-{request_id}"), body, self._formatter, self._call_format, token_ids
-        )
+        response = ChatResponse(self._response_head(f"chatcmpl-{request_id}"), body, self._formatter, plan, token_ids)
         try:
             return await self._respond(request, [message], response, stream=body.stream)
         except GrammarRefused as refused:

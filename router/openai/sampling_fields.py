@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
@@ -23,11 +23,10 @@ from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessag
 IGNORED_FIELDS: Final = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
-    "stream_interval",
+    "stream_interval", "store",
 })  # fmt: skip
 # Fields that are not implemented, with the values that are accepted because they ask for the default behaviour.
 ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
-    "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
@@ -46,11 +45,11 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
 # Further fields of OpenAI, vLLM and SGLang that are not implemented, in the body or in an object within the body.
 UNIMPLEMENTED_FIELDS: Final = frozenset({
     "audio", "web_search_options", "moderation", "image_url", "input_audio", "file", "refusal", "annotations",
-    "function_call", "reasoning", "reasoning_content", "structural_tag",
+    "function_call", "structural_tag",
     "allowed_token_ids", "truncate_prompt_tokens", "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
     "vllm_xargs", "mm_processor_kwargs", "documents", "chat_template", "repetition_detection",
-    "thinking_token_budget", "include_reasoning", "continue_final_message", "top_a",
-    "lora_path", "stop_regex", "custom_logit_processor", "session_params", "separate_reasoning", "stream_reasoning",
+    "thinking_token_budget", "max_reasoning_tokens", "continue_final_message", "top_a",
+    "lora_path", "stop_regex", "custom_logit_processor", "session_params", "stream_reasoning",
     "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "return_prompt_text",
 })  # fmt: skip
 
@@ -69,6 +68,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     accepted_values: ClassVar[dict[str, tuple[object, ...]]] = {}
+    drops_unknown_fields: ClassVar[bool] = False  # for objects that clients copy from responses of other servers
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +79,8 @@ class RequestBody(BaseModel):
         large = max([len(data), *(len(value) for value in data.values() if isinstance(value, dict))])
         if large > _MAX_FIELDS:
             raise InvalidRequest(f"an object of the body has {large} fields; it may have {_MAX_FIELDS}")
+        if cls.drops_unknown_fields:
+            return {name: value for name, value in data.items() if value is not None and name in cls.model_fields}
         accepted = ACCEPTED_VALUES | cls.accepted_values
         return {
             name: value
@@ -187,6 +189,11 @@ class SamplingFields(RequestBody):
     ebnf: _RulesField = None
 
     @property
+    def sent_names(self) -> dict[str, str]:
+        """The names in the body of parameters that have other names in SamplingParams."""
+        return {}
+
+    @property
     def include_usage(self) -> bool:
         """Whether the last chunk of a stream has its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -205,8 +212,8 @@ class SamplingFields(RequestBody):
         if wanted is not None and wanted.type == "json_schema":
             schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
             if schema is None:
-                raise InvalidRequest(
-                    "response_format.json_schema.schema is missing; give the schema, or use json_object"
+                raise InvalidParameter(
+                    "response_format.json_schema.schema", "is missing; give the schema, or use json_object"
                 )
             found.append(schema_grammar(schema))
         if (outputs is not None and outputs.json_object) or (wanted is not None and wanted.type == "json_object"):
@@ -233,11 +240,13 @@ class SamplingFields(RequestBody):
         """The SamplingParams message; fields that the body leaves out stay unset, and the router fills in the model's
         defaults. Raises InvalidRequest."""
         if self.best_of not in (None, self.n):
-            raise InvalidRequest(f"best_of is {self.best_of}; choices are not ranked: leave it out, or set it to n")
+            raise InvalidParameter("best_of", f"is {self.best_of}; choices are not ranked: remove it, or set it to n")
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is for streams; set stream to true or leave it out")
+            raise InvalidParameter("stream_options", "is for streams; set stream to true or remove it")
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs does not go with stream; use echo with logprobs, or do not stream")
+            raise InvalidParameter(
+                "prompt_logprobs", "does not go with stream; use echo with logprobs, or do not stream"
+            )
         copied = {name: value for name in _COPIED if (value := getattr(self, name)) is not None}
         special = {
             "top_k": max(self.top_k or 0, 0),  # vLLM's -1 means "off"
@@ -248,7 +257,10 @@ class SamplingFields(RequestBody):
             "include_stop": self.include_stop_str_in_output or self.no_stop_trim,
         }
         params = copied | special | {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-        message = SamplingParams(**params, structured=grammar).to_message()
+        try:
+            message = SamplingParams(**params, structured=grammar).to_message()
+        except InvalidParameter as error:  # named as in the body
+            raise InvalidParameter(self.sent_names.get(error.name, error.name), error.reason) from None
         for name in _MODEL_HAS_DEFAULTS:
             if getattr(self, name) is None:
                 message.ClearField(name)
@@ -279,5 +291,5 @@ def _grammar_fields(kind: type[BaseModel]) -> list[tuple[str, Callable[[Any], Gr
 def _parse_logit_bias(named: dict[str, float]) -> dict[int, float]:
     for name in named:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise InvalidRequest(f"logit_bias[{name[:40]!r}] is no token id; the keys are token ids, as strings")
+            raise InvalidParameter(f"logit_bias[{name[:40]!r}]", "is no token id; the keys are token ids, as strings")
     return {int(name): bias for name, bias in named.items()}

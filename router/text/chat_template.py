@@ -41,6 +41,10 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name
+    if message.reasoning_content:
+        fields["reasoning_content"] = message.reasoning_content
+        if not message.content:
+            fields["thinking"] = message.reasoning_content  # the name in gpt-oss' template
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -111,13 +115,13 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Raises InvalidRequest for tools or `arguments` that the template does not read, and with the
-        template's own message if it refuses the messages."""
+        """The prompt text. `arguments` that the template does not read have no effect. Raises InvalidRequest for tools
+        that the template does not read, and with the template's own message if it refuses the messages."""
         if tools and "tools" not in self.variables:
             raise InvalidRequest("this model's chat template does not support tools; leave tools out")
         for name in arguments or ():
-            if name not in self.variables or name in _RESERVED:
-                raise InvalidRequest(f"this model's chat template has no variable {name!r} to set; leave it out")
+            if name in _RESERVED:
+                raise InvalidRequest(f"chat_template_kwargs must not set {name!r}, which the request sets; remove it")
         try:
             text = self._template.render(
                 **self._special_tokens,

@@ -52,6 +52,8 @@ class TokenizerJson:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # the largest id that has a token, plus 1
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
+        # The ids of special tokens by their text.
+        self.special_ids: dict[str, int] = {added[token].content: token for token in self._special}
         self._pieces: list[bytes] | None = None
         self._text_pieces: list[bytes] | None = None
         if isinstance(tokenizer.decoder, decoders.ByteLevel):

@@ -8,6 +8,7 @@ from coatcheck.proto.errors import CoatcheckError, Overloaded, error_of, status_
 
 TABLE = [
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (errors.InvalidParameter, grpc.StatusCode.INVALID_ARGUMENT, 400),
     (errors.NeverFits, grpc.StatusCode.INVALID_ARGUMENT, 400),
     (errors.ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, 400),
     (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, 401),

@@ -1,0 +1,108 @@
+"""HarmonyParser: gpt-oss' format of messages in channels, as text with its special tokens.
+
+    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
+    <|channel|>final<|message|>the answer<|return|>
+
+openai-harmony's parser is not used: it needs the vocabulary files of its own tokenizer, which it loads from the web.
+"""
+
+import re
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Final
+
+from coatcheck.router.parsing.parts import Reasoning
+from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
+
+MESSAGE: Final = "<|message|>"
+MARKERS: Final = ("<|start|>", "<|end|>", "<|channel|>", MESSAGE, "<|constrain|>", "<|call|>", "<|return|>")
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT: Final = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
+_MAX_HEADER: Final = 512
+
+
+class _Body(Enum):
+    HEADER = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+    HIDDEN = auto()  # a message to one of the model's built-in tools
+
+
+class HarmonyParser(ToolParser):
+    """`calls_tools`: messages to functions are tool calls; else they are content."""
+
+    def __init__(self, *, calls_tools: bool, max_calls: int | None = None) -> None:
+        super().__init__(max_calls)
+        self._calls_tools = calls_tools
+        self._body = _Body.HEADER
+        self._ends = MarkedText(_ENDS)
+
+    def _advance(self) -> None:
+        while self._read_header() if self._body is _Body.HEADER else self._read_body():
+            pass
+
+    def _read_header(self) -> bool:
+        end = self._buffer.find(MESSAGE)
+        if end < 0:
+            text = self._buffer.lstrip()
+            is_plain = bool(text) and not any(
+                text.startswith(one) or one.startswith(text) for one in (*MARKERS, "assistant", "commentary", "to=")
+            )
+            if is_plain or len(self._buffer) > _MAX_HEADER:
+                self._body = _Body.CONTENT
+                return True
+            return False
+        header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None and self._calls_tools:
+            self._start_call(recipient[1])
+            self._body = _Body.CALL
+        elif channel is not None and channel[1] == "analysis":
+            self._body = _Body.REASONING
+        elif "to=" in header and recipient is None:
+            self._body = _Body.HIDDEN
+        else:
+            self._body = _Body.CONTENT
+        return True
+
+    def _read_body(self) -> bool:
+        found = self._ends.find(self._buffer)
+        if found is None:
+            count = self._ends.count_certain(self._buffer)
+            self._add_body(self._buffer[:count])
+            self._buffer = self._buffer[count:]
+            return False
+        at, marker = found
+        self._add_body(self._buffer[:at])
+        keeps_marker = marker in ("<|start|>", "<|channel|>")
+        self._buffer = self._buffer[at if keeps_marker else at + len(marker) :]
+        self._body = _Body.HEADER
+        return True
+
+    def _add_body(self, text: str) -> None:
+        match self._body:
+            case _Body.REASONING:
+                self._parts.append(Reasoning(text))
+            case _Body.CALL:
+                self._add_arguments(text)
+            case _Body.CONTENT:
+                self._add_content(text)
+            case _:
+                pass
+
+    def _end(self) -> None:
+        if self._body is not _Body.HEADER:
+            self._add_body(self._buffer)
+        self._buffer = ""
+
+
+def harmony_rules(token_ids: Mapping[str, int]) -> str:
+    """Rules in llguidance's dialect of Lark for what comes before the answer: reasoning, and the header of the final
+    channel. `token_ids`: of MARKERS."""
+    named = {name: f"<[{token_ids[name]}]>" for name in MARKERS}
+    channel, message = named["<|channel|>"], named[MESSAGE]
+    thinking = f'{channel} "analysis" {message} /(?s:.*)/ {named["<|end|>"]} {named["<|start|>"]} "assistant"'
+    return f'start: ({thinking})? {channel} "final" {message}\n'

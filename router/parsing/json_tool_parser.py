@@ -1,0 +1,270 @@
+"""JsonToolParser: tool calls whose arguments are a JSON object, which is streamed as it is generated.
+
+In a wrapped call the object is a value of another: {"name": "f", "arguments": {...}}. In a bare call the name stands
+before it, as in `[TOOL_CALLS]f[ARGS]{...}`.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
+
+from coatcheck.router.parsing.json_scanner import JsonScanner
+from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
+
+_STRING: Final = r'"(?:[^"\\]|\\.)*"'
+# A wrapped call whose arguments can be streamed: the name comes first.
+_NAMED: Final = re.compile(rf'\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+_MAX_HEADER: Final = 512  # characters between a trigger and the arguments
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCallFormat:
+    """How a model writes calls.
+
+    `triggers`: what begins a call, or a list of calls. `starts_text`: a call may also be all of the text, without a
+    trigger. `bare`: match from the trigger to the arguments of a bare call, with groups `name` and perhaps `id`.
+    `wrapped`: matches from the trigger to the object of a wrapped call. `closers`: what may follow a call.
+    `separators`: after them another wrapped call follows. `dropped`: further markers, which are not content.
+    `is_required`: a grammar allows nothing but a list of wrapped calls.
+    """
+
+    triggers: tuple[str, ...] = ()
+    starts_text: bool = False
+    bare: tuple[re.Pattern[str], ...] = ()
+    wrapped: re.Pattern[str] | None = None
+    closers: tuple[str, ...] = ()
+    separators: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    is_required: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers that may be special tokens."""
+        return (*self.triggers, *self.dropped, *self.closers)
+
+
+class _State(Enum):
+    START = auto()  # no text yet but whitespace
+    TEXT = auto()
+    HEADER = auto()  # the buffer begins with a trigger, or with the text's first bracket
+    OBJECT = auto()  # the buffer begins with a wrapped call's "{"
+    ARGUMENTS = auto()
+    WRAPPER = auto()  # between the arguments and the end of a wrapped call
+    CLOSING = auto()  # after a call
+
+
+class JsonToolParser(ToolParser):
+    """See JsonCallFormat. With `is_required` a grammar allows nothing but calls, so no text is content."""
+
+    def __init__(self, form: JsonCallFormat, max_calls: int | None = None) -> None:
+        super().__init__(max_calls)
+        self._form = form
+        self._marked = MarkedText((*form.triggers, *form.dropped))
+        self._state = _State.START
+        self._scanner = JsonScanner()
+        self._is_wrapped = False
+        self._skips_space = False  # after a dropped marker
+        self._before = ""  # text before the object of a wrapped call, which is content if the object is no call
+        self._scanned = 0  # characters of that object that the scanner has seen
+        self._is_closed = False  # the list of required calls has ended
+
+    def _advance(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Handles a part of the buffer; returns False if more text is needed."""
+        match self._state:
+            case _State.START:
+                return self._begin()
+            case _State.TEXT:
+                return self._show_text()
+            case _State.HEADER:
+                return self._read_header()
+            case _State.OBJECT:
+                return self._read_object()
+            case _State.ARGUMENTS:
+                return self._read_arguments()
+            case _State.WRAPPER:
+                return self._skip_wrapper()
+            case _:
+                return self._close_call()
+
+    def _begin(self) -> bool:
+        text = self._buffer.lstrip()
+        if not text:
+            return False
+        is_call = self._form.starts_text and text[0] in "{["
+        if is_call or any(text.startswith(trigger) for trigger in self._form.triggers):
+            self._buffer = self._buffer if is_call else text
+            self._state = _State.HEADER
+        elif any(trigger.startswith(text) for trigger in (*self._form.triggers, *self._form.dropped)):
+            return False
+        else:
+            self._state = _State.TEXT
+        return True
+
+    def _show_text(self) -> bool:
+        if self._skips_space:
+            self._buffer = self._buffer.lstrip()
+            self._skips_space = not self._buffer
+        found = self._marked.find(self._buffer)
+        if found is None:
+            count = self._marked.count_certain(self._buffer)
+            self._add_content(self._buffer[:count])
+            self._buffer = self._buffer[count:]
+            return False
+        at, marker = found
+        self._add_content(self._buffer[:at].rstrip("\n"))
+        if marker in self._form.dropped:
+            self._buffer = self._buffer[at + len(marker) :]
+            self._skips_space = True
+        else:
+            self._buffer = self._buffer[at:]
+            self._state = _State.HEADER
+        return True
+
+    def _read_header(self) -> bool:
+        form = self._form
+        for pattern in form.bare:
+            if found := pattern.match(self._buffer):
+                self._begin_call(found["name"], found.groupdict().get("id") or "", found.end(), is_wrapped=False)
+                return True
+        if form.wrapped is not None and (found := form.wrapped.match(self._buffer)):
+            rest = self._buffer[found.end() :]
+            if rest.startswith("{"):
+                self._begin_object(self._buffer[: found.end()], rest)
+                return True
+            if not rest:
+                return False
+            if not form.bare:
+                return self._give_up(found.end())
+        if len(self._buffer) > _MAX_HEADER:
+            return self._give_up(1)
+        return False
+
+    def _begin_object(self, before: str, text: str) -> None:
+        self._before, self._buffer = before, text
+        self._scanner, self._scanned = JsonScanner(), 0
+        self._state = _State.OBJECT
+
+    def _read_object(self) -> bool:
+        found = _NAMED.match(self._buffer, 0, _MAX_HEADER)
+        if found is not None:
+            self._begin_call(json.loads(found["name"]), "", found.end(), is_wrapped=True)
+            return True
+        end = self._scanner.feed(self._buffer[self._scanned :])
+        if end is None:
+            self._scanned = len(self._buffer)
+            return False
+        end += self._scanned
+        call = parse_call(self._buffer[:end])
+        if call is None:
+            self._buffer = self._before + self._buffer
+            return self._give_up(len(self._before) + end)
+        name, arguments = call
+        self._start_call(name)
+        self._add_arguments(arguments)
+        self._buffer = self._buffer[end:]
+        self._state = _State.CLOSING
+        return True
+
+    def _begin_call(self, name: str, call_id: str, header: int, *, is_wrapped: bool) -> None:
+        """`header`: characters of the buffer before the arguments."""
+        self._start_call(name, call_id)
+        self._buffer = self._buffer[header:]
+        self._scanner = JsonScanner()
+        self._is_wrapped = is_wrapped
+        self._state = _State.ARGUMENTS
+
+    def _read_arguments(self) -> bool:
+        if not self._buffer:
+            return False
+        end = self._scanner.feed(self._buffer)
+        self._add_arguments(self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._scanner = JsonScanner(depth=1)
+            self._state = _State.WRAPPER if self._is_wrapped else _State.CLOSING
+        return end is not None
+
+    def _skip_wrapper(self) -> bool:
+        end = self._scanner.feed(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._state = _State.CLOSING
+        return end is not None
+
+    def _close_call(self) -> bool:
+        text = self._buffer.lstrip()
+        if not text:
+            return False
+        for separator in self._form.separators:
+            if text.startswith(separator):
+                rest = text[len(separator) :].lstrip()
+                if rest.startswith("{"):
+                    self._begin_object(separator, rest)
+                    return True
+                if not rest:
+                    return False
+        for closer in self._form.closers:
+            if text.startswith(closer):
+                self._buffer = text[len(closer) :]
+                self._is_closed = True
+                return True
+            if closer.startswith(text):
+                return False
+        self._buffer = self._buffer.lstrip("\n")
+        self._state = _State.TEXT
+        return True
+
+    def _give_up(self, count: int) -> bool:
+        """The first `count` characters are content and no call."""
+        self._add_content(self._buffer[:count])
+        self._buffer = self._buffer[count:]
+        self._state = _State.TEXT
+        return True
+
+    def _end(self) -> None:
+        state = self._state
+        self._is_cut = state is _State.ARGUMENTS or (self._form.is_required and not self._is_closed)
+        if state in (_State.HEADER, _State.OBJECT) and not self._form.is_required:
+            self._buffer = (self._before if state is _State.OBJECT else "") + self._buffer
+            self._release_buffer()
+        elif state in (_State.START, _State.TEXT) and not self._skips_space:
+            self._release_buffer()
+        self._buffer = ""
+
+
+class NamedCallParser(ToolParser):
+    """All of the text is the arguments of the function `name`, which tool_choice names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def _advance(self) -> None:
+        if self._buffer:
+            if not self._count:
+                self._start_call(self._name)
+            self._add_arguments(self._buffer)
+            self._buffer = ""
+
+    def _end(self) -> None:
+        pass
+
+
+def parse_call(text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON text) of a wrapped call; None if the text is none."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict) and isinstance(inner := value.get("function"), dict):
+        value = inner
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,98 @@
+"""OutputParser: splits the text of a choice into reasoning, content and tool calls while it is generated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from coatcheck.router.parsing.harmony_parser import HarmonyParser
+from coatcheck.router.parsing.json_tool_parser import JsonCallFormat, JsonToolParser, NamedCallParser
+from coatcheck.router.parsing.output_format import REQUIRED_CALLS, HarmonyCallFormat, OutputFormat, PythonicCallFormat
+from coatcheck.router.parsing.parts import Content, Part, Reasoning, join_parts
+from coatcheck.router.parsing.pythonic_tool_parser import PythonicToolParser
+from coatcheck.router.parsing.reasoning_parser import ReasoningParser, ReasoningStart
+from coatcheck.router.parsing.tool_parser import ToolParser
+from coatcheck.router.parsing.xml_tool_parser import XmlToolParser
+
+ToolMode = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParsingPlan:
+    """How the choices of one request are parsed.
+
+    `reasoning_start`: see find_reasoning_start. `tool_mode`: whether tools may or must be called; with "named" all
+    content is the arguments of `named_function`. `schemas`: of each function's parameters. `max_calls`: further calls
+    are dropped. `separates_reasoning`: reasoning is no content; `shows_reasoning`: it is not dropped.
+    """
+
+    form: OutputFormat = field(default_factory=OutputFormat)
+    reasoning_start: ReasoningStart = ReasoningStart.UNDECIDED
+    tool_mode: ToolMode = "none"
+    named_function: str = ""
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_calls: int | None = None
+    separates_reasoning: bool = True
+    shows_reasoning: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content as it is."""
+        return self.tool_mode == "none" and not self.form.has_reasoning
+
+    def make_tool_parser(self) -> ToolParser | None:
+        """The parser of the calls in content."""
+        if self.tool_mode == "none":
+            return None
+        if self.tool_mode == "named":
+            return NamedCallParser(self.named_function)
+        if self.tool_mode == "required":
+            return JsonToolParser(REQUIRED_CALLS, self.max_calls)
+        match self.form.calls:
+            case JsonCallFormat() as calls:
+                return JsonToolParser(calls, self.max_calls)
+            case PythonicCallFormat():
+                return PythonicToolParser(self.max_calls)
+            case HarmonyCallFormat():
+                return None  # channels have the calls
+            case calls:
+                return XmlToolParser(calls, self.schemas, self.max_calls)
+
+
+class OutputParser:
+    """The parser of one choice."""
+
+    def __init__(self, plan: ParsingPlan) -> None:
+        self._plan = plan
+        self._tools = plan.make_tool_parser()
+        self._first: HarmonyParser | ReasoningParser | None = None
+        if isinstance(plan.form.calls, HarmonyCallFormat):
+            self._first = HarmonyParser(calls_tools=plan.tool_mode == "auto", max_calls=plan.max_calls)
+        elif plan.form.reasoning is not None and plan.separates_reasoning:
+            self._first = ReasoningParser(plan.form.reasoning, plan.reasoning_start)
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether there is a call, and none was cut."""
+        parsers = (self._tools, self._first)
+        return any(parser.has_complete_calls for parser in parsers if isinstance(parser, ToolParser))
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes the next piece of text; returns the parts that are certain now."""
+        return self._pass_on(self._first.feed(text) if self._first is not None else [Content(text)])
+
+    def finish(self) -> list[Part]:
+        """Returns what was held back, at the end of the text."""
+        parts = self._pass_on(self._first.finish()) if self._first is not None else []
+        if self._tools is not None:
+            parts += self._tools.finish()
+        return join_parts(parts)
+
+    def _pass_on(self, parts: list[Part]) -> list[Part]:
+        """The parts, with the calls that their content has."""
+        passed: list[Part] = []
+        for part in parts:
+            if isinstance(part, Content) and self._tools is not None:
+                passed += self._tools.feed(part.text)
+            elif not isinstance(part, Reasoning) or self._plan.shows_reasoning:
+                passed.append(part)
+        return join_parts(passed)

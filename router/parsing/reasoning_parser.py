@@ -1,0 +1,119 @@
+"""ReasoningParser: splits the text of a choice into reasoning and the rest, at the markers that the model writes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from coatcheck.router.parsing.parts import Content, Part, Reasoning, join_parts
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers around reasoning."""
+
+    start: str
+    end: str
+
+
+class ReasoningStart(Enum):
+    """What the prompt says about reasoning: whether it ends inside of it, after it, or leaves it to the model."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    UNDECIDED = "undecided"
+
+
+class ReasoningParser:
+    """The parser of one choice. White space next to the markers is dropped."""
+
+    def __init__(self, form: ReasoningFormat, start: ReasoningStart) -> None:
+        self._form = form
+        self._buffer = ""
+        self._is_open = start is ReasoningStart.OPEN
+        self._is_decided = start is ReasoningStart.CLOSED
+        self._skips_space = False  # before the answer
+        self._has_reasoning = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes the next piece of text; returns reasoning and content."""
+        if self._is_decided and not self._is_open and not self._skips_space:
+            return [Content(text)] if text else []
+        self._buffer += text
+        return join_parts(self._advance())
+
+    def finish(self) -> list[Part]:
+        """Returns what was held back, at the end of the text."""
+        text, self._buffer = self._buffer, ""
+        if self._skips_space:
+            return []
+        return join_parts([Reasoning(text.rstrip()) if self._is_open else Content(text)])
+
+    def _advance(self) -> list[Part]:
+        parts: list[Part] = []
+        if not self._is_decided and not self._decide():
+            return parts
+        if self._is_open:
+            parts.append(Reasoning(self._take_reasoning()))
+        if not self._is_open:
+            if self._skips_space:
+                self._buffer = self._buffer.lstrip()
+                self._skips_space = not self._buffer
+            parts.append(Content(self._buffer))
+            self._buffer = ""
+        return parts
+
+    def _decide(self) -> bool:
+        """Whether it is known now if the text begins with reasoning. Drops a start marker."""
+        text = self._buffer.lstrip()
+        if self._form.start.startswith(text):
+            return False
+        if text.startswith(self._form.start):
+            self._buffer = text[len(self._form.start) :]
+            self._is_open = True
+        self._is_decided = True
+        return True
+
+    def _take_reasoning(self) -> str:
+        """The reasoning that is certain now. Ends the reasoning at its end marker."""
+        end = self._buffer.find(self._form.end)
+        if end >= 0:
+            text, self._buffer = self._buffer[:end].rstrip(), self._buffer[end + len(self._form.end) :]
+            self._is_open, self._skips_space = False, True
+        else:
+            kept = _held_start(self._buffer, self._form.end)
+            text, self._buffer = self._buffer[:kept], self._buffer[kept:]
+        if not self._has_reasoning:
+            text = text.lstrip()
+        self._has_reasoning = self._has_reasoning or bool(text)
+        return text
+
+
+def _held_start(text: str, marker: str) -> int:
+    """Where the end of `text` starts that is white space or may begin `marker`."""
+    end = len(text)
+    for start in range(max(0, end - len(marker) + 1), end):
+        if marker.startswith(text[start:]):
+            end = start
+            break
+    return len(text[:end].rstrip())
+
+
+_ANYTHING: Final = "/(?s:.*)/"
+_SPACE: Final = r"/\s{0,8}/"  # some models would write spaces without end
+
+
+def reasoning_rules(form: ReasoningFormat, start: ReasoningStart, special_ids: Mapping[str, int]) -> str:
+    """Rules in llguidance's dialect of Lark for the reasoning before a structure; "" if the prompt ends after it.
+    `special_ids`: the ids of markers that are special tokens, which no text of a grammar matches."""
+    if start is ReasoningStart.CLOSED:
+        return ""
+    if form.end in special_ids:
+        rules = f"thinking: {_ANYTHING} <[{special_ids[form.end]}]>\n"
+    else:
+        rules = f"thinking[suffix={json.dumps(form.end)}]: {_ANYTHING}\n"
+    if start is ReasoningStart.OPEN:
+        return f"start: thinking {_SPACE}\n{rules}"
+    opening = f"<[{special_ids[form.start]}]>" if form.start in special_ids else json.dumps(form.start)
+    return f"start: ({opening} thinking {_SPACE})?\n{rules}"

@@ -1,0 +1,120 @@
+"""XmlToolParser: tool calls whose arguments are tags, such as <parameter=city>Bonn</parameter>.
+
+The tags have no types: a value is JSON unless the function's schema says that it is a string, or it is not JSON. Each
+argument is streamed when its tag ends.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
+
+_MAX_HEADER: Final = 512  # characters of the beginning of a call
+
+Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each function
+
+
+@dataclass(frozen=True, slots=True)
+class XmlCallFormat:
+    """`opening` matches a call up to its first argument, with group `name`; `argument` an argument, with groups `key`
+    and `value`. `trigger` is the beginning of a call, `end` its end; `dropped`: markers around calls."""
+
+    trigger: str
+    opening: re.Pattern[str]
+    argument: re.Pattern[str]
+    end: str
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers that may be special tokens."""
+        return (self.trigger, self.end, *self.dropped)
+
+
+class XmlToolParser(ToolParser):
+    """See XmlCallFormat."""
+
+    def __init__(self, form: XmlCallFormat, schemas: Schemas, max_calls: int | None = None) -> None:
+        super().__init__(max_calls)
+        self._form = form
+        self._schemas = schemas
+        self._marked = MarkedText((form.trigger, *form.dropped))
+        self._skips_space = True  # before the text and after a call
+        self._function: str | None = None  # of the call that the buffer is in
+        self._has_arguments = False
+
+    def _advance(self) -> None:
+        while self._read_call() if self._function is not None else self._read_text():
+            pass
+
+    def _read_text(self) -> bool:
+        if self._skips_space:
+            text = self._buffer.lstrip()
+            if not text or any(marker.startswith(text) for marker in (self._form.trigger, *self._form.dropped)):
+                return False
+            if any(text.startswith(marker) for marker in (self._form.trigger, *self._form.dropped)):
+                self._buffer = text
+            self._skips_space = False
+        found = self._marked.find(self._buffer)
+        if found is None:
+            count = self._marked.count_certain(self._buffer)
+            self._add_content(self._buffer[:count])
+            self._buffer = self._buffer[count:]
+            return False
+        at, marker = found
+        self._add_content(self._buffer[:at].rstrip("\n"))
+        self._buffer = self._buffer[at:]
+        if marker != self._form.trigger:
+            self._buffer = self._buffer[len(marker) :]
+            self._skips_space = True
+            return True
+        opening = self._form.opening.match(self._buffer)
+        if opening is not None:
+            self._function, self._has_arguments = opening["name"].strip(), False
+            self._start_call(self._function)
+            self._buffer = self._buffer[opening.end() :]
+            return True
+        if len(self._buffer) <= _MAX_HEADER:
+            return False
+        self._add_content(marker)
+        self._buffer = self._buffer[len(marker) :]
+        return True
+
+    def _read_call(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        argument = self._form.argument.match(self._buffer)
+        if argument is not None:
+            key, text = argument["key"].strip(), argument["value"]
+            self._add_arguments(f"{', ' if self._has_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            self._add_arguments(json.dumps(self._parse_value(key, text), ensure_ascii=False))
+            self._has_arguments = True
+            self._buffer = self._buffer[argument.end() :]
+            return True
+        if self._buffer.startswith(self._form.end):
+            self._add_arguments("}" if self._has_arguments else "{}")
+            self._buffer = self._buffer[len(self._form.end) :]
+            self._function, self._skips_space = None, True
+            return True
+        return False
+
+    def _parse_value(self, key: str, text: str) -> Any:
+        schema = self._schemas.get(self._function or "", {})
+        properties = schema.get("properties")
+        kind = properties.get(key) if isinstance(properties, dict) else None
+        text = text.removeprefix("\n").removesuffix("\n")
+        if isinstance(kind, dict) and kind.get("type") == "string":
+            return text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+
+    def _end(self) -> None:
+        if self._function is not None:
+            self._is_cut = True  # an argument that is cut has no value
+        elif not self._skips_space:
+            self._release_buffer()
+        self._buffer = ""

@@ -1,0 +1,111 @@
+"""Reasoning in /v1/chat/completions: split off, streamed, and before structured output."""
+
+import json
+from typing import Any
+
+import pytest
+
+from coatcheck.proto.grammar import Grammar
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.http_router import StartHttpRouter
+from tests.router.openai.scripted_chat import HELLO, WEATHER, allows, saying
+from tests.router.tiny_tokenizer import write_model
+
+# Like Qwen3's: it can open or close the reasoning, or leave that to the model.
+TEMPLATE = (
+    "{% for tool in tools or [] %}[tool {{ tool | tojson }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif reasoning_effort == 'high' %}<think>\n{% endif %}"
+    "{% endif %}{# <tool_call> #}"
+)
+THOUGHT = "<think>\nhm\n</think>\n\nyes"
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
+    """A model that reasons."""
+    return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("thinker"), TEMPLATE)))
+
+
+async def test_reasoning_is_split_off(start_http_router: StartHttpRouter, thinker: TokenizerJson) -> None:
+    """It is the message's reasoning_content, whole and streamed; options hide it or leave it in the content."""
+    router = await start_http_router(saying(THOUGHT), tokenizer=thinker)
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO)
+    (choice,) = (await router.openai.chat.completions.create(**asked)).choices
+    assert (choice.message.content, choice.message.reasoning_content) == ("yes", "hm")  # type: ignore[attr-defined]
+    chunks = [chunk.choices[0] async for chunk in await router.openai.chat.completions.create(**asked, stream=True)]
+    assert "".join(getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks) == "hm"
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "yes"
+    for option, content in (("include_reasoning", "yes"), ("separate_reasoning", THOUGHT)):
+        answer = await router.openai.chat.completions.create(**asked, extra_body={option: False})
+        message = answer.choices[0].message
+        assert (message.content, message.reasoning_content) == (content, None)  # type: ignore[attr-defined]
+
+
+async def test_content_is_null_if_all_is_reasoning(start_http_router: StartHttpRouter, thinker: TokenizerJson) -> None:
+    """A model that max_tokens stops while it reasons has no content."""
+    router = await start_http_router(saying(THOUGHT), tokenizer=thinker)
+    (choice,) = (await router.openai.chat.completions.create(model="tiny", messages=HELLO, max_tokens=9)).choices
+    assert choice.message.content is None and choice.finish_reason == "length"
+
+
+async def test_the_prompt_may_open_or_close_reasoning(
+    start_http_router: StartHttpRouter, thinker: TokenizerJson
+) -> None:
+    """Text after an opened marker is reasoning, and text after a closed one is content."""
+    router = await start_http_router(saying("hm</think>yes"), tokenizer=thinker)
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO)
+    (opened,) = (await router.openai.chat.completions.create(**asked, reasoning_effort="high")).choices
+    assert (opened.message.content, opened.message.reasoning_content) == ("yes", "hm")  # type: ignore[attr-defined]
+    closed = {"chat_template_kwargs": {"enable_thinking": False}}
+    (plain,) = (await router.openai.chat.completions.create(**asked, extra_body=closed)).choices
+    assert plain.message.content == "hm</think>yes"
+
+
+async def test_structured_output_begins_after_reasoning(
+    start_http_router: StartHttpRouter, thinker: TokenizerJson
+) -> None:
+    """The grammar allows reasoning before the structure unless the prompt has closed it, for a schema, a regex and
+    required calls."""
+    group = saying(THOUGHT)
+    router = await start_http_router(group, tokenizer=thinker)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    call = '[{"name": "weather", "arguments": {"city": "Bonn"}}]'
+    for options, answer in (
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}, '{"a": 1}'),
+        ({"structured_outputs": {"regex": "a+b"}}, "aab"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, call),
+    ):
+        body = {"messages": HELLO, **options}
+        assert (await router.request("POST", "/v1/chat/completions", body))[0] == 200
+        grammar = Grammar.from_message(group.submits[-1].sampling.structured)
+        assert allows(grammar, f"<think>\nhm {{\n</think>\n\n{answer}") and allows(grammar, answer)
+        assert not allows(grammar, f"<think>\nhm\n</think>\n\nso{answer}") and not allows(grammar, "hm")
+        body |= {"chat_template_kwargs": {"enable_thinking": False}}
+        assert (await router.request("POST", "/v1/chat/completions", body))[0] == 200
+        closed = Grammar.from_message(group.submits[-1].sampling.structured)
+        assert allows(closed, answer) and not allows(closed, f"<think>\nhm\n</think>\n\n{answer}")
+
+
+async def test_history_may_have_what_servers_send(start_http_router: StartHttpRouter, thinker: TokenizerJson) -> None:
+    """Reasoning of earlier messages reaches the template. Fields that cannot change the answer are taken."""
+    router = await start_http_router(saying("yes"), tokenizer=thinker)
+    parts = [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]
+    calls = [{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed": None}}]
+    history = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "so", "reasoning_content": "hm", "annotations": [{"a": 1}], "audio": None},
+        {"role": "assistant", "content": "", "tool_calls": calls, "provider_specific_fields": {"a": 1}},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    body = {
+        "messages": history, "store": True, "reasoning_effort": "low", "chat_template_kwargs": {"no_such_variable": 1},
+    }  # fmt: skip
+    status, _, text = await router.request("POST", "/v1/chat/completions", body)
+    assert status == 200, text
+    ids = list(router.groups[0].submits[-1].prompt_token_ids)
+    prompt = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
+    assert "<think>hm</think>so" in prompt
