@@ -55,32 +55,47 @@ class BlockLocations:
         """Applies what a group has stored and removed, in order."""
         held, problems = self._held.setdefault(bit, {}), self._problems
         entries = self._entries[bit]
+        on_device, on_host = self.groups_by_block
+        # Neighbouring blocks often have the same set of groups before an event, and then after it too. They share one
+        # int, which saves memory, and which lets match_chain skip the comparison.
+        before = after = 0
         for event in events:
             block, tier = event.block_hash, event.tier
             if tier not in _TIERS or len(block) != HASH_BYTES:
                 problems[EventProblem.MALFORMED] += 1
                 continue
-            tier_index = tier - 1
-            groups_by_block, tiers = self.groups_by_block[tier_index], held.get(block, 0)
+            groups_by_block, flag = (on_device, 1) if tier == TIER_DEVICE else (on_host, 2)
+            tiers = held.get(block, 0)
             if event.stored:
-                if not tiers >> tier_index & 1:
-                    held[block] = tiers | 1 << tier_index
-                    groups_by_block[block] = groups_by_block.get(block, 0) | bit
+                if not tiers & flag:
+                    held[block] = tiers | flag
+                    groups = groups_by_block.setdefault(block, bit)
+                    if groups is not bit:
+                        if groups is not before or not after & bit:
+                            before, after = groups, groups | bit
+                        groups_by_block[block] = after
                     entries += 1
                 if (parent := event.parent_hash) and parent not in held:
                     problems[EventProblem.NO_PARENT] += 1
-            elif tiers >> tier_index & 1:
-                _set_or_drop(held, block, tiers & ~(1 << tier_index))
-                _set_or_drop(groups_by_block, block, groups_by_block[block] & ~bit)
+            elif tiers & flag:
+                _set_or_drop(held, block, tiers & ~flag)
+                groups = groups_by_block[block]
+                if groups is not before or after & bit:
+                    before, after = groups, groups & ~bit
+                _set_or_drop(groups_by_block, block, after)
                 entries -= 1
         self._entries[bit] = entries
 
     def remove_group(self, bit: int) -> None:
         """Drops all blocks of a group."""
+        before = after = 0  # as in apply_events
         for block, tiers in self._held.pop(bit, {}).items():
             for tier_index, groups_by_block in enumerate(self.groups_by_block):
                 if tiers >> tier_index & 1:
-                    _set_or_drop(groups_by_block, block, groups_by_block[block] & ~bit)
+                    groups = groups_by_block[block]
+                    if groups is not before:
+                        before, after = groups, groups & ~bit
+                    _set_or_drop(groups_by_block, block, after)
         del self._entries[bit]
 
     def check(self) -> None:

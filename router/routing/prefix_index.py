@@ -5,8 +5,8 @@ until its next snapshot is complete. Missing blocks make requests slower, but fa
 blocks that are not there. The index also contains expected blocks: those of prompts that this router has sent, until
 the group's own events report them.
 
-Each group has one bit; a set of groups is an int bitmask. A block has three such sets (device, host, expected), so one
-walk along a prompt's chain of blocks matches every group at once.
+Each group has a slot, a small number, and a set of groups is an int bitmask with a bit for each slot. A block has three
+such sets (device, host, expected), so one walk along a prompt's chain of blocks matches every group at once.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
 from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.hit_prediction import HitPrediction
-from coatcheck.router.routing.prefix_match import PrefixMatch, match_chain
+from coatcheck.router.routing.prefix_match import PrefixMatch, PrefixMatches, match_chain
 
 
 class EventOutcome(Enum):
@@ -65,14 +65,17 @@ class PrefixIndex:
         others = {known.block_size for name, known in self._groups.items() if name != group} - {0, block_size}
         return min(others, default=0)
 
-    def add_group(self, group: str, epoch: str, capacity: int = 0, block_size: int = 0) -> None:
-        """Adds a group that has registered, without blocks. `capacity`: number of its blocks in both tiers, 0 if
-        unknown. `block_size`: tokens, 0 if unknown."""
+    def add_group(self, group: str, epoch: str, capacity: int = 0, block_size: int = 0) -> int:
+        """Adds a group that has registered, without blocks, and returns its slot: the lowest that is free.
+
+        `capacity`: number of its blocks in both tiers, 0 if unknown. `block_size`: tokens, 0 if unknown.
+        """
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
         self._live |= free
         self._groups[group] = _IndexedGroup(free, epoch, capacity, block_size)
         self._names[free] = group
+        return free.bit_length() - 1
 
     def remove_group(self, group: str) -> None:
         """Removes a group and its blocks. Changes nothing for an unknown group."""
@@ -135,12 +138,16 @@ class PrefixIndex:
         if (indexed := self._groups.get(group)) is not None:
             self.expected_blocks.remove(indexed.bit, key)
 
-    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
-        """For each group the blocks that it holds or is expected to hold, from the start of `chain` without a gap.
-        Groups without the first block are left out."""
+    def match(self, chain: Sequence[bytes]) -> PrefixMatches:
+        """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap."""
         on_device, on_host = self._locations.groups_by_block
-        matches = match_chain(chain, self._live, on_device, on_host, self.expected_blocks.groups_by_block)
-        return {self._names[bit]: match for bit, match in matches}
+        return match_chain(chain, self._live, on_device, on_host, self.expected_blocks.match(chain))
+
+    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
+        """As `match`, by the names of the groups. Groups without the first block are left out."""
+        columns = zip(*(blocks.tolist() for blocks in self.match(chain)), strict=True)
+        matches = {slot: PrefixMatch(*map(int, blocks)) for slot, blocks in enumerate(columns) if any(blocks)}
+        return {self._names[1 << slot]: match for slot, match in matches.items()}
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""

@@ -1,0 +1,78 @@
+"""match_chain(): compared with a loop over groups and blocks, for any sets of groups."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coatcheck.router.routing.expected_blocks import ExpectedBlocks
+from coatcheck.router.routing.prefix_index import PrefixIndex
+from coatcheck.router.routing.prefix_match import PrefixMatches, match_chain
+from tests.examples import examples
+from tests.router.routing.block_chains import chain_of
+
+SLOTS = 70  # more than a machine word has bits
+
+
+def match_one_by_one(
+    chain: list[bytes], slot: int, on_device: dict[bytes, int], on_host: dict[bytes, int], expected: int
+) -> tuple[int, int, int]:
+    """The blocks of one group, of which it expects the first `expected`."""
+    device = host = coming = 0
+    for depth, block in enumerate(chain):
+        if on_device.get(block, 0) >> slot & 1:
+            device += 1
+        elif on_host.get(block, 0) >> slot & 1:
+            host += 1
+        elif depth < expected:
+            coming += 1
+        else:
+            break
+    return device, host, coming
+
+
+def rows(matches: PrefixMatches) -> list[tuple[float, ...]]:
+    """The match of each slot."""
+    return list(zip(*(blocks.tolist() for blocks in matches), strict=True))
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.integers(0, 60), st.integers(0, 1 << 30), st.sampled_from([0.5, 0.9, 0.99, 1.0]), st.booleans())
+def test_one_walk_finds_what_a_loop_over_groups_finds(blocks: int, seed: int, held: float, alike: bool) -> None:
+    """Blocks on devices, on hosts and in flight, with gaps anywhere; sets of groups that are equal are the same object
+    or not; slots without a group match nothing."""
+    rng = random.Random(seed)
+    chain = chain_of("a" * blocks)
+    slots = rng.choice([1, 3, 8, SLOTS])
+    alive = rng.getrandbits(slots)
+    on_device, on_host = dict[bytes, int](), dict[bytes, int]()
+    for tier in (on_device, on_host):
+        first, last = sorted(rng.choices(range(blocks + 1), k=2))
+        usual = rng.getrandbits(slots)
+        for block in chain[first:last]:
+            chosen = usual if rng.random() < held else rng.getrandbits(slots)
+            tier[block] = chosen if alike else chosen + (1 << 100) - (1 << 100)  # equal, and another object
+    prompts = ExpectedBlocks()
+    lengths = [rng.randint(0, blocks) if rng.random() < 0.3 else 0 for _ in range(slots)]
+    for slot, length in enumerate(lengths):
+        prompts.add(1 << slot, slot, chain[:length])
+    found = rows(match_chain(chain, alive, on_device, on_host, prompts.match(chain)))
+    by_slot = [match_one_by_one(chain, slot, on_device, on_host, lengths[slot]) for slot in range(slots)]
+    assert found == [by_slot[slot] if alive >> slot & 1 else (0, 0, 0) for slot in range(alive.bit_length())]
+
+
+def test_no_chain_and_no_group_match_nothing() -> None:
+    """An empty chain matches no block on any group, and without groups there is no slot."""
+    assert rows(match_chain([], 0b101, {}, {}, [])) == [(0, 0, 0)] * 3
+    assert rows(match_chain(chain_of("aa"), 0, {chain_of("a")[0]: 1}, {}, [])) == []
+
+
+def test_a_slot_is_used_again() -> None:
+    """The lowest free slot goes to the next group, and matches are in the order of slots."""
+    index = PrefixIndex()
+    assert [index.add_group(name, "1") for name in "abc"] == [0, 1, 2]
+    index.remove_group("b")
+    assert [index.add_group(name, "1") for name in ("d", "e", "c")] == [1, 3, 2]
+    index.add_expected("c", 1, chain_of("aa"))
+    assert rows(index.match(chain_of("aaa"))) == [(0, 0, 0), (0, 0, 0), (0, 0, 2), (0, 0, 0)]
+    index.check()
