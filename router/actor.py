@@ -7,7 +7,8 @@ Ray runs the methods on the actor's event loop. No token passes through Ray.
 
 import asyncio
 import gc
-from collections.abc import Sequence
+import pickle
+from dataclasses import dataclass
 
 import ray
 
@@ -16,8 +17,21 @@ from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 from coatcheck.router.access.connection_limits import raise_open_files_limit
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat, LoopHeartbeat
-from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_list import GroupListVersion
 from coatcheck.router.server import Router
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """What the supervisor asks a router regularly.
+
+    `heartbeat`: whether its event loop makes progress. `groups`: the version of its list of groups. `missing`: names of
+    the groups that serve, as the supervisor has said, and to which the router is not connected.
+    """
+
+    heartbeat: Heartbeat
+    groups: GroupListVersion
+    missing: tuple[str, ...] = ()
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]  # absent from Ray's stubs
@@ -52,20 +66,23 @@ class RouterActor:
         """The "host:port" of HTTP; empty if the router does not listen for HTTP."""
         return self._started().http_address
 
-    async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
-        """See Router.set_groups."""
-        await self._started().set_groups(groups, version)
+    async def update_groups(self, update: bytes) -> GroupListVersion:
+        """See Router.update_groups. `update`: a pickled GroupListUpdate. The supervisor pickles a change once for all
+        routers; Ray would do it for each."""
+        return await self._started().update_groups(pickle.loads(update))
 
     async def status(self) -> StatusResponse:
         """See Router.status."""
         return await self._started().status()
 
     @ray.method(concurrency_group="heartbeat")
-    async def heartbeat(self) -> Heartbeat | None:
-        """Whether the router's event loop makes progress; None before `start` and after `stop`. Its concurrency group
-        has its own thread, so it returns while the event loop is busy."""
-        heartbeat = self._heartbeat  # `stop` may clear the attribute meanwhile
-        return heartbeat.read() if heartbeat is not None else None
+    async def report(self) -> RouterReport | None:
+        """None before `start` and after `stop`. Its concurrency group has its own thread, so it returns while the event
+        loop is busy."""
+        heartbeat, router = self._heartbeat, self._router  # `stop` may clear the attributes meanwhile
+        if heartbeat is None or router is None:
+            return None
+        return RouterReport(heartbeat.read(), router.groups.version, router.groups.missing)
 
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """See Router.drain."""

@@ -34,6 +34,7 @@ from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_list import GroupListUpdate, GroupListVersion
 from coatcheck.router.groups.group_metrics import GroupMetrics
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.grpc_handlers import ADMIN_SERVICE, GENERATION_SERVICE, GrpcHandlers
@@ -135,10 +136,13 @@ class Router:
         self._health_updates = asyncio.create_task(self._follow_health())
         return address
 
-    async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
-        """Replaces the groups. Requests that run on a group that is not in `groups` continue on another group. A list
-        with a lower `version` than the newest is ignored."""
-        await self.groups.set_endpoints(groups, version)
+    async def set_groups(self, groups: Sequence[GroupEndpoint]) -> None:
+        """Replaces the groups. Requests that run on a group that is not in `groups` continue on another group."""
+        await self.groups.set_endpoints(groups)
+
+    async def update_groups(self, update: GroupListUpdate) -> GroupListVersion:
+        """Changes the groups as a supervisor says; see GroupRegistry.apply_update."""
+        return await self.groups.apply_update(update)
 
     async def status(self) -> StatusResponse:
         """What Admin.Status returns."""

@@ -3,7 +3,6 @@
 `handle.method.remote(...)` sends a call and returns an ObjectRef at once. Await it, or read it with `ray.get`.
 """
 
-from collections.abc import Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
 from ray import ObjectRef
@@ -11,8 +10,8 @@ from ray import ObjectRef
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
-from coatcheck.router.event_loop.heartbeat import Heartbeat
-from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.actor import RouterReport
+from coatcheck.router.groups.group_list import GroupListVersion
 from coatcheck.workers.core.rank_progress import RankProgress
 
 P = ParamSpec("P")
@@ -45,9 +44,9 @@ class RouterHandle(Protocol):
 
     start: RemoteMethod[[], str]
     http_address: RemoteMethod[[], str]
-    set_groups: RemoteMethod[[Sequence[GroupEndpoint], int], None]
+    update_groups: RemoteMethod[[bytes], GroupListVersion]
     status: RemoteMethod[[], StatusResponse]
-    heartbeat: RemoteMethod[[], Heartbeat | None]
+    report: RemoteMethod[[], RouterReport | None]
     drain: RemoteMethod[[float | None], bool]
     stop: RemoteMethod[[], None]
 

@@ -19,12 +19,14 @@ from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan, plan_placement
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
+from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.proto.internal_tls import ClusterCertificate
 
 _RESERVE_SECONDS = 60
+_CHECK_SECONDS = 0.5  # between two checks of a group's ranks
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class GroupSet:
         self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
         self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
         self._change_lock = asyncio.Lock()
+        self._poll_interval = PollInterval(_CHECK_SECONDS)
 
     @property
     def states(self) -> list[GroupState]:
@@ -93,6 +96,7 @@ class GroupSet:
             self._publish_states()
             for supervisor in self._supervisors:
                 self._supervise(supervisor)
+            task_group.create_task(self._check_missing_groups())
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:
         """Drain a group, replace its ranks, and wait until every router uses it; see Supervisor.restart_group."""
@@ -231,7 +235,7 @@ class GroupSet:
         config = group_config(self._config, name, self._plan.device, self._certificate)
         loopback = self._config.ray_address is None
         ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
-        return GroupSupervisor(ranks, has_served=has_served, on_change=self._publish_states)
+        return GroupSupervisor(ranks, self._poll_interval, has_served=has_served, on_change=self._publish_states)
 
     def _find_supervisor(self, name: str) -> GroupSupervisor | None:
         return next((supervisor for supervisor in self._supervisors if supervisor.state.name == name), None)
@@ -239,6 +243,16 @@ class GroupSet:
     def _supervise(self, supervisor: GroupSupervisor) -> None:
         assert self._task_group is not None
         self._tasks[supervisor.state.name] = self._task_group.create_task(supervisor.supervise_group())
+
+    async def _check_missing_groups(self) -> None:
+        """Check the ranks of groups that a router is not connected to without waiting until their check is due: they
+        may hang."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            self._poll_interval.actors = len(self._supervisors) * self._config.tp
+            for name in self._routers.missing_groups():
+                if (supervisor := self._find_supervisor(name)) is not None:
+                    supervisor.check_now()
 
     def _publish_states(self) -> None:
         self._routers.set_groups(self.states)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.rank_actors import PROCESS_DIED, RankActors, RankEnded
 from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 _POLL_SECONDS = 0.1
-_CHECK_SECONDS = 0.5  # between two checks of ranks that serve
+_NODE_SECONDS = 0.5  # between two looks whether Ray has room for the ranks
 _MAX_BACKOFF_SECONDS = 30.0
 _STABLE_SECONDS = 5.0  # a group that served for longer than this starts with the shortest backoff again
 
@@ -48,6 +49,7 @@ class GroupSupervisor:
     def __init__(
         self,
         ranks: RankActors,
+        poll_interval: PollInterval,
         *,
         has_served: bool,
         on_change: Callable[[], None],
@@ -55,10 +57,12 @@ class GroupSupervisor:
     ) -> None:
         self.state = GroupState(ranks.group, ranks=(RankProgress(),) * ranks.tp)
         self._ranks = ranks
+        self._poll_interval = poll_interval
         self._has_served = has_served
         self._on_change = on_change
         self._backoff = backoff
         self._restart_requested = False
+        self._check_requested = asyncio.Event()
         self._changed = asyncio.Event()
 
     async def adopt_group(self) -> None:
@@ -121,6 +125,10 @@ class GroupSupervisor:
         if self.state.state == "draining":
             self._change(state="serving")
 
+    def check_now(self) -> None:
+        """Check the ranks before the next check is due, if they serve."""
+        self._check_requested.set()
+
     async def wait_until_serving(self) -> None:
         """Raises Unavailable if the group cannot start."""
         await self._wait_until(lambda: self.state.state in ("serving", "failed"))
@@ -137,6 +145,7 @@ class GroupSupervisor:
         if self.state.state not in ("serving", "draining"):
             raise Unavailable(f"{self.state.name} is {self.state.state}: {self.state.reason or 'wait until it serves'}")
         self._restart_requested = True
+        self.check_now()
         await self._wait_until(lambda: self.state.restarts != before and self.state.state != "starting")
         if self.state.state != "serving":
             raise Unavailable(f"{self.state.name} does not start again: {self.state.reason}")
@@ -163,7 +172,7 @@ class GroupSupervisor:
             if not self.state.reason.startswith(_NO_NODES):
                 _log.warning("%s waits for nodes", self.state.name)
                 self._change(reason=f"{_NO_NODES}: Ray has no room for {self._ranks.tp} ranks now; is a node lost?")
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(_NODE_SECONDS)
 
     async def _read_previous_crash(self) -> None:
         """Read how the former ranks ended. Routers use this to decide which requests may have crashed them."""
@@ -186,9 +195,24 @@ class GroupSupervisor:
         """
         self._restart_requested = False
         while not self._restart_requested:
-            await self._ranks.wait_for_exit(_CHECK_SECONDS)
+            await self._wait_for_check()
             self.state = replace(self.state, ranks=await self._ranks.read_progress())
         raise RestartRequested
+
+    async def _wait_for_check(self) -> None:
+        """Wait until a check is due or requested. Raises RankEnded once a rank has ended."""
+        waits = [
+            asyncio.ensure_future(self._ranks.wait_for_exit(self._poll_interval.next_wait())),
+            asyncio.ensure_future(self._check_requested.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._check_requested.clear()
 
     def _prepare_next_start(self, was_running: bool) -> None:
         """Count the next start. It is a new incarnation only if the last ranks ran: ranks that never ran have neither

@@ -1,6 +1,6 @@
 """RouterSet: the routers of a cluster: one on any node, or one on each node, as nodes join and leave the Ray cluster.
 
-Every router gets the state of every group. Routers share nothing else.
+Every router gets the same list of groups. Routers share nothing else.
 """
 
 import asyncio
@@ -12,11 +12,14 @@ from coatcheck.cluster.config.derived_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
+from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 
+_WATCH_SECONDS = 0.5  # between two looks at a router
 _NODE_SECONDS = 1.0  # between two reads of the cluster's nodes
 _LOAD_SECONDS = 1.5  # groups report their load once a second
 _CONNECT_SECONDS = 10.0
@@ -35,7 +38,9 @@ class RouterSet:
         self._has_served = has_served
         self._supervisors: dict[str, RouterSupervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._groups: list[GroupState] | None = None  # None: not known yet
+        self._groups: list[GroupState] = []
+        self._group_list = VersionedGroupList()
+        self._poll_interval = PollInterval(_WATCH_SECONDS)
 
     @property
     def addresses(self) -> list[str]:
@@ -66,10 +71,11 @@ class RouterSet:
             await asyncio.sleep(_NODE_SECONDS)
 
     def set_groups(self, states: list[GroupState]) -> None:
-        """Send the state of every group to every router. Does not wait for answers."""
+        """Send what has changed to every router. `states`: of every group. Does not wait for answers."""
         self._groups = states
-        for router in self._supervisors.values():
-            router.set_groups(states)
+        if self._group_list.set_states(states):
+            for router in self._supervisors.values():
+                router.send_groups()
 
     async def drain_routers(self) -> bool:
         """Refuse new requests and wait for those that run. Returns whether every router is drained."""
@@ -103,7 +109,7 @@ class RouterSet:
 
     async def find_missing_connection(self) -> str:
         """Which router does not answer, or is not connected to which serving group; "" if all are connected to all."""
-        serving = [state.name for state in self._groups or () if state.state == "serving"]
+        serving = [state.name for state in self._groups if state.state == "serving"]
         statuses = await self._read_statuses()
         silent = next((f"{name} does not answer" for name, status in statuses.items() if status is None), "")
         return silent or missing_connection(statuses, serving)
@@ -112,6 +118,10 @@ class RouterSet:
         """The first router that was told, with `coatcheck drain`, to send nothing to any of `groups`; "" if none was.
         Routers that do not answer are left out."""
         return next((name for name, status in (await self._read_statuses()).items() if drained(status, groups)), "")
+
+    def missing_groups(self) -> set[str]:
+        """The groups that serve, and that some router is not connected to, as the routers reported last."""
+        return {name for router in self._supervisors.values() for name in router.missing_groups}
 
     async def measure_queue(self) -> tuple[float, int]:
         """(longest queue time of any router in seconds, number of groups that have requests)."""
@@ -139,6 +149,7 @@ class RouterSet:
             self._tasks[name].cancel()
             await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
             router = self._supervisors.pop(name)
+            self._poll_interval.actors = len(self._supervisors)
             await router.stop_router(now=True)
             router.forget_ports()
         for name, id in wanted.items():
@@ -150,12 +161,13 @@ class RouterSet:
         has_served = self._has_served or any(router.has_served for router in self._supervisors.values())
         config = router_config(self._config, name, self._config.grpc_port, self._certificate)
         resource = None if node else self._config.router_resource
-        router = RouterSupervisor(config, has_served=has_served, resource=resource, node=node)
+        router = RouterSupervisor(
+            config, self._group_list, self._poll_interval, has_served=has_served, resource=resource, node=node
+        )
         if self._has_served:
             router.restore_ports()
-        if self._groups is not None:
-            router.set_groups(self._groups)
         self._supervisors[name] = router
+        self._poll_interval.actors = len(self._supervisors)
         self._tasks[name] = tasks.create_task(router.supervise_router())
 
 

@@ -1,8 +1,7 @@
-"""RouterSupervisor: keeps one router running, and sends it the state of every group."""
+"""RouterSupervisor: keeps one router running, and sends it the list of groups and its changes."""
 
 import asyncio
 import logging
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,13 +9,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RouterHandle
-from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.supervision.poll_interval import PollInterval
+from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_list import NO_LIST
 
-_WATCH_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 _HANG_SECONDS = 30.0
 _RESTART_SECONDS = 0.5
@@ -29,22 +28,33 @@ class RouterSupervisor:
 
     `address` (gRPC) and `http_address` are host:port while the router serves, else "". `failure`: why the router will
     never serve, else "". `has_served`: whether any router has served; if so, this router is always restarted.
+    `groups`: the list of groups that the router is to know. `poll_interval`: between two looks at the router.
     `resource`: a Ray resource of the nodes where it may run. `node`: the id of the node where it must run.
     """
 
     def __init__(
-        self, config: RouterConfig, *, has_served: bool, resource: str | None = None, node: str | None = None
+        self,
+        config: RouterConfig,
+        groups: VersionedGroupList,
+        poll_interval: PollInterval,
+        *,
+        has_served: bool,
+        resource: str | None = None,
+        node: str | None = None,
     ) -> None:
         self.address = ""
         self.http_address = ""
         self.failure = ""
         self.has_served = has_served
+        self.missing_groups: tuple[str, ...] = ()  # that the router should use, and is not connected to
         self._config = config
         self._resource = resource
         self._node = node
         self._actor: RouterHandle | None = None
-        self._groups: list[GroupEndpoint] | None = None  # None: not known yet
-        self._version = 0
+        self._groups = groups
+        self._poll_interval = poll_interval
+        self._held = NO_LIST  # the list that the router has, as far as is known
+        self._is_stale = asyncio.Event()  # set when the router may lack a change
         self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
 
     def restore_ports(self) -> None:
@@ -64,38 +74,29 @@ class RouterSupervisor:
     async def supervise_router(self) -> None:
         """Keep the router running until cancelled. Returns only if a router that has never served cannot start."""
         while True:
+            sending = None
             try:
-                await self._watch(await self._start())
+                actor = await self._start()
+                sending = asyncio.create_task(self._send_updates(actor))
+                await self._watch(actor)
             except (RayError, TimeoutError, ValueError) as error:  # ValueError: Ray has not freed its name yet
                 _log.error("the router has ended: %r", error)
                 cause = error.cause if isinstance(error, RayTaskError) else None
                 if not self.has_served:
                     self.failure = str(cause) if isinstance(cause, CoatcheckError) else f"router: {cause or error}"
+            finally:
+                if sending is not None:
+                    sending.cancel()
             self.address = self.http_address = ""
+            self.missing_groups = ()
             self._kill()
             if not self.has_served:
                 return
             await asyncio.sleep(_RESTART_SECONDS)
 
-    def set_groups(self, states: list[GroupState]) -> None:
-        """Send the state of every group to the router. Does not wait for an answer."""
-        self._groups = [
-            GroupEndpoint(
-                name=state.name,
-                address=state.address,
-                state="lost" if state.state == "failed" else state.state,
-                reason=state.reason,
-                restarts=state.restarts,
-                incarnation=state.incarnation,
-                previous_crash=state.previous_crash,
-                last_failure=state.last_failure,
-            )
-            for state in states
-        ]
-        # The router ignores a list that is older than its own. The clock, unlike a counter, keeps increasing when the
-        # supervisor restarts.
-        self._version = time.time_ns()
-        self._send_groups()
+    def send_groups(self) -> None:
+        """Send the router what it lacks of the list of groups. Does not wait for an answer."""
+        self._is_stale.set()
 
     async def drain_router(self) -> bool:
         """Refuse new requests and wait for those that run. Returns whether the router is drained."""
@@ -144,7 +145,8 @@ class RouterSupervisor:
         self.address = address
         self._serves.set()
         self.has_served = True
-        self._send_groups()
+        self._held = NO_LIST
+        self.send_groups()
         return actor
 
     def _keep_ports(self, address: str, http_address: str) -> None:
@@ -160,23 +162,38 @@ class RouterSupervisor:
     async def _watch(self, actor: RouterHandle) -> None:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.
 
-        A router that is only busy is not restarted, because that would end all of its streams. Sends the groups' states
-        after every answer, because a message may be lost or overtake another.
+        A router that is only busy is not restarted, because that would end all of its streams. A router that has
+        another list of groups than this supervisor's is sent what it lacks: an update may be lost, and a former
+        supervisor may have sent one.
         """
         while True:
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(self._poll_interval.next_wait())
             try:
                 async with asyncio.timeout(_HANG_SECONDS):
-                    heartbeat = await actor.heartbeat.remote()
+                    report = await actor.report.remote()
             except TimeoutError:
                 raise TimeoutError(f"its process has not answered for {_HANG_SECONDS:g} s") from None
-            if heartbeat is not None and heartbeat.hang_reason:
-                raise TimeoutError(heartbeat.hang_reason)
-            self._send_groups()
+            if report is None:
+                continue
+            if report.heartbeat.hang_reason:
+                raise TimeoutError(report.heartbeat.hang_reason)
+            self.missing_groups = report.missing
+            if report.groups != self._groups.version:
+                self._held = report.groups
+                self.send_groups()
 
-    def _send_groups(self) -> None:
-        if self._actor is not None and self.address and self._groups is not None:
-            self._actor.set_groups.remote(self._groups, self._version)
+    async def _send_updates(self, actor: RouterHandle) -> None:
+        """Send each change of the list of groups, in order and one at a time. Changes that come before the router has
+        answered are sent together."""
+        while True:
+            await self._is_stale.wait()
+            self._is_stale.clear()
+            try:
+                while (update := self._groups.update_for(self._held)) is not None:
+                    async with asyncio.timeout(_ANSWER_SECONDS):
+                        self._held = await actor.update_groups.remote(update)
+            except (RayError, TimeoutError) as error:  # the next report tells which list the router has
+                _log.warning("%s did not take a change of its groups: %r", self._config.name, error)
 
     def _kill(self) -> None:
         if self._actor is not None:

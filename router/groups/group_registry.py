@@ -4,7 +4,7 @@ The supervisor says which groups exist, and the connections find out which of th
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.config import RouterConfig
@@ -12,6 +12,7 @@ from coatcheck.router.groups.eligibility import are_compatible
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupEjected, GroupFailures
+from coatcheck.router.groups.group_list import NO_LIST, GroupListUpdate, GroupListVersion
 from coatcheck.router.groups.outlier_detection import OutlierDetection
 from coatcheck.router.routing.prefix_index import PrefixIndex
 
@@ -33,7 +34,7 @@ class GroupRegistry:
         self._connections: dict[str, GroupConnection] = {}
         self._absent: dict[str, GroupEndpoint] = {}  # groups without an address
         self._serving_before: list[GroupConnection] = []
-        self._version = 0  # of the newest list
+        self.version = NO_LIST  # of the supervisor's list; other threads may read it
         self._changed = asyncio.Event()
         self._outliers = OutlierDetection()
 
@@ -51,40 +52,28 @@ class GroupRegistry:
         """The connection to a group; None if the group is unknown or has no address."""
         return self._connections.get(name)
 
-    async def set_endpoints(self, endpoints: Sequence[GroupEndpoint], version: int = 0) -> None:
-        """Replaces the list of groups: opens connections to new groups, closes those to removed or lost ones.
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the groups that serve, as the supervisor says, and are not attached. Any thread may call this."""
+        connections = list(self._connections.values())  # one operation for other threads
+        return tuple(link.name for link in connections if link.endpoint.state == "serving" and not link.is_attached)
 
-        Lists may overtake each other, so a list with a lower `version` than the newest is ignored. A list with version
-        0 is always used.
-        """
-        if version and version < self._version:
-            return
-        self._version = max(version, self._version)
-        wanted = {endpoint.name: endpoint for endpoint in endpoints if endpoint.address and endpoint.state != "lost"}
-        self._absent = {endpoint.name: endpoint for endpoint in endpoints if endpoint.name not in wanted}
-        self.draining &= {*wanted, *self._absent}
-        closing = []
-        for name, connection in list(self._connections.items()):
-            if name not in wanted or wanted[name].address != connection.endpoint.address:
-                closing.append(self._connections.pop(name).close("the supervisor has removed or moved the group"))
-        for name, endpoint in wanted.items():
-            if name in self._connections:
-                self._connections[name].endpoint = endpoint
+    async def apply_update(self, update: GroupListUpdate) -> GroupListVersion:
+        """Applies an update of the supervisor if it belongs to the list that this router holds. Returns the version of
+        the list that it holds now. The list is changed before the first await."""
+        if update.applies_to(self.version):
+            self.version = update.version
+            if update.base is None:
+                await self.set_endpoints(update.endpoints)
             else:
-                self._connections[name] = GroupConnection(
-                    endpoint,
-                    self._config,
-                    self.index,
-                    self.failures,
-                    on_change=self.notify,
-                    on_room=lambda: self.on_room(),
-                    detect_outlier=self._detect_outlier,
-                )
-        await asyncio.gather(*closing)
-        for endpoint in endpoints:
-            if endpoint.previous_crash is not None:
-                self.failures.record_cause(endpoint.name, endpoint.incarnation - 1, endpoint.previous_crash)
-        self.notify()
+                await self._change_endpoints(update.endpoints, update.removed)
+        return self.version
+
+    async def set_endpoints(self, endpoints: Sequence[GroupEndpoint]) -> None:
+        """Replaces the list of groups: opens connections to new groups, closes those to removed or lost ones."""
+        names = {endpoint.name for endpoint in endpoints}
+        known = (*self._connections, *self._absent)
+        await self._change_endpoints(endpoints, [name for name in known if name not in names])
 
     async def close(self) -> None:
         """Ends every connection."""
@@ -124,6 +113,46 @@ class GroupRegistry:
             self.on_room()
         else:
             self.on_groups_changed()
+
+    async def _change_endpoints(self, endpoints: Sequence[GroupEndpoint], removed: Sequence[str]) -> None:
+        closing = [self._disconnect(name) for name in removed]
+        for name in removed:
+            self._absent.pop(name, None)
+            self.draining.discard(name)
+        for endpoint in endpoints:
+            name = endpoint.name
+            connection = self._connections.get(name)
+            if not endpoint.address or endpoint.state == "lost":
+                closing.append(self._disconnect(name))
+                self._absent[name] = endpoint
+                continue
+            self._absent.pop(name, None)
+            if connection is not None and connection.endpoint.address == endpoint.address:
+                connection.endpoint = endpoint
+            else:
+                closing.append(self._disconnect(name))
+                self._connections[name] = self._connect(endpoint)
+        await asyncio.gather(*filter(None, closing))
+        for endpoint in endpoints:
+            if endpoint.previous_crash is not None:
+                self.failures.record_cause(endpoint.name, endpoint.incarnation - 1, endpoint.previous_crash)
+        self.notify()
+
+    def _disconnect(self, name: str) -> Coroutine[None, None, None] | None:
+        """Forgets the connection to a group; returns what closes it, None if there is none."""
+        connection = self._connections.pop(name, None)
+        return connection.close("the supervisor has removed or moved the group") if connection is not None else None
+
+    def _connect(self, endpoint: GroupEndpoint) -> GroupConnection:
+        return GroupConnection(
+            endpoint,
+            self._config,
+            self.index,
+            self.failures,
+            on_change=self.notify,
+            on_room=lambda: self.on_room(),
+            detect_outlier=self._detect_outlier,
+        )
 
     def _detect_outlier(self, connection: GroupConnection) -> GroupEjected | None:
         """Called after each load report; returns a GroupEjected if the group is much slower than its peers."""

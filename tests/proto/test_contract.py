@@ -11,8 +11,10 @@ from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan
 from coatcheck.proto.contract import CONTRACT, VERSION, contract_mismatch
 from coatcheck.proto.internal_tls import ClusterCertificate
+from coatcheck.router.actor import RouterReport
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_list import GroupListUpdate, GroupListVersion
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
 
@@ -21,12 +23,15 @@ PICKLED = (
     ClusterState,
     GroupConfig,
     GroupEndpoint,
+    GroupListUpdate,
+    GroupListVersion,
     GroupState,
     ClusterCertificate,
     CertificatesByRole,
     PlacementPlan,
     RankProgress,
     RouterConfig,
+    RouterReport,
 )
 
 

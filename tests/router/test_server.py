@@ -14,6 +14,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs.coatcheck_pb2 import DrainRequest, GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_list import GroupListUpdate, GroupListVersion
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
@@ -185,20 +186,23 @@ async def test_status_tells_what_groups_report(start_router: StartRouter) -> Non
 
 
 async def test_an_older_list_of_groups_is_ignored(start_router: StartRouter) -> None:
-    """Of lists that arrive out of order the newest counts; the same version may come again, and a list without a
-    version counts."""
+    """Of the supervisor's lists that arrive out of order the newest counts, also of another supervisor's. The answer is
+    the version that the router holds. A list without a version counts."""
     router = await start_router()
 
-    async def known(name: str, version: int) -> list[str]:
-        await router.server.set_groups([GroupEndpoint(name, "", "starting")], version)
-        return [group.name for group in (await router.admin.Status(StatusRequest())).groups]
+    async def known(name: str, epoch: int, number: int) -> tuple[list[str], GroupListVersion]:
+        version = GroupListVersion(epoch, number)
+        update = GroupListUpdate(version, (GroupEndpoint(name, "", "starting"),))
+        held = await router.server.update_groups(update)
+        return [group.name for group in (await router.admin.Status(StatusRequest())).groups], held
 
-    assert await known("second", 2) == ["second"]
-    assert await known("first", 1) == ["second"]
-    assert await known("second again", 2) == ["second again"]
-    assert await known("unversioned", 0) == ["unversioned"]
-    assert await known("first", 1) == ["unversioned"]
-    assert await known("third", 3) == ["third"]
+    assert await known("second", 1, 2) == (["second"], GroupListVersion(1, 2))
+    assert await known("first", 1, 1) == (["second"], GroupListVersion(1, 2))
+    assert await known("second again", 1, 2) == (["second"], GroupListVersion(1, 2))
+    assert await known("of the next supervisor", 2, 1) == (["of the next supervisor"], GroupListVersion(2, 1))
+    assert await known("third", 1, 3) == (["of the next supervisor"], GroupListVersion(2, 1))
+    await router.server.set_groups([GroupEndpoint("unversioned", "", "starting")])
+    assert [group.name for group in (await router.admin.Status(StatusRequest())).groups] == ["unversioned"]
 
 
 async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(start_router: StartRouter) -> None:

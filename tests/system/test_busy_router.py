@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import ray
 
+from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
+from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
 from coatcheck.router.actor import RouterActor
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat
@@ -25,10 +27,10 @@ def _compute(over: Path) -> None:
 
 async def _silent(actor: Any, seconds: float, busy: float = 0.0) -> Heartbeat:
     """Return the heartbeat once the loop has been silent for `seconds`, and has computed for `busy` seconds of them."""
-    heartbeat: Heartbeat = await actor.heartbeat.remote()
+    heartbeat: Heartbeat = (await actor.report.remote()).heartbeat
     while heartbeat.silent_seconds < seconds or heartbeat.busy_seconds < busy:
         await asyncio.sleep(0.1)
-        heartbeat = await actor.heartbeat.remote()
+        heartbeat = (await actor.report.remote()).heartbeat
     return heartbeat
 
 
@@ -60,19 +62,16 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_ray")
-async def test_a_busy_router_is_not_restarted(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_router_is_not_restarted(tiny_model: Path, tmp_path: Path) -> None:
     """While the event loop computes it answers no call, but its heartbeat says that it is busy. So the supervisor does
     not restart the router."""
-    monkeypatch.setattr("coatcheck.cluster.supervision.router_supervisor._WATCH_SECONDS", 0.05)
     config = RouterConfig(str(tiny_model))
     actor = BusyRouter.remote(config)
     await actor.start.remote()
     computing = actor.compute.remote(str(tmp_path / "over"))
     heartbeat = await _silent(actor, 3.0, busy=0.3)  # takes longer where other processes use the processor
     assert not heartbeat.hang_reason
-    supervisor = RouterSupervisor(config, has_served=True)
+    supervisor = RouterSupervisor(config, VersionedGroupList(), PollInterval(0.05), has_served=True)
     watch = asyncio.create_task(supervisor._watch(actor))
     await _silent(actor, 6.0)
     assert not watch.done()

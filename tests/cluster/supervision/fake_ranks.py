@@ -29,7 +29,7 @@ class FakeRanks:
     ) -> None:
         self.group = group
         self.starts: list[tuple[int, int]] = []
-        self.graceful_stops = 0
+        self.graceful_stops = self.checks = 0
         self.is_running = bool(adopted[1])
         self._adopted = adopted
         self._script = list(script)
@@ -69,6 +69,7 @@ class FakeRanks:
             await asyncio.wait_for(asyncio.shield(self._end), seconds)
 
     async def read_progress(self) -> tuple[RankProgress, ...]:
+        self.checks += 1
         return (SERVING,) * self.tp
 
     async def stop_ranks(self) -> None:

@@ -1,14 +1,18 @@
 """FakeRouterActor: stands in for the handle of a RouterActor in the tests of supervision. No process and no Ray."""
 
 import asyncio
+import pickle
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ray.exceptions import RayActorError
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
+from coatcheck.router.actor import RouterReport
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.event_loop.heartbeat import Heartbeat
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_list import NO_LIST, GroupListUpdate, GroupListVersion
 
 
 class FakeMethod:
@@ -23,14 +27,25 @@ class FakeMethod:
 
 class FakeRouterActor:
     """Serves at once, and connects to every group that it is told of. `waiting`: requests that wait in each group.
-    `drained`: groups that an operator has drained."""
+    `drained`: groups that an operator has drained. `updates`: those that came, in order, of which the first `to_lose`
+    are lost. `missing`: groups that it reports as missing. `reports`: how many it has made."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.groups: list[GroupEndpoint] = []
+        self.updates: list[GroupListUpdate] = []
+        self.to_lose = 0
+        self.held = NO_LIST
+        self.missing: tuple[str, ...] = ()
+        self.reports = 0
+        self._groups: dict[str, GroupEndpoint] = {}
         self.is_dead = self.has_stopped = False
         self.waiting = 0
         self.drained: set[str] = set()
+
+    @property
+    def groups(self) -> list[GroupEndpoint]:
+        """The list that the router holds."""
+        return list(self._groups.values())
 
     def __getattr__(self, name: str) -> FakeMethod:
         return FakeMethod(getattr(self, f"_{name}"))
@@ -41,8 +56,17 @@ class FakeRouterActor:
     async def _http_address(self) -> str:
         return "host:8000"
 
-    async def _set_groups(self, groups: list[GroupEndpoint], version: int) -> None:
-        self.groups = groups
+    async def _update_groups(self, pickled: bytes) -> GroupListVersion:
+        update: GroupListUpdate = pickle.loads(pickled)
+        self.updates.append(update)
+        if len(self.updates) <= self.to_lose:
+            raise RayActorError
+        if update.applies_to(self.held):
+            self.held = update.version
+            kept = {} if update.base is None else self._groups
+            changed = {endpoint.name: endpoint for endpoint in update.endpoints}
+            self._groups = {name: kept[name] for name in kept if name not in update.removed} | changed
+        return self.held
 
     async def _status(self) -> StatusResponse:
         if self.is_dead:
@@ -51,9 +75,11 @@ class FakeRouterActor:
         groups = [GroupStatus(name=name, state=state, waiting=self.waiting) for name, state in states.items()]
         return StatusResponse(groups=groups, queue_seconds=0.5 * self.waiting)
 
-    async def _heartbeat(self) -> None:
+    async def _report(self) -> RouterReport:
         if self.is_dead:
             raise RayActorError
+        self.reports += 1
+        return RouterReport(Heartbeat(0.0, 0.0), self.held, self.missing)
 
     async def _drain(self, timeout_seconds: float | None) -> bool:
         return True

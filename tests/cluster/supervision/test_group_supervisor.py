@@ -9,6 +9,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
+from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.rank_actors import read_log_tail
 from coatcheck.proto.errors import Unavailable
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
@@ -20,12 +21,13 @@ FAULT = "rank 1: Segmentation fault"
 class Supervised:
     """A GroupSupervisor at work, and every state that it has published."""
 
-    def __init__(self, ranks: FakeRanks, has_served: bool) -> None:
+    def __init__(self, ranks: FakeRanks, has_served: bool, poll_seconds: float) -> None:
         self.ranks = ranks
         self.told: list[GroupState] = []
         self._changed = asyncio.Event()
         self.supervisor = GroupSupervisor(
             ranks,  # type: ignore[arg-type]  # FakeRanks in the place of RankActors
+            PollInterval(poll_seconds),
             has_served=has_served,
             on_change=self._record_state,
             backoff=lambda failures: 0.0,
@@ -57,8 +59,8 @@ async def supervise() -> AsyncIterator[Supervise]:
     """Supervises FakeRanks until the test ends."""
     supervised: list[Supervised] = []
 
-    def started(ranks: FakeRanks, *, has_served: bool = False) -> Supervised:
-        supervised.append(Supervised(ranks, has_served))
+    def started(ranks: FakeRanks, *, has_served: bool = False, poll_seconds: float = 0.5) -> Supervised:
+        supervised.append(Supervised(ranks, has_served, poll_seconds))
         return supervised[-1]
 
     yield started
@@ -146,6 +148,19 @@ async def test_a_requested_restart_is_no_failure(supervise: Supervise) -> None:
     assert group.supervisor.state.state == "serving"
 
 
+async def test_a_check_that_is_requested_is_made_at_once(supervise: Supervise) -> None:
+    """Ranks are checked when asked for, and a group is restarted when asked for, although the next check is far off."""
+    group = supervise(FakeRanks(), poll_seconds=3600.0)
+    await group.until(serves(0))
+    before = group.ranks.checks
+    group.supervisor.check_now()
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while group.ranks.checks == before:  # noqa: ASYNC110  # a check has no event
+            await asyncio.sleep(0.005)
+        await group.supervisor.restart_group()
+    await group.until(serves(1))
+
+
 async def test_a_requested_restart_that_fails_says_so(supervise: Supervise) -> None:
     """If the ranks of a requested restart do not start, the caller gets the reason, and the group is started again."""
     group = supervise(FakeRanks(["serves", "ends late"]))
@@ -163,6 +178,15 @@ async def test_ranks_that_serve_are_adopted(supervise: Supervise) -> None:
     other = supervise(FakeRanks(adopted=(4, ())), has_served=True)
     await other.until(serves(5))
     assert other.ranks.starts == [(5, 5)]
+
+
+def test_many_actors_are_polled_less_often() -> None:
+    """All actors together get at most 30 calls a second. A single actor's interval varies by a quarter."""
+    interval = PollInterval(0.5)
+    for actors, seconds in ((1, 0.5), (15, 0.5), (64, 64 / 30), (1000, 1000 / 30)):
+        interval.actors = actors
+        waits = [interval.next_wait() for _ in range(100)]
+        assert 0.75 * seconds <= min(waits) < max(waits) <= 1.25 * seconds
 
 
 def test_restarts_come_soon_and_then_slower() -> None:

@@ -12,9 +12,11 @@ from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision import router_set, router_supervisor
 from coatcheck.cluster.supervision.router_set import RouterSet, busy_groups, missing_connection
+from coatcheck.cluster.supervision.versioned_group_list import make_endpoint
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.group_list import GroupListVersion
 from tests.cluster.supervision.fake_router_actor import FakeRouterActor
 
 SERVING = GroupState("group-0", "serving", "h:1")
@@ -42,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, int]) -> list[Fa
     monkeypatch.setattr(launch, "start_router", start_router)
     monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
     monkeypatch.setattr(router_set, "_NODE_SECONDS", 0.01)
-    monkeypatch.setattr(router_supervisor, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(router_set, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.01)
     return started
 
@@ -94,6 +96,39 @@ async def test_a_router_that_ends_is_started_again_at_its_address(
         await routers.restart_router("host:1", 0.0)
     await routers.restart_router("host:5000", 0.0)
     assert len(started) == 3 and started[1].has_stopped and routers.all_serve
+
+
+async def test_a_router_is_sent_changes_and_nothing_else(supervise: Supervise, started: list[FakeRouterActor]) -> None:
+    """The router gets the list once, whole, and then each change. While nothing changes nothing is sent."""
+    routers = await supervise()
+    (router,) = started
+    await until(lambda: router.groups == [make_endpoint(SERVING)])
+    before = router.reports
+    await until(lambda: router.reports > before + 3)
+    routers.set_groups([SERVING])
+    await until(lambda: router.reports > before + 6)
+    assert [update.base for update in router.updates] == [None]
+    other = GroupState("group-1")
+    routers.set_groups([SERVING, other])
+    await until(lambda: len(router.groups) == 2)
+    assert [update.endpoints for update in router.updates[1:]] == [(make_endpoint(other),)]
+
+
+async def test_a_router_that_missed_changes_gets_them(supervise: Supervise, started: list[FakeRouterActor]) -> None:
+    """A lost change comes with the next report. A router with another supervisor's list gets the whole list, also if
+    that supervisor's clock was ahead."""
+    routers = await supervise()
+    (router,) = started
+    await until(lambda: bool(router.groups))
+    router.to_lose = len(router.updates) + 2
+    lost = GroupState("group-0", "lost", reason="it was killed")
+    routers.set_groups([lost])
+    await until(lambda: router.groups == [make_endpoint(lost)])
+    assert [update.base is None for update in router.updates] == [True, False, False, False]
+    for held in (GroupListVersion(1, 1), GroupListVersion(router.held.epoch + 10**15, 1)):
+        router.held = held
+        await until(lambda held=held: router.held > held)  # type: ignore[misc]  # mypy infers no type for `held`
+        assert router.updates[-1].base is None
 
 
 async def test_the_next_supervisor_knows_the_ports_that_routers_chose(

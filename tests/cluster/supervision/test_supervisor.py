@@ -12,7 +12,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
 from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, plan_placement
-from coatcheck.cluster.supervision import group_set, group_supervisor, router_set, router_supervisor, supervisor
+from coatcheck.cluster.supervision import group_set, poll_interval, router_set, supervisor
 from coatcheck.cluster.supervision.supervisor import Supervisor
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.router.config import RouterConfig
@@ -77,9 +77,9 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     for owner, name, replacement in replacements:
         monkeypatch.setattr(owner, name, replacement)
     for module, constant in [
-        (group_supervisor, "_CHECK_SECONDS"),
+        (group_set, "_CHECK_SECONDS"),
         (router_set, "_LOAD_SECONDS"),
-        (router_supervisor, "_WATCH_SECONDS"),
+        (router_set, "_WATCH_SECONDS"),
     ]:
         monkeypatch.setattr(module, constant, 0.01)
     config = ServeConfig.build({"model": "m", "groups": 2, "tp": 2})
@@ -101,6 +101,20 @@ async def test_a_cluster_starts_and_ends(cluster: Cluster) -> None:
     await actor.stop_all()
     assert cluster.router.has_stopped and not cluster.placed and not cluster.numbers
     assert not any(ranks.is_running for ranks in cluster.ranks.values())
+
+
+async def test_a_group_that_a_router_misses_is_checked_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router reports that it is not connected to a group. The ranks of this group are checked now, and those of the
+    other group when their check is due."""
+    cluster.router.missing = ("group-0",)
+    monkeypatch.setattr(poll_interval, "_CALLS_PER_SECOND", 1e-6)  # no check is due within this test
+    before = {name: ranks.checks for name, ranks in cluster.ranks.items()}
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while cluster.ranks["group-0"].checks < before["group-0"] + 10:  # noqa: ASYNC110  # a check has no event
+            await asyncio.sleep(0.01)
+    assert cluster.ranks["group-1"].checks <= before["group-1"] + 1, "one wait may have begun before"
 
 
 async def test_a_cluster_is_scaled(cluster: Cluster) -> None:
