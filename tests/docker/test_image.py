@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,15 @@ from tests.sources import source_files
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 _BUILD = "docker/install.sh"
+_STAGES = ["dependencies", "build", "base", "cuda", "cpu"]
+
+
+def dockerfile_stages() -> dict[str, str]:
+    """The text of each stage of the Dockerfile, by name."""
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    found = {stage.split("\n")[0].split(" AS ")[1]: stage for stage in stages}
+    assert list(found) == _STAGES
+    return found
 
 
 def sources() -> list[Path]:
@@ -52,9 +62,11 @@ def tree() -> Iterator[Path]:
             (scratch / "source" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, scratch / "source" / file)
         site = sysconfig.get_path("purelib")
-        command = ["sh", str(scratch / "source" / _BUILD), str(scratch / "prefix"), site]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
-        assert done.returncode == 0, done.stdout + done.stderr
+        script, prefix = str(scratch / "source" / _BUILD), str(scratch / "prefix")
+        for step in ("--dependencies", "--wheel", "--code"):
+            command = ["sh", script, step, prefix, site]
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
+            assert done.returncode == 0, done.stdout + done.stderr
         shutil.rmtree(scratch / "source")
         # A root file system that nobody may write to.
         subprocess.run(["chmod", "-R", "a-w", str(scratch / "prefix")], check=True)
@@ -121,20 +133,53 @@ def test_a_server_runs_from_it(tree: Path) -> None:
 
 
 def test_the_dockerfile_builds_what_is_tested() -> None:
-    """Its build runs the same script, its base is pinned, both images end as a user who is not root."""
-    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
-    names = [stage.split("\n")[0].split(" AS ")[1] for stage in stages]
-    assert names == ["build", "base", "cuda", "cpu"]
-    assert f"sh {_BUILD} /opt/coatcheck" in stages[0]
+    """Its stages run the script's steps, its base is pinned, both images end as a user who is not root."""
+    stages = list(dockerfile_stages().values())
+    assert f"sh {_BUILD} --dependencies /opt/coatcheck" in stages[0] and f"sh {_BUILD} --wheel" in stages[1]
     assert re.search(r"^ARG PYTHON=\d+\.\d+\.\d+-\S+$", DOCKERFILE, flags=re.MULTILINE)
-    for stage in stages[2:]:
+    for stage in stages[3:]:
         assert re.search(r"^USER 1000:1000$", stage, flags=re.MULTILINE)
     # KubeRay's probes and its start command; the chart's readiness probe with mutual TLS.
-    assert {"bash", "wget"} <= set(stages[1].split())
+    assert {"bash", "wget"} <= set(stages[2].split())
     # NCCL loads them for InfiniBand and RoCE; without them it falls back to TCP and says nothing.
-    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(stages[2].split())
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(stages[3].split())
     version = re.search(r'^version = "(\S+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert version and f"coatcheck:{version[1]}" in DOCKERFILE
+
+
+def test_new_code_changes_one_small_layer() -> None:
+    """The dependencies are installed from files that rarely change. The code comes after everything else."""
+    stages = dockerfile_stages()
+    copied = [line for line in stages["dependencies"].splitlines() if line.startswith("COPY")]
+    assert copied == ["COPY pyproject.toml constraints.txt ./", "COPY docker/install.sh docker/"]
+    assert "COPY --from=dependencies /opt/coatcheck /opt/coatcheck" in stages["base"]
+    for image in ("cuda", "cpu"):
+        layers = [line for line in stages[image].splitlines() if line.startswith(("RUN", "COPY", "ADD"))]
+        assert layers[-1].endswith(f"sh /source/{_BUILD} --code /opt/coatcheck") and "from=build" in layers[-1]
+        assert not any(line.startswith(("COPY", "ADD")) for line in layers)
+
+
+def test_requirements_are_those_of_the_project(tmp_path: Path) -> None:
+    """The step of the dependencies asks pip for what pyproject.toml names, with the versions of constraints.txt."""
+    (tmp_path / "docker").mkdir()
+    for file in (_BUILD, "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    calls = tmp_path / "calls"
+    (tmp_path / "python").write_text(
+        "#!/bin/sh\n"
+        f'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit; fi\n'
+        f'if [ "$2" = pip ]; then echo "$@" >>{calls}; exit; fi\nexec {sys.executable} "$@"\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TORCH": "torch==1+cpu"}
+    command = ["sh", str(tmp_path / _BUILD), "--dependencies", str(tmp_path / "prefix")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    torch, others = calls.read_text().splitlines()
+    assert torch.endswith("install -c constraints.txt torch==1+cpu") and "-c constraints.txt -r" in others
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = (tmp_path / "prefix" / "requirements.txt").read_text().splitlines()
+    assert set(asked) >= {*project["dependencies"], *project["optional-dependencies"]["node"]}
 
 
 def test_the_image_agrees_with_the_chart() -> None:

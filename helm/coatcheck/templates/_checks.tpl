@@ -7,6 +7,7 @@
 {{- include "coatcheck.checkPorts" . }}
 {{- include "coatcheck.checkResources" . }}
 {{- include "coatcheck.checkAccess" . }}
+{{- include "coatcheck.checkExtras" . }}
 {{- end }}
 
 {{- /* Helm allows release names that begin with a digit or have dots; Services and RayClusters allow neither. */ -}}
@@ -120,4 +121,16 @@
 {{- if not (or .Values.apiKeys.name .Values.tls.clientCaKey .Values.security.insecure) }}
   {{- fail "anybody who reaches the router could send requests; set apiKeys.name or tls.clientCaKey, or ask for it with security.insecure" }}
 {{- end }}
+{{- end }}
+
+{{- /* Objects that work only with another value beside them. */ -}}
+{{- define "coatcheck.checkExtras" -}}
+{{- if and (eq .Values.hubCache.kind "claim") (not .Values.hubCache.existingClaim) }}{{ fail "hubCache.kind claim needs hubCache.existingClaim" }}{{ end }}
+{{- if and .Values.hubCache.existingClaim (ne .Values.hubCache.kind "claim") }}{{ fail (printf "hubCache.existingClaim is set, and hubCache.kind is %s; set it to claim" .Values.hubCache.kind) }}{{ end }}
+{{- if and .Values.ingress.enabled (not (or .Values.ingress.host .Values.ingress.grpcHost)) }}{{ fail "ingress.enabled needs ingress.host or ingress.grpcHost" }}{{ end }}
+{{- if and .Values.ingress.enabled (eq .Values.ingress.host .Values.ingress.grpcHost) }}{{ fail "ingress.host and ingress.grpcHost are the same; each needs a host name of its own" }}{{ end }}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) }}{{ fail "gateway.enabled needs gateway.parentRefs, the Gateway of the routes" }}{{ end }}
+{{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) }}{{ fail "inferencePool.enabled needs inferencePool.endpointPicker.name, the Service of the endpoint picker" }}{{ end }}
+{{- if and .Values.inferencePool.enabled .Values.tls.secretName }}{{ fail "inferencePool speaks plain HTTP to the routers, which have TLS; unset tls.secretName, or use gateway" }}{{ end }}
+{{- if and .Values.prometheusRule.enabled (not .Values.serviceMonitor.enabled) }}{{ fail "prometheusRule needs serviceMonitor.enabled: without it Prometheus has no data of this release" }}{{ end }}
 {{- end }}

@@ -21,7 +21,7 @@ ray.io/group: {{ .group }}
 {{- end }}
 
 {{- define "coatcheck.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
 {{- end }}
 
 {{- define "coatcheck.serviceAccount" -}}

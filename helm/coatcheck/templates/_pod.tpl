@@ -77,6 +77,9 @@ envFrom: {{- toYaml . | nindent 2 }}
 {{- if .root.Values.storage.existingClaim }}
 - {name: models, mountPath: {{ .root.Values.storage.mountPath | quote }}, readOnly: true}
 {{- end }}
+{{- if or (has .root.Values.hubCache.kind (list "create" "claim")) (and .computes (ne .root.Values.hubCache.kind "pod")) }}
+- {name: hub, mountPath: /cache/hub}
+{{- end }}
 {{- with .role.volumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -95,8 +98,34 @@ envFrom: {{- toYaml . | nindent 2 }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .root.Values.storage.existingClaim | quote }}, readOnly: true}
 {{- end }}
+{{- include "coatcheck.hubVolume" . }}
 {{- with .role.volumes }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Claims of a pod or a node are for workers: the others read a few small files of the model. */ -}}
+{{- define "coatcheck.hubVolume" -}}
+{{- $cache := .root.Values.hubCache }}
+{{- if eq $cache.kind "create" }}
+- name: hub
+  persistentVolumeClaim: {claimName: {{ include "coatcheck.name" .root }}-hub}
+{{- else if eq $cache.kind "claim" }}
+- name: hub
+  persistentVolumeClaim: {claimName: {{ $cache.existingClaim | quote }}}
+{{- else if and .computes (eq $cache.kind "node") }}
+- name: hub
+  hostPath: {path: {{ $cache.path | quote }}, type: DirectoryOrCreate}
+{{- else if and .computes (eq $cache.kind "ephemeral") }}
+- name: hub
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with $cache.storageClassName }}
+        storageClassName: {{ . | quote }}
+        {{- end }}
+        resources: {requests: {storage: {{ $cache.size }}}}
 {{- end }}
 {{- end }}
 

@@ -1,0 +1,112 @@
+"""What operators add to the pods of each role, and where downloads from the hub are kept."""
+
+import json
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.helm.chart import CHART, helm, render, rendered_objects
+
+ROLES = ("head", "router", "worker")
+
+
+def pod_of(role: str, values: dict[str, Any], example: str = "two-nodes") -> dict[str, Any]:
+    """The pod template of a role with these values of the role; the others' templates must not change."""
+    plain = render(example)
+    flags = [part for name, value in values.items() for part in ("--set-json", f"{role}.{name}={json.dumps(value)}")]
+    done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / f"{example}.yaml"), *flags)
+    assert done.returncode == 0, done.stderr
+    templates = rendered_objects(done.stdout).templates
+    for name, before, after in zip(ROLES, plain.templates, templates, strict=True):
+        assert (before == after) == (name != role)
+    template = templates[ROLES.index(role)]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **template["metadata"]}}
+    kubernetes_validate.validate({**pod, "spec": template["spec"]}, "1.34", strict=True)
+    return template
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_takes_what_a_pod_takes(role: str) -> None:
+    """Variables, volumes, containers, labels, placement and classes reach the pods of the role alone."""
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    values: dict[str, Any] = {
+        "env": [{"name": "NCCL_IB_HCA", "value": "mlx5"}, {"name": "TRITON_CACHE_DIR", "value": "/mine"}],
+        "envFrom": [{"configMapRef": {"name": "nccl"}}],
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+        "initContainers": [{"name": "first", "image": "i"}],
+        "sidecars": [{"name": "beside", "image": "i"}],
+        "podLabels": {"team": "search"},
+        "podAnnotations": {"note": "1"},
+        "nodeSelector": {"pool": "p"},
+        "topologySpreadConstraints": [spread],
+        "runtimeClassName": "nvidia",
+        "priorityClassName": "high",
+        "capabilities": ["IPC_LOCK"],
+    }
+    template = pod_of(role, values)
+    spec = template["spec"]
+    ray, *others = spec["containers"]
+    env = {one["name"]: one.get("value") for one in ray["env"]}
+    assert env["NCCL_IB_HCA"] == "mlx5" and env["TRITON_CACHE_DIR"] == "/mine"
+    assert len(env) == len(ray["env"])  # a name that is given twice is refused by some clients
+    assert ray["envFrom"] == values["envFrom"] and values["volumeMounts"][0] in ray["volumeMounts"]
+    assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert values["volumes"][0] in spec["volumes"] and spec["initContainers"] == values["initContainers"]
+    assert others[-1] == values["sidecars"][0]
+    assert template["metadata"]["labels"]["team"] == "search" and template["metadata"]["annotations"] == {"note": "1"}
+    for field in ("nodeSelector", "topologySpreadConstraints", "runtimeClassName", "priorityClassName"):
+        assert spec[field] == values[field]
+
+
+def test_affinity_is_added_to_the_charts_own() -> None:
+    """A rule of another kind stands beside the chart's; one of the same kind replaces it."""
+    nodes = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": []}]}}
+    both = pod_of("worker", {"affinity": {"nodeAffinity": nodes}})["spec"]["affinity"]
+    assert both["nodeAffinity"] == nodes
+    own = both["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert own[0]["topologyKey"] == "kubernetes.io/hostname"
+    softer = {"requiredDuringSchedulingIgnoredDuringExecution": []}
+    replaced = pod_of("worker", {"affinity": {"podAntiAffinity": softer}})["spec"]["affinity"]
+    assert replaced == {"podAntiAffinity": softer}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "volume", "everywhere"),
+    [
+        ("create", (), {"persistentVolumeClaim": {"claimName": "demo-coatcheck-hub"}}, True),
+        ("claim", ("hubCache.existingClaim=c",), {"persistentVolumeClaim": {"claimName": "c"}}, True),
+        ("node", (), {"hostPath": {"path": "/var/cache/coatcheck", "type": "DirectoryOrCreate"}}, False),
+        ("ephemeral", (), None, False),
+    ],
+)
+def test_downloads_outlive_a_pod(kind: str, flags: tuple[str, ...], volume: Any, everywhere: bool) -> None:
+    """HF_HOME is on the volume of that kind: in workers always, in the others if all pods share it."""
+    rendered = render("one-gpu", f"hubCache.kind={kind}", "hubCache.storageClassName=fast", *flags)
+    for template, expected in zip(rendered.templates, (everywhere, everywhere, True), strict=True):
+        spec = template["spec"]
+        found = [one for one in spec["volumes"] if one["name"] == "hub"]
+        mounts = [one["mountPath"] for one in spec["containers"][0]["volumeMounts"] if one["name"] == "hub"]
+        assert (len(found), mounts) == ((1, ["/cache/hub"]) if expected else (0, []))
+        if found and volume:
+            assert found[0] == {"name": "hub", **volume}
+    if kind == "ephemeral":
+        claim = found[0]["ephemeral"]["volumeClaimTemplate"]["spec"]
+        assert claim["storageClassName"] == "fast" and claim["resources"]["requests"]["storage"] == "500Gi"
+    made = rendered.objects.get(("PersistentVolumeClaim", "demo-coatcheck-hub"))
+    assert (made is not None) == (kind == "create")
+    if made:
+        kubernetes_validate.validate(made, "1.34", strict=True)
+        assert made["spec"]["accessModes"] == ["ReadWriteMany"] and made["spec"]["storageClassName"] == "fast"
+        # A download that took hours stays; and the job that cleans Redis after an uninstall mounts it.
+        assert made["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_an_image_by_digest() -> None:
+    """Every container and the test pod then run that image, whatever the tag says later."""
+    digest = f"sha256:{'0a' * 32}"
+    rendered = render("cpu", f"image.digest={digest}", "image.repository=registry/coatcheck")
+    pods = [template["spec"] for template in rendered.templates]
+    pods.append(rendered.one("Pod", "demo-coatcheck-generate")["spec"])
+    assert {one["image"] for spec in pods for one in spec["containers"]} == {f"registry/coatcheck@{digest}"}
