@@ -62,12 +62,14 @@ def test_each_role_takes_what_a_pod_takes(role: str) -> None:
 
 def test_affinity_is_added_to_the_charts_own() -> None:
     """A rule of another kind stands beside the chart's; one of the same kind replaces it."""
-    nodes = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": []}]}}
+    nodes: dict[str, Any] = {
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": []}]}
+    }
     both = pod_of("worker", {"affinity": {"nodeAffinity": nodes}})["spec"]["affinity"]
     assert both["nodeAffinity"] == nodes
     own = both["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert own[0]["topologyKey"] == "kubernetes.io/hostname"
-    softer = {"requiredDuringSchedulingIgnoredDuringExecution": []}
+    softer: dict[str, Any] = {"requiredDuringSchedulingIgnoredDuringExecution": []}
     replaced = pod_of("worker", {"affinity": {"podAntiAffinity": softer}})["spec"]["affinity"]
     assert replaced == {"podAntiAffinity": softer}
 
