@@ -84,14 +84,18 @@ class Submission:
 
     def record_first_output(self, first_output: FirstOutput) -> None:
         """Records that the group has computed the prompt, and the cached tokens that it found; only the first choice's
-        report counts. If the group diverges from the index for long, a snapshot of its blocks is requested."""
+        report counts. If the group diverges from the index for long, a snapshot of its blocks is requested. While a
+        snapshot is still coming, the group finds more than the index has, and is not judged."""
         self._load.record_first_output(self._load_number)
         self._connection.on_room()
         if not self._has_expected_blocks:
             return
         self._remove_expected()
+        index = self._connection.index
+        if not index.is_complete(self.group):
+            return
         predicted, found = self.decision.chosen.cached_tokens, first_output.device_tokens + first_output.host_tokens
-        if self._connection.index.hit_prediction.record(self.group, predicted, found):
+        if index.hit_prediction.record(self.group, predicted, found):
             self._connection.request_snapshot("its cached tokens differ from those that its events predict")
 
     def record_return(self, queued_tokens: int) -> None:

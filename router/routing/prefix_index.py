@@ -1,9 +1,10 @@
 """PrefixIndex: which group holds which KV blocks, exactly, by block hash and tier.
 
-Each group sends events in order. After a new epoch, a gap or an incomplete snapshot the index has no blocks of a group
-until its next snapshot is complete. Missing blocks make requests slower, but false ones would make the router count on
-blocks that are not there. The index also contains expected blocks: those of prompts that this router has sent, until
-the group's own events report them.
+Each group sends events in order, and a snapshot in chunks between them. The first chunk of a snapshot removes the
+group's blocks. Each chunk adds blocks that are held after the events before it, so a prefix matches as soon as its
+chunk has come. After a new epoch or a gap the index has no blocks of a group until its next snapshot begins. Missing
+blocks make requests slower, but false ones would make the router count on blocks that are not there. The index also
+contains expected blocks: those of prompts that this router has sent, until the group's own events report them.
 
 Each group has a slot, a small number, and a set of groups is an int bitmask with a bit for each slot. A block has three
 such sets (device, host, expected), so one walk along a prompt's chain of blocks matches every group at once.
@@ -32,14 +33,16 @@ class EventOutcome(Enum):
 
 @dataclass(slots=True)
 class _IndexedGroup:
-    """One registered group. `next_sequence` is None until a snapshot is complete."""
+    """One registered group. `next_sequence` is None until a snapshot begins. `is_complete`: the last chunk of a
+    snapshot has come. `is_requested`: a snapshot was requested because of a gap, and has not begun."""
 
     bit: int
     epoch: str
     capacity: int  # max entries; 0 if unknown
     block_size: int  # tokens; 0 if unknown
     next_sequence: int | None = None
-    staged: list[KvEvent] | None = None  # chunks of a snapshot that is not complete
+    is_complete: bool = False
+    is_requested: bool = False
 
 
 class PrefixIndex:
@@ -96,9 +99,7 @@ class PrefixIndex:
             return self._ignore(EventProblem.BEFORE_SNAPSHOT, len(message.events))
         known = indexed.next_sequence - message.sequence
         if known < 0:
-            self.problems[EventProblem.GAP] += 1
-            self._forget(indexed)
-            return EventOutcome.SNAPSHOT_NEEDED
+            return self._request_snapshot(indexed)
         if known and known >= len(message.events):
             return self._ignore(EventProblem.REPEATED, len(message.events))
         self._store(indexed, message.events[known:] if known else message.events)
@@ -106,25 +107,24 @@ class PrefixIndex:
         return self._check_capacity(indexed)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> EventOutcome:
-        """Adds a chunk of a snapshot. With its last chunk the snapshot replaces the blocks of the group."""
+        """Adds the blocks of a chunk. The first chunk of a snapshot removes the blocks of the group before."""
         indexed = self._groups.get(group)
         if indexed is None or indexed.epoch != chunk.epoch:
             return self._ignore_unregistered(indexed, len(chunk.events))
         if chunk.first:
-            indexed.staged = []
-        if indexed.staged is None:  # the first chunk is missing
-            self.problems[EventProblem.GAP] += 1
             self._forget(indexed)
-            return EventOutcome.SNAPSHOT_NEEDED
-        indexed.staged.extend(chunk.events)
-        if indexed.capacity and len(indexed.staged) > indexed.capacity:
-            return self._drop_impossible(indexed)
-        if chunk.last:
-            staged = indexed.staged
-            self._forget(indexed)
-            self._store(indexed, staged)
             indexed.next_sequence = chunk.sequence
-        return EventOutcome.APPLIED
+        elif indexed.is_requested:  # this chunk is of a snapshot from before the gap
+            return self._ignore(EventProblem.BEFORE_SNAPSHOT, len(chunk.events))
+        elif indexed.next_sequence != chunk.sequence:  # an earlier chunk, or an event before this one, is missing
+            return self._request_snapshot(indexed)
+        self._store(indexed, chunk.events)
+        indexed.is_complete = chunk.last
+        return self._check_capacity(indexed)
+
+    def is_complete(self, group: str) -> bool:
+        """Whether the index has every block of the group: its snapshot has come, and no event is missing since."""
+        return (indexed := self._groups.get(group)) is not None and indexed.is_complete
 
     def add_expected(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
@@ -170,10 +170,16 @@ class PrefixIndex:
         self._forget(indexed)
         return EventOutcome.IMPOSSIBLE
 
+    def _request_snapshot(self, indexed: _IndexedGroup) -> EventOutcome:
+        self.problems[EventProblem.GAP] += 1
+        self._forget(indexed)
+        indexed.is_requested = True
+        return EventOutcome.SNAPSHOT_NEEDED
+
     def _forget(self, indexed: _IndexedGroup) -> None:
         self._locations.remove_group(indexed.bit)
         indexed.next_sequence = None
-        indexed.staged = None
+        indexed.is_complete = indexed.is_requested = False
 
     def _ignore_unregistered(self, indexed: _IndexedGroup | None, events: int) -> EventOutcome:
         return self._ignore(EventProblem.UNKNOWN_GROUP if indexed is None else EventProblem.OTHER_EPOCH, events)

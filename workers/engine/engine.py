@@ -21,11 +21,12 @@ from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.runner_protocol import CopyReport, LaunchedStep, Runner, StepResult
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput
+from coatcheck.workers.core.step_output import EngineStats, FinishReason, SequenceOutput, StepOutput
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler
 from coatcheck.workers.engine.step_statistics import StepStatistics
+from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.kv.kv_cache_manager import build_kv_cache
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
@@ -187,9 +188,10 @@ class Engine:
             copy_report, tokens_per_second=measured.prefill_tokens_per_second, step=measured.step_seconds
         )
 
-    def snapshot_blocks(self) -> list[KvEvent]:
-        """A `stored` event for every prefix block held, as of the events of all earlier steps."""
-        return self._kv_cache.snapshot()
+    def begin_snapshot(self) -> CacheSnapshot:
+        """Every prefix block held. Call this, and read its chunks, between two steps: then the events of all earlier
+        steps have been reported."""
+        return self._kv_cache.begin_snapshot()
 
     def check(self) -> None:
         """Raises AssertionError unless every live sequence is queued once and all parts of the engine agree."""

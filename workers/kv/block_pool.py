@@ -106,9 +106,14 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def snapshot(self) -> list[KvEvent]:
-        """A stored event for each prefix block, parents before children."""
-        prefixes = (self._prefixes[block] for block in self._by_hash.values())
+    def prefix_hashes(self) -> list[bytes]:
+        """The hash of each prefix block, parents before children."""
+        return list(self._by_hash)
+
+    def stored_events(self, hashes: Iterable[bytes]) -> list[KvEvent]:
+        """A stored event for each of these prefix blocks that is here."""
+        blocks = (self._by_hash.get(block_hash) for block_hash in hashes)
+        prefixes = (self._prefixes[block] for block in blocks if block is not None)
         return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.DEVICE) for prefix in prefixes if prefix]
 
     def check(self, tables: Iterable[Iterable[int]] = ()) -> None:

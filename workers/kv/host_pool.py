@@ -11,6 +11,7 @@ A host block that a restore reads is *pinned* and cannot be evicted.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
@@ -91,11 +92,15 @@ class HostPool:
         events, self._events = self._events, []
         return events
 
-    def snapshot(self) -> list[KvEvent]:
-        """A stored event for each block held."""
-        prefixes = (
-            self._prefixes[host_block] for host_block in self._by_hash.values() if host_block not in self._demoting
-        )
+    def prefix_hashes(self) -> list[bytes]:
+        """The hash of each block that is held or being demoted."""
+        return list(self._by_hash)
+
+    def stored_events(self, hashes: Iterable[bytes]) -> list[KvEvent]:
+        """A stored event for each of these blocks that is held."""
+        blocks = (self._by_hash.get(block_hash) for block_hash in hashes)
+        held = (block for block in blocks if block is not None and block not in self._demoting)
+        prefixes = (self._prefixes[block] for block in held)
         return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.HOST) for prefix in prefixes if prefix]
 
     def check(self) -> None:

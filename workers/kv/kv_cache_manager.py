@@ -19,6 +19,7 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.kv.block_pool import BlockPool
+from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.kv.copy_cost import CopyCost
 from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.eviction_policy import create_policy
@@ -226,9 +227,9 @@ class KVCacheManager:
         """The events of both tiers since the last call, in order within a tier."""
         return self.pool.drain_events() + self.host.drain_events()
 
-    def snapshot(self) -> list[KvEvent]:
-        """A stored event for each prefix block in either tier."""
-        return self.pool.snapshot() + self.host.snapshot()
+    def begin_snapshot(self) -> CacheSnapshot:
+        """The prefix blocks in either tier, to be read in chunks."""
+        return CacheSnapshot(self.pool, self.host)
 
     def check(self) -> list[list[int]]:
         """Raises AssertionError unless sequences and restores agree. Returns the blocks that restores hold."""

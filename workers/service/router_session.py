@@ -21,11 +21,13 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
+from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.service.message_conversion import (
+    CHUNK_BLOCKS,
+    chunk_message,
     event_messages,
     refusal_message,
     request_from_message,
-    snapshot_messages,
     write_output,
 )
 from coatcheck.workers.service.outbox import Outbox
@@ -149,6 +151,8 @@ class RouterSession:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._num_received = 0  # submissions of this stream
+        self._snapshot_wanted = asyncio.Event()
+        self._snapshot_wanted.set()  # a router that attaches gets one
 
     async def run(
         self, messages: AsyncIterator[wire.ToGroup], write: Callable[[wire.FromGroup], Awaitable[None]]
@@ -156,19 +160,23 @@ class RouterSession:
         """Read and write until the router ends the stream, the outbox overflows or the outbox ends. Then abort the
         router's requests."""
         reading = asyncio.create_task(self._read_messages(messages))
+        sending = asyncio.create_task(self._send_snapshots())
         writing = asyncio.create_task(self.outbox.write_messages(write))
         overflow = asyncio.create_task(self.outbox.overflowed.wait())
         try:
-            await asyncio.wait([reading, writing, overflow], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading, sending, writing, overflow], return_when=asyncio.FIRST_COMPLETED)
         finally:
             # gRPC cannot end a stream after a cancelled write, and the router would wait for its timeout.
             self.outbox.close()
+            sending.cancel()
             await asyncio.wait([writing], timeout=_LAST_WRITE_SECONDS)
             for task in (reading, writing, overflow):
                 task.cancel()
-            read, *_ = await asyncio.gather(reading, writing, overflow, return_exceptions=True)
+            read, sent, *_ = await asyncio.gather(reading, sending, writing, overflow, return_exceptions=True)
             if isinstance(read, Exception):
                 _log.error("the stream of router %r could not be read", self.router, exc_info=read)
+            if isinstance(sent, Exception):
+                _log.error("router %r could not be sent a snapshot", self.router, exc_info=sent)
             self._leave_group()
 
     def open_requests(self) -> list[str]:
@@ -176,7 +184,6 @@ class RouterSession:
         return [key for key, request in list(self._table.requests.items()) if request.session is self]
 
     async def _read_messages(self, messages: AsyncIterator[wire.ToGroup]) -> None:
-        await self._send_snapshot(with_registration=True)
         async for message in messages:
             kind = message.WhichOneof("message")
             if kind == "submit":
@@ -185,27 +192,48 @@ class RouterSession:
                 choice = message.abort.choice if message.abort.HasField("choice") else None
                 self._abort_request(self._engine_request_id(message.abort.id), choice)
             elif kind == "snapshot":
-                await self._send_snapshot()
+                self._snapshot_wanted.set()
 
-    async def _send_snapshot(self, *, with_registration: bool = False) -> None:
-        if self.outbox.has_pending_snapshot:
-            return  # the router gets the pending snapshot and every event after it
-        self.outbox.hold_events()
-        join = partial(self._join_group, with_registration)
-        sequence, blocks = await asyncio.wrap_future(self._engine.call_between_steps(join))
-        self.outbox.put_snapshot(sequence, snapshot_messages(self._table.registration.epoch, sequence, blocks))
+    async def _send_snapshots(self) -> None:
+        """Send a snapshot to the router when it attaches, and whenever it asks for one.
 
-    def _join_group(self, with_registration: bool, engine: Engine) -> tuple[int, list[KvEvent]]:
-        """Send this session the KV events of all later steps. Return the sequence number of their first event, and the
-        blocks held. In the engine's thread, between two steps, so no event is missing between snapshot and events, and
-        a group whose engine hangs never registers: routers would send it work again and again."""
+        The next chunk is read when the router has been sent everything before it, so that tokens wait for one chunk at
+        most. A router that asks again during a snapshot has dropped what it had, and gets another one.
+        """
+        while True:
+            await self._snapshot_wanted.wait()
+            self._snapshot_wanted.clear()
+            snapshot: CacheSnapshot | None = None
+            while not self._snapshot_wanted.is_set() and not (snapshot and snapshot.is_complete):
+                send_chunk = partial(self._send_chunk, snapshot)
+                snapshot = await asyncio.wrap_future(self._engine.call_between_steps(send_chunk))
+                await self.outbox.wait_until_written()
+
+    def _send_chunk(self, snapshot: CacheSnapshot | None, engine: Engine) -> CacheSnapshot:
+        """Send the next chunk of `snapshot`, or the first one of a new snapshot, and return that snapshot. In the
+        engine's thread, between two steps: the chunk is queued after all events of earlier steps."""
+        is_first = snapshot is None
+        if snapshot is None:
+            self._join_group()
+            snapshot = engine.begin_snapshot()
+        blocks, sequence = snapshot.read_chunk(CHUNK_BLOCKS), self._table.next_event
+        self._loop.call_soon_threadsafe(self._put_chunk, sequence, blocks, is_first, snapshot.is_complete)
+        return snapshot
+
+    def _put_chunk(self, sequence: int, blocks: list[KvEvent], is_first: bool, is_last: bool) -> None:
+        epoch = self._table.registration.epoch
+        self.outbox.put_message(chunk_message(epoch, sequence, blocks, first=is_first, last=is_last))
+
+    def _join_group(self) -> None:
+        """Register this session, if that is not done: from now on it is sent the KV events of each step. In the
+        engine's thread: a group whose engine hangs never registers, because routers would send it work again and
+        again."""
         table = self._table
-        if with_registration:
+        if self.number not in table.sessions:
+            table.sessions[self.number] = self
             message = wire.FromGroup(registration=table.registration)
             self._loop.call_soon_threadsafe(self.outbox.put_message, message)
             _log.info("router %r attached", self.router)
-        table.sessions[self.number] = self
-        return table.next_event, engine.snapshot_blocks()
 
     def _submit_request(self, submit: wire.Submit) -> None:
         table, engine_request_id = self._table, self._engine_request_id(submit.id)

@@ -4,7 +4,7 @@ import random
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.stubs.worker_pb2 import Registration
+from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_load import GroupLoad
@@ -26,6 +26,7 @@ class OfflineConnection(GroupConnection):
         self.load = GroupLoad(self.registration)
         self.index = PrefixIndex()
         self.index.add_group("g", "1")
+        self.index.apply_snapshot("g", SnapshotChunk(epoch="1", first=True, last=True))
         self.submissions = OpenSubmissions()
         self.aborts: list[tuple[int, int | None]] = []
         self.snapshots: list[str] = []

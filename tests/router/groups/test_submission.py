@@ -4,7 +4,7 @@ import pytest
 
 from coatcheck.proto.errors import SlowReader
 from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH
-from coatcheck.proto.stubs.worker_pb2 import FirstOutput, Registration, SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import FirstOutput, Registration, SequenceOutput, SnapshotChunk
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.submission import MAX_UNREAD
@@ -81,3 +81,12 @@ async def test_a_group_that_keeps_diverging_is_asked_for_a_snapshot() -> None:
     for id in range(1, 17):
         connection.open(id).record_first_output(FirstOutput(device_tokens=8))
     assert connection.snapshots == ["its cached tokens differ from those that its events predict"]
+
+
+async def test_a_group_is_not_judged_while_its_snapshot_is_coming() -> None:
+    """Prompts that find blocks that the router has not been told of yet make it request no other snapshot."""
+    connection = OfflineConnection()
+    connection.index.apply_snapshot("g", SnapshotChunk(epoch="1", first=True))
+    for id in range(1, 33):
+        connection.open(id).record_first_output(FirstOutput(device_tokens=8))
+    assert not connection.snapshots and not connection.index.hit_prediction.audits["g"].prompts

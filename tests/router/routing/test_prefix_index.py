@@ -58,6 +58,8 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.epochs: dict[str, int] = {}
         self.sequences: dict[str, int] = {}
         self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
+        self.complete: set[str] = set()  # groups whose snapshot has ended
+        self.requested: set[str] = set()  # groups that were asked for a snapshot, after a gap
         self.sent: list[tuple[int, str, int]] = []  # key, group and number of blocks of a prompt
         self.removed: list[tuple[int, str, int]] = []  # prompts that were removed, or whose group has gone since
         self.count = 0
@@ -68,6 +70,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.epochs[group], self.sequences[group], self.held[group] = self.count, 0, None
         self.index.add_group(group, str(self.count))
         self.forget_sent(group)
+        self.forget_snapshot(group)
 
     @rule(group=NAMES)
     def attach_again(self, group: str) -> None:
@@ -76,15 +79,21 @@ class IndexAgainstSets(RuleBasedStateMachine):
             self.held[group] = None
             self.index.add_group(group, str(self.epochs[group]))
             self.forget_sent(group)
+            self.forget_snapshot(group)
 
     def forget_sent(self, group: str) -> None:
         self.removed += [prompt for prompt in self.sent if prompt[1] == group]
         self.sent = [prompt for prompt in self.sent if prompt[1] != group]
 
+    def forget_snapshot(self, group: str) -> None:
+        self.complete.discard(group)
+        self.requested.discard(group)
+
     @rule(group=NAMES)
     def leave(self, group: str) -> None:
         self.index.remove_group(group)
         self.forget_sent(group)
+        self.forget_snapshot(group)
         for known in (self.epochs, self.sequences, self.held):
             known.pop(group, None)
 
@@ -108,15 +117,27 @@ class IndexAgainstSets(RuleBasedStateMachine):
         key, group, _ = data.draw(st.sampled_from(self.removed))
         self.index.remove_expected(group, key)
 
-    @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
-    def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
-        if group in self.epochs:
-            events = [stored(block, tier) for block, tier in sorted(blocks)]
-            epoch, sequence = str(self.epochs[group]), self.sequences[group]
-            for first, part in ((True, events[:cut]), (False, events[cut:])):
-                chunk = SnapshotChunk(epoch=epoch, sequence=sequence, events=part, first=first, last=not first)
-                assert self.index.apply_snapshot(group, chunk) is EventOutcome.APPLIED
-            self.held[group] = set(blocks)
+    @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), first=st.booleans(), last=st.booleans())
+    def send_chunk(self, group: str, blocks: set[tuple[int, Tier]], first: bool, last: bool) -> None:
+        """A chunk of a snapshot. Events may have come since the chunk before, or that chunk may never have come."""
+        if group not in self.epochs:
+            return
+        events = [stored(block, tier) for block, tier in sorted(blocks)]
+        epoch, sequence = str(self.epochs[group]), self.sequences[group]
+        chunk = SnapshotChunk(epoch=epoch, sequence=sequence, events=events, first=first, last=last)
+        outcome = self.index.apply_snapshot(group, chunk)
+        if first:
+            self.held[group] = set()
+            self.forget_snapshot(group)
+        held = self.held[group]
+        if held is None:
+            expected = EventOutcome.IGNORED if group in self.requested else EventOutcome.SNAPSHOT_NEEDED
+            self.requested.add(group)
+        else:
+            expected = EventOutcome.APPLIED
+            held.update(blocks)
+            (self.complete.add if last else self.complete.discard)(group)
+        assert outcome is expected
 
     @rule(group=NAMES, events=st.lists(st.tuples(st.booleans(), st.integers(0, 5), TIERS), min_size=1, max_size=5))
     def send_events(self, group: str, events: list[tuple[bool, int, Tier]]) -> None:
@@ -140,6 +161,9 @@ class IndexAgainstSets(RuleBasedStateMachine):
             message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=[stored(0)])
             expected = EventOutcome.IGNORED if self.held[group] is None else EventOutcome.SNAPSHOT_NEEDED
             assert self.index.apply_events(group, message) is expected
+            if expected is EventOutcome.SNAPSHOT_NEEDED:
+                self.requested.add(group)
+            self.complete.discard(group)
             self.held[group] = None
 
     @invariant()
@@ -161,6 +185,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
             if any(counts):
                 expected[group] = tuple(counts)
         assert self.index.matched_blocks(CHAIN) == expected
+        assert {group for group in self.epochs if self.index.is_complete(group)} == self.complete
         assert self.index.entries == sum(len(held or ()) for held in self.held.values())
 
 
@@ -226,11 +251,29 @@ def test_after_a_gap_no_block_matches_until_a_snapshot() -> None:
 
 
 def test_a_snapshot_without_its_first_chunk_is_requested_again() -> None:
-    """An incomplete snapshot adds no block; one without its first chunk is requested again."""
-    index = following("a")
+    """A chunk whose predecessor or whose earlier events are missing adds no block. A snapshot is then requested once:
+    the chunks that follow are of the one that was lost. A new first chunk counts."""
+    index = PrefixIndex()
+    index.add_group("a", "1")
     chunk = SnapshotChunk(epoch="1", sequence=5, events=[stored(0)], last=True)
     assert index.apply_snapshot("a", chunk) is EventOutcome.SNAPSHOT_NEEDED
-    assert index.matched_blocks(CHAIN) == {}
+    assert index.apply_snapshot("a", chunk) is EventOutcome.IGNORED
+    assert index.apply_snapshot("a", snapshot(stored(0), sequence=4)) is EventOutcome.APPLIED
+    assert index.apply_snapshot("a", chunk) is EventOutcome.SNAPSHOT_NEEDED, "event 4 is missing"
+    assert index.matched_blocks(CHAIN) == {} and not index.is_complete("a")
+    assert index.problems == {EventProblem.GAP: 2, EventProblem.BEFORE_SNAPSHOT: 1}
+
+
+def test_a_prefix_matches_as_soon_as_its_chunk_has_come() -> None:
+    """The first chunk removes what the index had; each chunk counts at once, between events."""
+    index = following("a")
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+    chunk = SnapshotChunk(epoch="1", sequence=1, events=[stored(0), stored(1)], first=True)
+    index.apply_snapshot("a", chunk)
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)} and not index.is_complete("a")
+    index.apply_events("a", KvEvents(epoch="1", sequence=1, events=[removed(1)]))
+    index.apply_snapshot("a", SnapshotChunk(epoch="1", sequence=2, events=[stored(1, TIER_HOST)], last=True))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 1, 0)} and index.is_complete("a")
 
 
 @given(st.sampled_from([TIER_UNSPECIFIED, 7]), st.booleans())

@@ -62,7 +62,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for event in self.pool.drain_events():
             assert (event.block_hash in self.held) != event.stored
             self.held ^= {event.block_hash}
-        assert self.held == {event.block_hash for event in self.pool.snapshot()}
+        assert self.held == set(self.pool.prefix_hashes())
+        stored = [event.block_hash for event in self.pool.stored_events([*self.pool.prefix_hashes(), b"another"])]
+        assert self.held == set(stored) and len(stored) == len(self.held)
 
 
 TestBlockPool = BlockPoolMachine.TestCase

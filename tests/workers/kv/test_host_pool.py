@@ -60,7 +60,8 @@ class HostPoolMachine(RuleBasedStateMachine):
         for event in self.host_pool.drain_events():
             assert (event.block_hash in self.held) != event.stored, "stored twice or removed unheld"
             self.held ^= {event.block_hash}
-        assert Counter(self.held) == Counter(event.block_hash for event in self.host_pool.snapshot())
+        stored = self.host_pool.stored_events(self.host_pool.prefix_hashes())
+        assert Counter(self.held) == Counter(event.block_hash for event in stored)
         assert self.host_pool.num_held == len(self.held)
 
 
@@ -73,7 +74,7 @@ def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
     host_pool, prefix = HostPool(2, make_evictor("lru", 2)), PrefixRegistry(4).record_computed(b"a", b"")
     host_block = host_pool.begin_demotion(prefix)
     assert host_block is not None and b"a" in host_pool
-    assert not host_pool.drain_events() and not host_pool.snapshot()
+    assert not host_pool.drain_events() and not host_pool.stored_events([b"a"])
     host_pool.end_demotion(host_block)
     assert [event.block_hash for event in host_pool.drain_events()] == [b"a"]
 

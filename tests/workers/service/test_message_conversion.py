@@ -5,10 +5,11 @@ from coatcheck.proto.stubs.worker_pb2 import Submit
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.service.message_conversion import (
+    CHUNK_BLOCKS,
     EVENTS_PER_MESSAGE,
+    chunk_message,
     event_messages,
     request_from_message,
-    snapshot_messages,
 )
 
 
@@ -21,10 +22,12 @@ def test_blocks_count_towards_their_tenant() -> None:
 
 
 def test_messages_of_events_keep_the_contracts_bound() -> None:
-    """A full message of stored events stays below 256 KiB. The first and the last chunk are marked."""
+    """A full message of stored events stays below 256 KiB, and a full chunk of a snapshot below 64 KiB."""
     events = [KvEvent(True, b"h" * 16, b"p" * 16, Tier.DEVICE)] * (2 * EVENTS_PER_MESSAGE + 1)
-    chunks = list(snapshot_messages("e" * 36, 2**60, events))
-    assert [(chunk.snapshot.first, chunk.snapshot.last) for chunk in chunks] == [(1, 0), (0, 0), (0, 1)]
-    assert max(chunk.ByteSize() for chunk in chunks) <= 256 << 10
-    sequences = [message.events.sequence for message in event_messages("e", 10, events)]
+    chunk = chunk_message("e" * 36, 2**60, events[:CHUNK_BLOCKS], first=True, last=False)
+    assert chunk.ByteSize() <= 64 << 10 and (chunk.snapshot.first, chunk.snapshot.last) == (True, False)
+    assert chunk.snapshot.sequence == 2**60 and len(chunk.snapshot.events) == CHUNK_BLOCKS
+    messages = list(event_messages("e", 10, events))
+    assert max(message.ByteSize() for message in messages) <= 256 << 10
+    sequences = [message.events.sequence for message in messages]
     assert sequences == [10, 10 + EVENTS_PER_MESSAGE, 10 + 2 * EVENTS_PER_MESSAGE]

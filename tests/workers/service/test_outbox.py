@@ -6,26 +6,24 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.service.outbox import Outbox
 
 
-async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
-    """While a snapshot is written, tokens go first and events wait. Events that the snapshot contains are dropped."""
+async def test_messages_are_written_in_order_and_waited_for() -> None:
+    """Messages are written in the order in which they were put. Whoever waits until all are written is woken then."""
     outbox = Outbox(1 << 20)
-    sent: list[str] = []
+    sent: list[int] = []
+    written = asyncio.Event()
 
     async def write(message: wire.FromGroup) -> None:
-        kind = message.WhichOneof("message") or ""
-        sent.append(f"{kind}{message.events.sequence}" if kind == "events" else kind)
+        await written.wait()
+        sent.append(message.events.sequence)
 
-    def events(sequence: int) -> wire.FromGroup:
-        return wire.FromGroup(events=wire.KvEvents(sequence=sequence, events=[wire.KvEvent()]))
-
-    outbox.hold_events()
-    for message in (events(1), events(2), wire.FromGroup(batch=wire.StepBatch())):
-        outbox.put_message(message)
-    chunk = wire.FromGroup(snapshot=wire.SnapshotChunk())
-    outbox.put_snapshot(2, iter([chunk, chunk]))
+    await outbox.wait_until_written()  # nothing waits
+    for sequence in range(3):
+        outbox.put_message(wire.FromGroup(events=wire.KvEvents(sequence=sequence)))
     writer = asyncio.create_task(outbox.write_messages(write))
+    waiter = asyncio.create_task(outbox.wait_until_written())
     await asyncio.sleep(0)
-    outbox.put_message(events(3))
-    await asyncio.sleep(0)
+    assert not sent and not waiter.done()
+    written.set()
+    await waiter
     writer.cancel()
-    assert sent == ["batch", "snapshot", "snapshot", "events2", "events3"]
+    assert sent == [0, 1, 2]

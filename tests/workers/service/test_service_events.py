@@ -11,6 +11,7 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.service.message_conversion import CHUNK_BLOCKS
 from tests.workers.served_group import Group, Router, start_group
 
 
@@ -27,7 +28,9 @@ async def test_events_follow_the_snapshot_without_a_gap(group: Group) -> None:
             held = {event.block_hash for event in chunk.events}
             expected, total = (
                 chunk.sequence,
-                await asyncio.wrap_future(group.loop.call_between_steps(Engine.snapshot_blocks)),
+                await asyncio.wrap_future(
+                    group.loop.call_between_steps(lambda engine: engine.begin_snapshot().read_chunk(64))
+                ),
             )
             async for message in late.messages("events"):
                 assert message.events.sequence == expected and message.events.epoch == "e"
@@ -47,6 +50,63 @@ async def test_a_snapshot_may_be_asked_for_again(group: Group) -> None:
         await router.send(snapshot=wire.SnapshotRequest())
         again = (await router.next("snapshot")).snapshot
         assert len(again.events) == 5 and again.sequence == 5
+
+
+def fill_pool(engine: Engine, blocks: int) -> None:
+    """Cache prompts of 100 blocks."""
+    pool = engine.scheduler.pool
+    held, parent = pool.allocate_blocks(blocks), b""
+    for number, block in enumerate(held):
+        parent = b"" if number % 100 == 0 else parent
+        pool.register_block(block, number.to_bytes(16, "big"), parent, number % 100)
+        parent = number.to_bytes(16, "big")
+    pool.release_blocks(held)
+    pool.drain_events()
+
+
+async def test_a_long_snapshot_comes_between_tokens_and_events() -> None:
+    """The chunks of a long snapshot come one by one. Tokens of each step come between them, and a router that applies
+    chunks and events as they come ends with the blocks held. A snapshot that is asked for meanwhile begins anew."""
+    group = start_group(num_blocks=4 * CHUNK_BLOCKS)
+    group.runner.step_seconds = 0.002
+    try:
+        await asyncio.wrap_future(
+            group.loop.call_between_steps(lambda engine: fill_pool(engine, 3 * CHUNK_BLOCKS + CHUNK_BLOCKS // 2))
+        )
+        async with Router(group.address, "early") as early:
+            await early.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=2000)
+            await early.next("batch")
+            async with Router(group.address, "late") as late:
+                await late.submit(1, list(range(100)), ignore_eos=True, max_tokens=2000)
+                held, sequence, firsts, kinds = set[bytes](), 0, 0, list[str]()
+                async for message in late.messages("snapshot", "events", "batch"):
+                    kinds.append(message.WhichOneof("message") or "")
+                    if kinds[-1] == "snapshot":
+                        chunk = message.snapshot
+                        assert chunk.first or chunk.sequence == sequence, "an event is missing before the chunk"
+                        assert len(chunk.events) <= CHUNK_BLOCKS
+                        if chunk.first:
+                            held, firsts = set(), firsts + 1
+                            if firsts == 1:
+                                await late.send(snapshot=wire.SnapshotRequest())
+                        held |= {event.block_hash for event in chunk.events}
+                        sequence = chunk.sequence
+                        if chunk.last and firsts == 2:
+                            break
+                    elif kinds[-1] == "events":
+                        assert message.events.sequence == sequence
+                        sequence += len(message.events.events)
+                        held |= {event.block_hash for event in message.events.events if event.stored}
+                        held -= {event.block_hash for event in message.events.events if not event.stored}
+                assert kinds.count("snapshot") >= 5 and "batch" in kinds[kinds.index("snapshot") :]
+
+                def missing(engine: Engine) -> set[bytes]:
+                    return held - {event.block_hash for event in engine.begin_snapshot().read_chunk(10**6)}
+
+                assert not await asyncio.wrap_future(group.loop.call_between_steps(missing)), "no block is evicted here"
+    finally:
+        group.loop.stop()
+        group.service.stop()
 
 
 async def test_load_comes_after_a_change_and_while_idle(group: Group) -> None:
