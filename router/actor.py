@@ -9,6 +9,7 @@ import asyncio
 import gc
 import pickle
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -18,7 +19,9 @@ from coatcheck.router.access.connection_limits import raise_open_files_limit
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat, LoopHeartbeat
 from coatcheck.router.groups.group_list import GroupListVersion
-from coatcheck.router.server import Router
+
+if TYPE_CHECKING:
+    from coatcheck.router.server import Router
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class RouterActor:
     async def start(self) -> str:
         """Listens; returns the "host:port" of gRPC. A second call returns the same address, so that a new supervisor
         can adopt a running router."""
+        # Imported late: `coatcheck serve` and the supervisor also import this file, and would start later.
+        from coatcheck.router.server import Router
+
         async with self._starting:
             if self._router is None:
                 router = Router(self._config)
@@ -97,7 +103,7 @@ class RouterActor:
                 heartbeat.close()
             await router.stop(grace_seconds=1.0)
 
-    def _started(self) -> Router:
+    def _started(self) -> "Router":
         if self._router is None:
             raise RuntimeError("this router has not been started; call start first")
         return self._router

@@ -18,6 +18,7 @@ from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
 from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.host.disk_space import describe_full_disk
+from coatcheck.workers.host.fast_imports import import_transformers
 from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class RankActor:
     def run(self, rendezvous: str) -> None:
         """Serve until the rank ends. Raises CoatcheckError if the model or the settings cannot be served."""
         # Imported late: torch and transformers take seconds, and read the environment that __init__ has set.
+        import_transformers()
         from coatcheck.workers.rank import Rank
 
         try:
