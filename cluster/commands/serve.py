@@ -1,7 +1,8 @@
 """`coatcheck serve`: checks the settings, then starts a cluster, shows its progress, and stops it after a signal.
 
 With --ray-address the cluster keeps running without this command, and the same command finds it again. Otherwise the
-command starts a local Ray, which ends with the command. Ray is imported only after all settings are checked.
+command starts a local Ray, which ends with the command, or with --no-ray the ranks themselves. Ray is imported only
+after all settings are checked.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from coatcheck.cluster.commands.local_session import LocalSession
 from coatcheck.cluster.commands.serve_session import ServeSession
 from coatcheck.cluster.commands.stop_signals import StopSignals
 from coatcheck.cluster.config.exposure import check_credentials
@@ -25,6 +27,8 @@ EPILOG = """\
 Examples:
 
 coatcheck serve demo/model --groups 2 --tp 2
+
+coatcheck serve demo/model --no-ray
 
 coatcheck serve meta-llama/Llama-3.1-8B --kv-dtype fp8 --host-kv-memory 64GiB
 
@@ -52,4 +56,5 @@ def serve(
     check_architecture(settings, Console(stderr=True, highlight=False))
     if settings.ray_address is not None:
         settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
-    raise typer.Exit(ServeSession(settings, signals).run())
+    session = LocalSession(settings, signals) if settings.no_ray else ServeSession(settings, signals)
+    raise typer.Exit(session.run())

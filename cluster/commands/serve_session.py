@@ -4,15 +4,14 @@ Ray is imported by the methods, not here: the command sets Ray's environment var
 """
 
 import math
-import re
 import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coatcheck.cluster.commands.ray_watch import RayWatch
+from coatcheck.cluster.commands.serve_lines import GroupLines, ProgressBars, niceness_warning, ready_line
 from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from coatcheck.cluster.ray_cluster.actor_handles import RemoteMethod, SupervisorHandle
-    from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
+    from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 
 T = TypeVar("T")
 
@@ -183,7 +182,7 @@ class ServeSession:
         from coatcheck.cluster.ray_cluster.ray_connection import log_folder
 
         logs, was_full = log_folder(), False
-        known = {group.name: _comparable_state(group) for group in state.groups}
+        groups = GroupLines(state)
         while not self._signals.drain_requested.wait(_WATCH_SECONDS):
             full = describe_full_disk(logs)
             if full and not was_full:
@@ -192,10 +191,8 @@ class ServeSession:
             state = self._call(supervisor.get_state)
             if state.failure:
                 raise Unavailable(state.failure)
-            for group in state.groups:
-                if known.get(group.name) != _comparable_state(group) and group.state != "starting":
-                    known[group.name] = _comparable_state(group)
-                    self._print(f"{group.name} is {group.state}{_describe_cause(group)}")
+            for line in groups.describe_changes(state):
+                self._print(line)
 
     def _drain_routers(self, supervisor: "SupervisorHandle") -> None:
         again = "press Ctrl-C" if self._console.is_terminal else "send the signal"
@@ -301,85 +298,9 @@ def check_same_settings(running: ServeConfig, wanted: ServeConfig) -> None:
         )
 
 
-def ready_line(config: ServeConfig, state: "ClusterState") -> str:
-    """The `ready:` line: the addresses for clients, and the capacity of the group with the fewest KV blocks."""
-    rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
-    longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
-    http = f" and http{'s' if config.tls_cert else ''}://{state.http_addresses[0]}" if state.http_addresses else ""
-    holds = f"{counted(rank.num_blocks, 'block')} of {config.block_size} tokens"
-    if tokens < rank.model_len:
-        holds += (
-            f", which is too few: no sequence can be longer than {longest} tokens, and the model goes to "
-            f"{rank.model_len}; raise --kv-memory"
-        )
-    else:
-        at_once = counted(min(config.max_num_seqs, tokens // longest), "sequence")
-        holds += f", {at_once} of {longest} tokens at once"
-    groups = counted(len(state.groups), "group")
-    are_equal = len({group.ranks[0].num_blocks for group in state.groups}) == 1
-    each = "" if len(state.groups) == 1 else "each with " if are_equal else "each with at least "
-    return (
-        f"ready: {config.model_name} ({rank.dtype}) at {state.grpc_addresses[0]}{http}, {groups} x tp {config.tp}, "
-        f"{each}{holds}"
-    )
-
-
-def niceness_warning(state: "ClusterState") -> str:
-    """The warning that a joined Ray runs ranks at a niceness above 0; "" if it runs none so."""
-    niceness = max((rank.niceness for group in state.groups for rank in group.ranks), default=0)
-    if niceness <= 0:
-        return ""
-    return (
-        f"Ray runs ranks at nice {niceness}, so that any other process of their hosts slows every token; set "
-        "RAY_worker_niceness=0 in the environment of `ray start` on every host"
-    )
-
-
-class ProgressBars(Progress):
-    """A progress bar for each rank that loads weights, while the context is open. Shows nothing unless stderr is a
-    terminal."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TextColumn("{task.fields[phase]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._rank_tasks: dict[tuple[str, int], TaskID] = {}
-
-    def update_bars(self, state: "ClusterState") -> None:
-        for group in state.groups:
-            for rank, progress in enumerate(group.ranks):
-                task = self._rank_tasks.get((group.name, rank))
-                if task is None:
-                    task = self.add_task(f"{group.name} rank {rank}", total=None, phase="")
-                    self._rank_tasks[group.name, rank] = task
-                total = progress.total_bytes or None
-                self.update(task, completed=progress.done_bytes, total=total, phase=progress.phase.value)
-
-
 def _silence_reason(error: Exception) -> str:
     from coatcheck.cluster.ray_cluster.ray_connection import is_raylet_listening, log_folder
 
     if not is_raylet_listening():
         return "this host's Ray node (its raylet) has ended; start it again, then this command, which finds what runs"
     return describe_full_disk(log_folder()) or type(error).__name__
-
-
-def _describe_cause(group: "GroupState") -> str:
-    """Why a group is in its state. A group that serves again says why it was restarted: the poll may have missed the
-    moment in which the group was lost."""
-    if group.reason:
-        return f": {group.reason}"
-    return f" again; last restart: {group.last_failure}" if group.last_failure else ""
-
-
-def _comparable_state(group: "GroupState") -> tuple[str, ...]:
-    """A group's state and reasons without the parts in brackets (numbers, log files), which differ from one restart to
-    the next."""
-    return group.state, *(re.sub(r" \([^()]*\)", "", text) for text in (group.reason, group.last_failure))

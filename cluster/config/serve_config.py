@@ -173,6 +173,11 @@ class ServeConfig(Settings):
         "Security", "Listen beyond loopback without asking clients for keys or certificates.", False
     )
 
+    no_ray: bool = setting(
+        "Ray",
+        "One host without Ray, for laptops: the router runs in the process of `serve`, and the ranks are its children.",
+        False,
+    )
     ray_address: NonEmpty | None = setting(
         "Ray", "An existing Ray cluster: HOST:PORT or auto.", None, in_words="a Ray of its own"
     )
@@ -202,6 +207,14 @@ class ServeConfig(Settings):
     def _check_max_groups(self) -> Self:
         if self.max_groups is not None and self.max_groups < self.groups:
             raise ValueError(f"max-groups is {self.max_groups}, and groups {self.groups}; it must be at least that")
+        return self
+
+    @model_validator(mode="after")
+    def _check_no_ray(self) -> Self:
+        needing = ("ray_address", "ray_start_timeout", "router_per_node", "router_resource", "max_groups")
+        given = [name for name in needing if getattr(self, name) != type(self).model_fields[name].default]
+        if self.no_ray and given:
+            raise ValueError(f"{given[0].replace('_', '-')} needs Ray; leave it out, or leave no-ray out")
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -43,11 +43,16 @@ def check_gpus(config: ServeConfig, devices: Path = Path("/dev")) -> None:
     """Raise InvalidConfig for device cuda on a machine without any GPU. Ray counts the GPUs later."""
     if config.ray_address is not None or config.device != "cuda":
         return
-    if not any(file for pattern in _GPU_FILES for file in devices.glob(pattern)):
+    if not has_gpu_file(devices):
         raise InvalidConfig(
             "device is cuda, and this machine has no GPU (/dev has no GPU device file); leave --device out, give the "
             "container its GPUs, or join a Ray cluster that has GPUs with --ray-address"
         )
+
+
+def has_gpu_file(devices: Path) -> bool:
+    """Whether the folder `devices`, /dev, has the device file of a GPU."""
+    return any(file for pattern in _GPU_FILES for file in devices.glob(pattern))
 
 
 def check_ports(config: ServeConfig) -> None:

@@ -10,10 +10,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
-from coatcheck.cluster.supervision.rank_actors import PROCESS_DIED, RankActors, RankEnded
+from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded
 from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
@@ -34,6 +35,34 @@ class RestartRequested(Exception):
     """Raised in `supervise_group` after a call of `restart_group`. No rank has failed."""
 
 
+class Ranks(Protocol):
+    """The ranks of one group: RankActors on Ray, RankProcesses without Ray. Each call may raise RankEnded."""
+
+    group: str
+    tp: int
+
+    @property
+    def is_running(self) -> bool: ...
+
+    async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]: ...
+
+    async def find_nodes(self) -> bool: ...
+
+    async def start_ranks(self, start_number: int, incarnation: int) -> None: ...
+
+    async def read_previous_crash(self) -> str | None: ...
+
+    async def run_ranks(self) -> None: ...
+
+    async def wait_for_exit(self, seconds: float) -> None: ...
+
+    async def read_progress(self) -> tuple[RankProgress, ...]: ...
+
+    async def stop_ranks(self) -> None: ...
+
+    def kill_ranks(self) -> None: ...
+
+
 def backoff_seconds(failures: int) -> float:
     """Seconds to wait before the next start, after `failures` starts in a row that did not last."""
     return min(0.25 * 2.0**failures, _MAX_BACKOFF_SECONDS)
@@ -48,7 +77,7 @@ class GroupSupervisor:
 
     def __init__(
         self,
-        ranks: RankActors,
+        ranks: Ranks,
         poll_interval: PollInterval,
         *,
         has_served: bool,

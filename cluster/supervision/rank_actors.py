@@ -4,7 +4,6 @@ The ranks of a group start together and end together: one start makes one actor 
 """
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle
 from coatcheck.cluster.ray_cluster.ray_connection import log_folder, node_id
+from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded, describe_end
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
@@ -24,19 +24,11 @@ from coatcheck.workers.host.disk_space import describe_full_disk
 T = TypeVar("T")
 
 _STOP_SECONDS = 5.0
-PROCESS_DIED = "its process died"
-_TAIL_BYTES = 4096
-_TAIL_LINES = 3
-_TAIL_LINE_CHARACTERS = 200
 # A rank hangs if it has not answered a call after _WAITS waits of _WAIT_SECONDS. Several short waits instead of a long
 # one: a supervisor that was suspended itself reads the answers before it has counted all waits.
 _WAIT_SECONDS = 0.5
 _WAITS = 6
 _WAITS_WHILE_STARTING = 120  # a rank that imports torch answers nothing for a while
-
-
-class RankEnded(Exception):
-    """A rank has ended or hangs. The message names the rank and the reason."""
 
 
 class RankHosts:
@@ -206,9 +198,8 @@ class RankActors:
         if isinstance(cause, CoatcheckError):
             return str(cause)
         why = "" if cause else self._full_disk_clause(rank)
-        tail = "" if cause else read_log_tail(self._logs[rank])
-        last_lines = f"; its last lines: {tail}" if tail else ""
-        return f"rank {rank} has ended: {_summarize(cause or error)}{why} (log: {self._logs[rank]}{last_lines})"
+        what = f"{_summarize(cause or error)}{why}"
+        return describe_end(rank, what, self._logs[rank], show_tail=cause is None)
 
     def _full_disk_clause(self, rank: int) -> str:
         """ "; the disk ... is full ..." if a full disk may be why a rank ended or hangs; else "".
@@ -224,19 +215,6 @@ class RankActors:
             disks = zip(hosts, self._full_disks, strict=False)
             why = next((clause for host, clause in disks if clause and host == hosts[rank]), "")
         return f"; {why}" if why else ""
-
-
-def read_log_tail(path: str) -> str:
-    """The last lines of a log file as one line; "" if the file is not on this host or is empty."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    shown = [line.strip()[-_TAIL_LINE_CHARACTERS:] for line in lines if line.strip()][-_TAIL_LINES:]
-    return " | ".join(shown).replace("(", "[").replace(")", "]")  # `serve` compares reasons without their brackets
 
 
 def _all_serve(progress: tuple[RankProgress, ...]) -> bool:

@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -155,6 +156,7 @@ def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) 
 def main(fd: int, cpu_seconds: int, niceness: int) -> None:
     """Runs calls from the socket `fd` until its other end closes."""
     connection = Connection(fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the router, which lets requests end
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]

@@ -310,3 +310,20 @@ def test_routing_is_told_to_routers(tmp_path: Path) -> None:
     assert router_config(ServeConfig.build({}, file), "router-0", 0).routing == "least-loaded"
     with pytest.raises(InvalidConfig, match="routing is 'random'; it should be 'prefix-aware', 'least-loaded' or"):
         ServeConfig.build({"model": "m", "routing": "random"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("ray_address", "auto"),
+        ("ray_start_timeout", 5),
+        ("router_per_node", True),
+        ("router_resource", "edge"),
+        ("max_groups", 2),
+    ],
+)
+def test_what_needs_ray_is_refused_without_ray(setting: str, value: object) -> None:
+    """Each setting that needs Ray is refused beside no-ray, in one sentence that names it."""
+    flag = setting.replace("_", "-")
+    with pytest.raises(InvalidConfig, match=f"^{flag} needs Ray; leave it out, or leave no-ray out$"):
+        ServeConfig.build({"model": "m/m", "no_ray": True, setting: value})

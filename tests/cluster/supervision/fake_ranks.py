@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 
-from coatcheck.cluster.supervision.rank_actors import PROCESS_DIED, RankEnded
+from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 SERVING = RankProgress(Phase.SERVING, address="127.0.0.1:1")

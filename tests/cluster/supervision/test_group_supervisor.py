@@ -10,7 +10,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
 from coatcheck.cluster.supervision.poll_interval import PollInterval
-from coatcheck.cluster.supervision.rank_actors import read_log_tail
+from coatcheck.cluster.supervision.rank_end import read_log_tail
 from coatcheck.proto.errors import Unavailable
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
 from tests.cluster.supervision.fake_ranks import SERVING, FakeRanks
@@ -26,7 +26,7 @@ class Supervised:
         self.told: list[GroupState] = []
         self._changed = asyncio.Event()
         self.supervisor = GroupSupervisor(
-            ranks,  # type: ignore[arg-type]  # FakeRanks in the place of RankActors
+            ranks,
             PollInterval(poll_seconds),
             has_served=has_served,
             on_change=self._record_state,

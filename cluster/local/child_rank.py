@@ -1,0 +1,103 @@
+"""ChildRank: one rank as a child process, and the socket to it (see workers/rank_process.py)."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, Self
+
+from coatcheck.workers.core.rank_progress import RankProgress
+from coatcheck.workers.rank_process import RankStart
+
+_COMMAND: Final = (sys.executable, "-m", "coatcheck.workers.rank_process")
+_READ_SECONDS: Final = 1.0
+
+
+class ChildRank:
+    """`exit`: done when the process has ended and all that it sent is read. `error`: what ended its start; None if it
+    has said nothing. `log`: the file of its stderr."""
+
+    def __init__(self, process: asyncio.subprocess.Process, connection: Connection, log: Path) -> None:
+        self.exit = asyncio.ensure_future(self._wait())
+        self.error: Exception | None = None
+        self.log = log
+        self._process = process
+        self._connection = connection
+        self._asked: list[asyncio.Future[RankProgress]] = []
+        self._is_read = asyncio.Event()  # set at the end of the connection
+        asyncio.get_running_loop().add_reader(connection.fileno(), self._receive)
+
+    @classmethod
+    async def start(cls, start: RankStart, log: Path, environment: Mapping[str, str]) -> Self:
+        """Start the process. `environment`: variables that it has beside those of this process."""
+        ours, theirs = Pipe()
+        descriptors = [theirs.fileno(), *([start.listener] if start.listener is not None else [])]
+        with theirs, log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *_COMMAND,
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=descriptors,
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+            )
+        child = cls(process, ours, log)
+        child.send(start)
+        return child
+
+    def ask_progress(self) -> asyncio.Future[RankProgress]:
+        """The rank's answer. Raises EOFError when the process ends before it answers."""
+        answer: asyncio.Future[RankProgress] = asyncio.get_running_loop().create_future()
+        if self._connection.closed:
+            answer.set_exception(EOFError())
+        else:
+            self._asked.append(answer)
+            self.send("progress")
+        return answer
+
+    def send(self, message: object) -> None:
+        """Does nothing if the process has ended."""
+        with suppress(OSError):
+            self._connection.send(message)
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _wait(self) -> None:
+        await self._process.wait()
+        with suppress(TimeoutError):  # a process that it has forked may hold the socket
+            await asyncio.wait_for(self._is_read.wait(), _READ_SECONDS)
+
+    def _receive(self) -> None:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+            self._connection.close()
+            self._is_read.set()
+            for answer in self._asked:
+                if not answer.done():
+                    answer.set_exception(EOFError())
+            self._asked.clear()
+            return
+        if isinstance(message, Exception):
+            self.error = message
+        elif self._asked:
+            answer = self._asked.pop(0)
+            if not answer.done():
+                answer.set_result(message)
+
+
+async def wait_until_ended(ranks: Sequence[ChildRank], seconds: float) -> bool:
+    """Wait at most `seconds`. Return whether all have ended."""
+    if ranks:
+        await asyncio.wait([rank.exit for rank in ranks], timeout=seconds)
+    return all(rank.exit.done() for rank in ranks)

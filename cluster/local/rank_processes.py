@@ -1,0 +1,134 @@
+"""RankProcesses: the ranks of one group as child processes. Starts, asks, watches and ends them.
+
+GroupSupervisor decides when. Without Ray this class takes the place of RankActors.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from coatcheck.cluster.local.child_rank import ChildRank, wait_until_ended
+from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded, describe_end
+from coatcheck.proto.errors import CoatcheckError
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.rank_progress import Phase, RankProgress
+from coatcheck.workers.host.crash_record import read_crash
+from coatcheck.workers.rank_process import RankStart
+
+_STOP_SECONDS: Final = 5.0
+# A rank that serves hangs if it has not answered for so long; one that starts may import or load for longer.
+_ANSWER_SECONDS: Final = 3.0
+_START_ANSWER_SECONDS: Final = 60.0
+_CAUSE_SECONDS: Final = 1.0  # after one rank of a group that starts has ended, wait for the error of another
+
+
+class RankProcesses:
+    """The processes of the group's newest start.
+
+    `folder`: for logs and crash records; private to this user. `ranks_on_host`: ranks of all groups. `gpus`: the GPU of
+    each rank as CUDA_VISIBLE_DEVICES has it; empty on CPUs.
+    """
+
+    def __init__(self, config: GroupConfig, folder: Path, *, ranks_on_host: int, gpus: Sequence[str] = ()) -> None:
+        self.group = config.name
+        self.tp = config.tp
+        self._config = config
+        self._folder = folder
+        self._ranks_on_host = ranks_on_host
+        self._gpus = gpus
+        self._ranks: list[ChildRank] = []
+        self._incarnation = 0
+        self._have_served = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the ranks were started, and not killed since."""
+        return bool(self._ranks)
+
+    async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
+        """Nothing: ranks end with the process that has started them."""
+        return None, ()
+
+    async def find_nodes(self) -> bool:
+        """This host has room: `coatcheck serve` has checked it."""
+        return True
+
+    async def start_ranks(self, start_number: int, incarnation: int) -> None:
+        """Start the processes. They begin to load at once. Raises RankEnded."""
+        self._have_served = False
+        self._incarnation = incarnation
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for rank in range(self.tp):
+                start = RankStart(
+                    self._config,
+                    rank,
+                    rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+                    listener=listener.fileno() if rank == 0 else None,
+                    ranks_on_host=self._ranks_on_host,
+                    record_base=self._record_base(incarnation),
+                    parent=os.getpid(),
+                )
+                log = self._folder / f"{self.group}-rank-{rank}.log"
+                environment = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
+                try:
+                    self._ranks.append(await ChildRank.start(start, log, environment))
+                except OSError as error:
+                    raise RankEnded(f"rank {rank} could not start: {error}") from None
+
+    async def read_previous_crash(self) -> str | None:
+        """How the incarnation before this one ended; see GroupEndpoint.previous_crash."""
+        return read_crash(self._record_base(self._incarnation - 1), list(range(self.tp)), self.tp)
+
+    async def run_ranks(self) -> None:
+        """Nothing: the ranks run since `start_ranks`."""
+
+    async def read_progress(self) -> tuple[RankProgress, ...]:
+        """The progress of each rank. Raises RankEnded if one has ended or hangs."""
+        answers = [rank.ask_progress() for rank in self._ranks]
+        seconds = _ANSWER_SECONDS if self._have_served else _START_ANSWER_SECONDS
+        _, pending = await asyncio.wait(answers, timeout=seconds)
+        if any(answer.done() and answer.exception() for answer in answers):
+            await self.wait_for_exit(_CAUSE_SECONDS)
+            raise RankEnded("a rank has closed its connection")
+        if pending:
+            rank = next(rank for rank, answer in enumerate(answers) if answer in pending)
+            raise RankEnded(f"rank {rank} hangs: it has not answered for {seconds:g} s")
+        progress = tuple(answer.result() for answer in answers)
+        self._have_served = self._have_served or all(rank.phase is Phase.SERVING for rank in progress)
+        return progress
+
+    async def wait_for_exit(self, seconds: float) -> None:
+        """Return after `seconds`. Raises RankEnded once a rank has ended: if possible one that has said why."""
+        exits = [rank.exit for rank in self._ranks]
+        if not (await asyncio.wait(exits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
+            return
+        first = next(rank for rank, ended in enumerate(exits) if ended.done())
+        if not self._have_served:
+            await asyncio.wait(exits, timeout=_CAUSE_SECONDS)
+        number = next((number for number, rank in enumerate(self._ranks) if rank.error is not None), first)
+        raise RankEnded(self._explain_end(number))
+
+    async def stop_ranks(self) -> None:
+        """Let the current step end, then end the ranks. Kills ranks that have not ended after 5 s."""
+        if self._ranks:
+            self._ranks[0].send("stop")
+            await wait_until_ended(self._ranks, _STOP_SECONDS)
+        self.kill_ranks()
+
+    def kill_ranks(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def _explain_end(self, number: int) -> str:
+        rank = self._ranks[number]
+        if isinstance(rank.error, CoatcheckError):
+            return str(rank.error)
+        what = str(rank.error) if rank.error is not None else PROCESS_DIED
+        return describe_end(number, what, str(rank.log), show_tail=rank.error is None)
+
+    def _record_base(self, incarnation: int) -> str:
+        return str(self._folder / f"{self.group}.{incarnation}")

@@ -1,0 +1,33 @@
+"""RankEnded: how one rank of a group has ended, in words for `serve` and `status`. Imports no Ray."""
+
+import os
+from typing import Final
+
+PROCESS_DIED: Final = "its process died"
+_TAIL_BYTES: Final = 4096
+_TAIL_LINES: Final = 3
+_TAIL_LINE_CHARACTERS: Final = 200
+
+
+class RankEnded(Exception):
+    """A rank has ended or hangs. The message names the rank and the reason."""
+
+
+def describe_end(rank: int, what: str, log: str, *, show_tail: bool) -> str:
+    """The message of RankEnded: `what` has happened, the rank's log file, and with `show_tail` its last lines."""
+    tail = read_log_tail(log) if show_tail else ""
+    last_lines = f"; its last lines: {tail}" if tail else ""
+    return f"rank {rank} has ended: {what} (log: {log}{last_lines})"
+
+
+def read_log_tail(path: str) -> str:
+    """The last lines of a log file as one line; "" if the file is not on this host or is empty."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    shown = [line.strip()[-_TAIL_LINE_CHARACTERS:] for line in lines if line.strip()][-_TAIL_LINES:]
+    return " | ".join(shown).replace("(", "[").replace(")", "]")  # `serve` compares reasons without their brackets

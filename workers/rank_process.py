@@ -1,0 +1,129 @@
+"""The process of a rank that runs without Ray: a child of `coatcheck serve --no-ray`.
+
+    python -m coatcheck.workers.rank_process FD
+
+reads a RankStart from the socket FD and serves. It answers "progress" on the socket with its RankProgress, and ends its
+group after "stop". An error that ends the start is sent to the parent. When the parent ends, this process ends.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Final
+
+from coatcheck.proto.errors import CoatcheckError
+from coatcheck.proto.log_lines import configure_logging
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.rank_progress import RankProgress
+from coatcheck.workers.host.fast_imports import import_transformers
+from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
+
+if TYPE_CHECKING:
+    from coatcheck.workers.rank import Rank
+
+_HOST: Final = "127.0.0.1"
+_PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank needs to start. `listener`: the descriptor of rank 0's socket for the rendezvous, else None.
+
+    `parent`: the process id of the parent. `ranks_on_host` and `record_base`: see Rank.
+    """
+
+    config: GroupConfig
+    rank: int
+    rendezvous: str
+    listener: int | None
+    ranks_on_host: int
+    record_base: str
+    parent: int
+
+
+class RankFailed(Exception):
+    """An error of a rank that is no CoatcheckError, as its parent gets it: type and last line."""
+
+
+class RankProcess:
+    """Runs one rank and answers its parent."""
+
+    def __init__(self, start: RankStart, parent: Connection) -> None:
+        self._start = start
+        self._parent = parent
+        self._send_lock = threading.Lock()
+        self._rank: Rank | None = None
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serve until the rank ends. Raises whatever ends the start, after the parent has been told."""
+        threading.Thread(target=self._answer_parent, daemon=True).start()
+        start = self._start
+        try:
+            # Imported late: torch reads the environment, and the parent may ask for progress meanwhile.
+            import_transformers()
+            from coatcheck.workers.rank import Rank
+
+            listener = None if start.listener is None else socket.socket(fileno=start.listener)
+            self._rank = Rank(
+                start.config,
+                start.rank,
+                ranks_on_host=start.ranks_on_host,
+                host=_HOST,
+                listener=listener,
+                record_base=start.record_base,
+            )
+            if self._is_stopping:
+                self._rank.stop()
+            self._rank.run(start.rendezvous)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            is_ours = isinstance(error, CoatcheckError)
+            self._send(error if is_ours else RankFailed(f"{type(error).__name__}: {lines[-1]}"))
+            raise
+
+    def _answer_parent(self) -> None:
+        try:
+            while True:
+                message = self._parent.recv()
+                if message == "progress":
+                    self._send(self._rank.progress if self._rank is not None else RankProgress())
+                elif message == "stop":
+                    self._is_stopping = True
+                    if self._rank is not None:
+                        self._rank.stop()
+        finally:
+            os._exit(1)  # the parent has ended, or no longer understands this process
+
+    def _send(self, message: object) -> None:
+        with self._send_lock:
+            self._parent.send(message)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the process `parent` ends. Linux only: elsewhere the end of the socket
+    does it, unless C code holds the interpreter."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main() -> None:
+    """The process. Its stderr is the rank's log."""
+    connection = Connection(int(sys.argv[1]))
+    start: RankStart = connection.recv()
+    die_with_parent(start.parent)
+    config = start.config
+    configure_logging(config.log_format, rank=f"{config.name}/{start.rank}")
+    set_thread_environment(threads=divide_cores(config.threads, start.ranks_on_host), host=_HOST)
+    RankProcess(start, connection).run()
+
+
+if __name__ == "__main__":
+    main()
