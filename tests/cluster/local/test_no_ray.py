@@ -60,7 +60,7 @@ def test_the_commands_work(serving: Serving) -> None:
     drained = run_here("drain", *address)
     assert (drained.code, drained.out) == (0, "the router is drained\n")
     assert run_here("drain", "--undo", *address).code == 0
-    measured = coatcheck("bench", *address, "--num-requests", "2", "--prompt", "hello", "--output-len", "4")
+    measured = coatcheck("bench", *address, "--num-requests", "2", "--input-len", "8", "--output-len", "4")
     assert measured.returncode == 0, measured.stderr
 
 
