@@ -31,6 +31,7 @@ from coatcheck.proto.tracing import Tracing
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.connection_limits import GRPC_SHARE, HTTP_SHARE, max_connections, raise_open_files_limit
 from coatcheck.router.access.server_certificate import ServerCertificate
+from coatcheck.router.anthropic.routes import AnthropicRoutes
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -119,6 +120,7 @@ class Router:
         self._health_updates: asyncio.Task[None] | None = None
 
         routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, config.tool_parser)
+        AnthropicRoutes(routes.app, routes.chats)
         app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal

@@ -20,6 +20,8 @@ _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403:
                  404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
                  413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
                  431: "invalid_request_error"}  # fmt: skip
+ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 # OpenAI's error codes; its clients tell errors apart by them.
 _CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
 LONE_SURROGATE: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
@@ -58,8 +60,19 @@ def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[i
     return 500, openai_error(500, f"internal error; the router's log has it as incident {incident}")
 
 
-def error_response(status: int, message: str) -> AsciiJsonResponse:
-    return AsciiJsonResponse(openai_error(status, message), status)
+def error_response(status: int, message: str, path: str = "") -> AsciiJsonResponse:
+    """The response in the form of the API that `path` belongs to."""
+    return AsciiJsonResponse(in_form_of(path, status, openai_error(status, message)), status)
+
+
+def in_form_of(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error's body in the form of the API that `path` belongs to. `body`: in OpenAI's form."""
+    return anthropic_error(status, body["error"]["message"]) if path.startswith(ANTHROPIC_PATH) else body
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Anthropic's error object."""
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}}
 
 
 def openai_error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

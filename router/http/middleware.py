@@ -18,7 +18,7 @@ from coatcheck.proto.errors import PermissionDenied, Unauthenticated
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope as TenantScope
 from coatcheck.router.config import MESSAGE_BYTES
-from coatcheck.router.http.errors import error_body, error_response
+from coatcheck.router.http.errors import error_body, error_response, in_form_of
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
@@ -98,7 +98,7 @@ class RequestGate:
         required: TenantScope = "generate" if scope["path"].startswith(_GENERATE_PATHS) else "observe"
         try:
             scope["tenant"] = self._authenticator.authenticate(
-                headers.get("authorization"),
+                headers.get("authorization") or _authorization_of(headers.get("x-api-key")),
                 required,
                 basic=required == "observe" and scope["method"] in ("GET", "HEAD"),
                 certificate=scope["state"].get("client_certificate") if "state" in scope else None,
@@ -106,10 +106,15 @@ class RequestGate:
             return None
         except (Unauthenticated, PermissionDenied) as error:
             status, body = error_body(error)
-            refusal = AsciiJsonResponse(body, status)
+            refusal = AsciiJsonResponse(in_form_of(scope["path"], status, body), status)
             for challenge in _CHALLENGES[required] if status == 401 else ():
                 refusal.headers.append("www-authenticate", challenge)
             return refusal
+
+
+def _authorization_of(key: str | None) -> str | None:
+    """The header authorization that says the same as Anthropic's header x-api-key."""
+    return f"Bearer {key}" if key else None
 
 
 def is_local_host(host: str) -> bool:

@@ -34,6 +34,7 @@ _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a 
 _NO_OBJECT: Final = "the body must be a JSON object, sent with content-type application/json"
 
 _T = TypeVar("_T")
+_Body = TypeVar("_Body", bound=RequestBody)
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -105,9 +106,15 @@ def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> Req
     try:
         if is_long and _SURROGATE_ESCAPE.search(body):
             _check_texts(value)
-        return kind.model_validate(value)
+        return validate_fields(kind, value)
     except UnicodeEncodeError:
         raise InvalidRequest(LONE_SURROGATE) from None
+
+
+def validate_fields(kind: type[_Body], value: object) -> _Body:
+    """The body that a parsed JSON value is. Raises InvalidBody."""
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _explain(error, kind) from None
 

@@ -16,6 +16,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     PromptLogprobs,
     Usage,
 )
+from coatcheck.router.http.errors import error_body
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.sampling_fields import SamplingFields
 
@@ -121,6 +122,10 @@ class OpenAIResponse(ABC):
         if not self._include_usage:
             return DONE
         return sse_event({**self._head.to_json(self.chunk_kind), "choices": [], "usage": self._usage()}) + DONE
+
+    def make_error(self, error: Exception) -> bytes:
+        """The end of a stream that fails: the status is sent already, so the error is the last event."""
+        return sse_event(error_body(error)[1]) + DONE
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         """The response object. `responses`: one for each prompt."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,15 +16,44 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.http.errors import error_body
 from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes
-from coatcheck.router.openai.response_parts import DONE, OpenAIResponse, sse_event
 
 _log = logging.getLogger(__name__)
 _SLICE_BYTES: Final = 256 << 10
 _Arguments = ParamSpec("_Arguments")
 _T = TypeVar("_T")
 _Packed = tuple[list[bytes], bytes, bytes]
+
+
+class HttpAnswer(Protocol):
+    """What an API makes of the generation for a request: one JSON object, or a stream of events. It can be pickled
+    before its first method is called."""
+
+    def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
+        """The response object. `responses`: one for each prompt."""
+
+    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
+        """About how many JSON values the response object has."""
+
+    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
+        """What the stream has for an event of prompt number `prompt_index`; may be empty."""
+
+    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> "LargeChunkWriter | None":
+        """None if the event's chunk is small enough to be made on the event loop. Otherwise what makes the chunk in
+        another process; this answer then expects the next event."""
+
+    def make_end(self) -> bytes:
+        """The end of a stream."""
+
+    def make_error(self, error: Exception) -> bytes:
+        """The end of a stream that fails."""
+
+
+class LargeChunkWriter(Protocol):
+    """Can be pickled."""
+
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes: ...
+
 
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
@@ -35,7 +64,7 @@ class LargeResponses:
     def __init__(self, side: SideProcesses) -> None:
         self._side = side
 
-    async def make_response(self, response: OpenAIResponse, responses: Sequence[GenerateResponse]) -> Response:
+    async def make_response(self, response: HttpAnswer, responses: Sequence[GenerateResponse]) -> Response:
         """The HTTP response of `response`, for the service's responses to each prompt."""
         if response.count_values(responses) <= LARGE_VALUES:
             return AsciiJsonResponse(response.make_response(responses))
@@ -50,7 +79,7 @@ class LargeResponses:
             return AsciiJsonResponse(make(*arguments, **named))
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
-    async def make_chunk(self, response: OpenAIResponse, prompt_index: int, event: GenerateEvent) -> bytes:
+    async def make_chunk(self, response: HttpAnswer, prompt_index: int, event: GenerateEvent) -> bytes:
         writer = response.writer_for_large_chunk(prompt_index, event)
         if writer is None:
             return response.make_chunk(prompt_index, event)
@@ -63,7 +92,7 @@ class SseResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, response: OpenAIResponse, large: LargeResponses) -> None:
+    def __init__(self, events: Events, response: HttpAnswer, large: LargeResponses) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -87,7 +116,7 @@ class SseResponse(Response):
             except OSError:
                 raise
             except Exception as error:  # the status is sent already, so the error becomes the last event
-                last = sse_event(error_body(error)[1]) + DONE
+                last = self._response.make_error(error)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -154,7 +183,7 @@ def _unpack(packed: _Packed) -> GenerateResponse:
     )
 
 
-def _make_response(response: OpenAIResponse, packed: Sequence[_Packed]) -> bytes:
+def _make_response(response: HttpAnswer, packed: Sequence[_Packed]) -> bytes:
     return json_bytes(response.make_response([_unpack(part) for part in packed]))
 
 

@@ -4,10 +4,7 @@ A body becomes GenerateRequests, and their events become OpenAI's objects. The m
 authenticated the client before.
 """
 
-import asyncio
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -16,38 +13,33 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, NotFound
-from coatcheck.proto.grammar import GrammarRefused
-from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
-from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
-from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
+from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, TokenizeRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
-from coatcheck.router.http.errors import error_body, error_response, retry_headers
+from coatcheck.router.http.errors import error_body, error_response, in_form_of, retry_headers
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
+from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
 from coatcheck.router.openai.completion_response import CompletionResponse
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
-from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.output_planner import OutputPlanner
 from coatcheck.router.openai.request_body import body_route, in_thread_if_long
-from coatcheck.router.openai.response_parts import EchoedPrompt, OpenAIResponse, ResponseHead, count_text
-from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses, SseResponse, while_connected
+from coatcheck.router.openai.responder import Responder
+from coatcheck.router.openai.response_parts import EchoedPrompt, count_text
+from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
-from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.serving.admin_service import AdminService
-from coatcheck.router.serving.generate_service import CallOptions, GenerateService
+from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
 
-_QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
-_MAX_LOGPROBS: Final = 1 << 22  # of one response; 2.7 million are 76 MB of JSON
 _PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
 class OpenAIRoutes:
-    """`app` is the ASGI application."""
+    """`app` is the ASGI application. `chats` runs chats for this API and others."""
 
     def __init__(
         self,
@@ -65,7 +57,8 @@ class OpenAIRoutes:
         self._metrics = metrics
         self._formatter = LogprobsFormatter(tokenizer)
         self._large = LargeResponses(side)
-        self._planner = OutputPlanner(tokenizer, tool_parser)
+        self._responder = Responder(generation, self._large)
+        self.chats = ChatRunner(generation, OutputPlanner(tokenizer, tool_parser), self._responder)
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
             title="Coatcheck",
@@ -111,26 +104,15 @@ class OpenAIRoutes:
             for prompt, ids in zip(prompts, token_ids, strict=True)
         ]
         options = body.model_copy(update={"prompt": ""})  # without the prompt it is small to keep and to pickle
-        response = CompletionResponse(self._response_head(f"cmpl-{request_id}"), options, echoed, self._formatter)
-        return await self._respond(request, messages, response, stream=body.stream)
+        response = CompletionResponse(self.chats.response_head(f"cmpl-{request_id}"), options, echoed, self._formatter)
+        return await self._responder.respond(request, messages, response, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""
-        request_id: str = request.scope["request_id"]
-        plan = self._planner.make_plan(body)
-        prefix = self._planner.grammar_prefix(plan)
-        message = await in_thread_if_long(request, lambda: body.to_generate_request(request_id, plan, prefix))
-        token_ids: Sequence[int] = ()
-        if body.return_token_ids:
-            tokenize = TokenizeRequest(model=body.model, chat=message.chat)
-            token_ids = await self._generation.tokenize_prompt(tokenize)
-        response = ChatResponse(self._response_head(f"chatcmpl-{request_id}"), body, self._formatter, plan, token_ids)
-        try:
-            return await self._respond(request, [message], response, stream=body.stream)
-        except GrammarRefused as refused:
-            if functions := body.constrained_functions():
-                raise await self._explain_refused_schemas(functions, refused) from None
-            raise
+        head = self.chats.response_head(f"chatcmpl-{request.scope['request_id']}")
+        return await self.chats.run(
+            request, body, lambda plan, token_ids: ChatResponse(head, body, self._formatter, plan, token_ids)
+        )
 
     async def models(self) -> dict[str, Any]:
         """Lists the model that is served."""
@@ -169,77 +151,6 @@ class OpenAIRoutes:
         """Returns the metrics in Prometheus' text format."""
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
-    async def _respond(
-        self,
-        request: Request,
-        messages: Sequence[GenerateRequest],
-        response: OpenAIResponse,
-        *,
-        stream: bool,
-    ) -> Response:
-        """Generates for all messages; cancels the generation if the client disconnects."""
-        trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
-        options = CallOptions(request.scope["tenant"], trace_context)
-        self._check_logprobs(messages, stream=stream)
-        if not stream:
-            responses = await while_connected(request.receive, self._generate_all(messages, options))
-            return await self._large.make_response(response, responses)
-        admitted = asyncio.Semaphore(0)
-        options = replace(options, on_admitted=admitted.release)
-        sources = [self._generation.generate_stream(message, options) for message in messages]
-        events = await while_connected(request.receive, start_merged(sources, admitted))
-        return SseResponse(events, response, self._large)
-
-    def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
-        """Raises InvalidRequest if the response could have more log-probabilities than the router may hold in memory.
-        In a stream only those of prompts are held."""
-        max_model_len = self._generation.model.max_model_len if self._generation.model else 0
-        count = 0
-        for message in messages:
-            sampling = message.sampling
-            n = sampling.n or 1
-            if sampling.HasField("prompt_logprobs"):
-                count += n * len(message.token_ids.ids) * (sampling.prompt_logprobs + 1)
-            if sampling.HasField("logprobs") and not stream:
-                count += n * min(sampling.max_tokens or max_model_len, max_model_len) * (sampling.logprobs + 1)
-        if count > _MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"the response could have {count:,} log-probabilities, more than {_MAX_LOGPROBS:,}; ask for "
-                "less with logprobs, n or max_tokens, or send fewer prompts in a request"
-            )
-
-    async def _generate_all(self, messages: Sequence[GenerateRequest], options: CallOptions) -> list[GenerateResponse]:
-        """The responses to all messages; the first error cancels the others."""
-        tasks: list[asyncio.Task[GenerateResponse]] = []
-        try:
-            for message in messages:
-                tasks.append(asyncio.create_task(self._generation.generate(message, options)))
-                await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _explain_refused_schemas(
-        self, functions: list[tuple[str, Function]], refused: GrammarRefused
-    ) -> InvalidRequest:
-        """An error that names the first function whose own schema is refused, or, if there is none, the reason for the
-        schemas together. `functions`: (path in the body, function)."""
-        for path, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
-            try:
-                await self._generation.check_grammar(named_call_grammar(function))
-            except GrammarRefused as error:
-                return InvalidRequest(
-                    f"{path}.parameters, of {function.name!r}, cannot be enforced: {error.reason}; change this schema, "
-                    "or set tool_choice to auto and leave strict out"
-                )
-        reason = _QUOTED_LINE.split(refused.reason)[0]
-        return InvalidRequest(
-            f"the schemas of {len(functions)} tools together cannot be enforced: {reason}; send fewer tools, or "
-            "simpler schemas"
-        )
-
     async def _tokenize(self, prompt: Prompt, model: str) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
@@ -253,10 +164,6 @@ class OpenAIRoutes:
             return prompt
         message = DetokenizeRequest(token_ids=prompt, skip_special_tokens=False)
         return (await self._generation.detokenize(message)).text
-
-    def _response_head(self, response_id: str) -> ResponseHead:
-        model = self._generation.model
-        return ResponseHead(response_id, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
 
     def _model_object(self) -> dict[str, Any]:
         model = self._generation.model
@@ -274,14 +181,15 @@ class OpenAIRoutes:
 
 async def _handle_error(request: Request, error: Exception) -> Response:
     status, body = error_body(error, _PROMPT_FIELDS.get(request.url.path))
-    return AsciiJsonResponse(body, status, headers=retry_headers(error))
+    return AsciiJsonResponse(in_form_of(request.url.path, status, body), status, headers=retry_headers(error))
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     endpoint = f"{request.method} {request.url.path}"
     messages = {404: f"{endpoint} is no endpoint of this server", 405: f"{endpoint}: this endpoint has another method"}
-    response = error_response(error.status_code, messages.get(error.status_code, str(error.detail)))
+    message = messages.get(error.status_code, str(error.detail))
+    response = error_response(error.status_code, message, request.url.path)
     response.headers.update(error.headers or {})
     return response
 

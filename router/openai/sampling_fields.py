@@ -68,6 +68,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     accepted_values: ClassVar[dict[str, tuple[object, ...]]] = {}
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     drops_unknown_fields: ClassVar[bool] = False  # for objects that clients copy from responses of other servers
 
     @model_validator(mode="before")
@@ -80,12 +81,13 @@ class RequestBody(BaseModel):
         if large > _MAX_FIELDS:
             raise InvalidRequest(f"an object of the body has {large} fields; it may have {_MAX_FIELDS}")
         if cls.drops_unknown_fields:
-            return {name: value for name, value in data.items() if value is not None and name in cls.model_fields}
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            return {name: value for name, value in data.items() if value is not None and name in known}
         accepted = ACCEPTED_VALUES | cls.accepted_values
         return {
             name: value
             for name, value in data.items()
-            if value is not None and name not in IGNORED_FIELDS and value not in accepted.get(name, ())
+            if value is not None and name not in cls.ignored_fields and value not in accepted.get(name, ())
         }
 
 

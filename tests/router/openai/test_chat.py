@@ -218,7 +218,7 @@ async def test_a_schema_that_cannot_be_kept_to_is_named(
         error = await router.expect_refusal("/v1/chat/completions", {**body, "stream": stream})
         assert error["message"] == (
             "tools[1].function.parameters, of 'clock', cannot be enforced: Invalid type: nothing, at "
-            "#/properties/at/anyOf/1; change this schema, or set tool_choice to auto and leave strict out"
+            "#/properties/at/anyOf/1; change this schema, or set tool_choice to auto and remove strict"
         )
     assert not group.submits
 

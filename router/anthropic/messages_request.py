@@ -1,0 +1,208 @@
+"""MessagesRequest: the body of POST /v1/messages in Anthropic's form, and the ChatRequest that it means."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
+from coatcheck.router.openai.chat_request import ChatRequest
+from coatcheck.router.openai.request_body import validate_fields
+from coatcheck.router.openai.sampling_fields import Count, RequestBody
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields for caching, billing and tracing; the answer is the same without them.
+_IGNORED = frozenset({
+    "cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id",
+    "workspace_id", "context_management",
+})  # fmt: skip
+
+
+class Block(RequestBody):
+    """A part of a message. Other fields, such as `cache_control`, have no effect."""
+
+    drops_unknown_fields: ClassVar = True
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Block):
+    """What the model thought before an earlier answer. The signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str = ""
+
+
+class RedactedThinkingBlock(Block):
+    """Has no effect: only Anthropic can read it."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Block):
+    """A tool call in an earlier message of the assistant."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolResultBlock(Block):
+    """The answer of a tool."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
+
+
+AnyBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class InputMessage(RequestBody):
+    drops_unknown_fields: ClassVar = True
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[AnyBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+    def to_chat(self) -> Iterator[dict[str, Any]]:
+        """The messages of a chat: the results of tools are messages of their own, before the rest."""
+        blocks: list[Any] = [] if isinstance(self.content, str) else self.content
+        for block in blocks:
+            if isinstance(block, ToolResultBlock):
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(block.content)}
+        texts = [block for block in blocks if isinstance(block, TextBlock)]
+        message: dict[str, Any] = {
+            "role": self.role, "content": self.content if isinstance(self.content, str) else _join(texts),
+        }  # fmt: skip
+        message["reasoning_content"] = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        message["tool_calls"] = [
+            {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+            for block in blocks
+            if isinstance(block, ToolUseBlock)
+        ]
+        if isinstance(self.content, str) or texts or message["reasoning_content"] or message["tool_calls"]:
+            yield message
+
+
+class ClientTool(RequestBody):
+    """A function that the client runs. Anthropic's own tools, which have another type, are refused."""
+
+    drops_unknown_fields: ClassVar = True
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function | ({"strict": True} if self.strict else {})}
+
+
+class ToolChoice(RequestBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(RequestBody):
+    """Whether the model reasons, for chat templates that have a switch. `budget_tokens` has no effect."""
+
+    drops_unknown_fields: ClassVar = True
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class JsonFormat(RequestBody):
+    drops_unknown_fields: ClassVar = True
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    effort: str | None = None
+    format: JsonFormat | None = None
+
+
+class CountTokensRequest(RequestBody):
+    """The body of POST /v1/messages/count_tokens, and what both bodies share."""
+
+    accepted_values: ClassVar = {"mcp_servers": ([],)}
+    ignored_fields: ClassVar = _IGNORED
+
+    model: str
+    messages: Annotated[list[InputMessage], Field(fail_fast=True, max_length=MAX_MESSAGES, min_length=1)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
+    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+
+    def to_chat(self) -> ChatRequest:
+        """The chat that this body means. Raises InvalidRequest."""
+        return validate_fields(_Chat, self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        system = _join(self.system)
+        messages = [{"role": "system", "content": system}] if system else []
+        for message in self.messages:
+            messages += message.to_chat()
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "tools": [tool.to_chat() for tool in self.tools],
+        }
+        if self.tool_choice is not None:
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+            named = {"type": "function", "function": {"name": self.tool_choice.name}}
+            fields["tool_choice"] = named if self.tool_choice.type == "tool" else _CHOICES[self.tool_choice.type]
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            is_on = self.thinking.type == "enabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": is_on, "thinking": is_on}
+        config = self.output_config or OutputConfig()
+        if config.effort is not None:
+            fields["reasoning_effort"] = config.effort
+        if (form := config.format or self.output_format) is not None:
+            schema = {"name": "answer", "schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Count
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Count | None = None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        return super()._chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+class _Chat(ChatRequest):
+    @property
+    def sent_names(self) -> dict[str, str]:
+        """See SamplingFields."""
+        return {"stop": "stop_sequences"}
+
+
+def _join(content: "str | list[TextBlock]") -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

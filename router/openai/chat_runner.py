@@ -1,0 +1,84 @@
+"""ChatRunner: runs a chat for every API that has chats. Each translates its body into a ChatRequest, and makes its
+response from the parts of the answer."""
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from fastapi import Request
+from starlette.responses import Response
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import GrammarRefused
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
+from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
+from coatcheck.router.openai.chat_request import ChatRequest
+from coatcheck.router.openai.output_planner import OutputPlanner
+from coatcheck.router.openai.request_body import in_thread_if_long
+from coatcheck.router.openai.responder import Responder
+from coatcheck.router.openai.response_parts import ResponseHead
+from coatcheck.router.openai.response_sender import HttpAnswer
+from coatcheck.router.openai.tools import Function, named_call_grammar
+from coatcheck.router.parsing.output_parser import ParsingPlan
+from coatcheck.router.serving.generate_service import GenerateService
+
+_QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
+
+MakeAnswer = Callable[[ParsingPlan, list[int]], HttpAnswer]  # from the plan, and the prompt's token ids if asked for
+
+
+class ChatRunner:
+    """One for each router."""
+
+    def __init__(self, generation: GenerateService, planner: OutputPlanner, responder: Responder) -> None:
+        self._generation = generation
+        self._planner = planner
+        self._responder = responder
+
+    async def run(self, request: Request, body: ChatRequest, make_answer: MakeAnswer) -> Response:
+        """Generates for the chat and responds with what `make_answer` makes of it."""
+        plan = self._planner.make_plan(body)
+        message = await self._translate(request, body, plan)
+        token_ids: list[int] = []
+        if body.return_token_ids:
+            token_ids = await self._generation.tokenize_prompt(TokenizeRequest(model=body.model, chat=message.chat))
+        try:
+            return await self._responder.respond(request, [message], make_answer(plan, token_ids), stream=body.stream)
+        except GrammarRefused as refused:
+            if functions := body.constrained_functions():
+                raise await self._explain_refused_schemas(functions, refused) from None
+            raise
+
+    async def count_tokens(self, request: Request, body: ChatRequest) -> int:
+        """The number of tokens of the chat's prompt."""
+        message = await self._translate(request, body, self._planner.make_plan(body))
+        tokenize = TokenizeRequest(model=body.model, chat=message.chat)
+        return len((await self._generation.tokenize(tokenize)).token_ids)
+
+    def response_head(self, response_id: str) -> ResponseHead:
+        model = self._generation.model
+        return ResponseHead(response_id, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
+
+    async def _translate(self, request: Request, body: ChatRequest, plan: ParsingPlan) -> GenerateRequest:
+        request_id: str = request.scope["request_id"]
+        prefix = self._planner.grammar_prefix(plan)
+        return await in_thread_if_long(request, lambda: body.to_generate_request(request_id, plan, prefix))
+
+    async def _explain_refused_schemas(
+        self, functions: list[tuple[str, Function]], refused: GrammarRefused
+    ) -> InvalidRequest:
+        """An error that names the first function whose own schema is refused, or, if there is none, the reason for the
+        schemas together. `functions`: (path in the body, function)."""
+        for path, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
+            try:
+                await self._generation.check_grammar(named_call_grammar(function))
+            except GrammarRefused as error:
+                return InvalidRequest(
+                    f"{path}.parameters, of {function.name!r}, cannot be enforced: {error.reason}; change this schema, "
+                    "or set tool_choice to auto and remove strict"
+                )
+        reason = _QUOTED_LINE.split(refused.reason)[0]
+        return InvalidRequest(
+            f"the schemas of {len(functions)} tools together cannot be enforced: {reason}; send fewer tools, or "
+            "simpler schemas"
+        )

@@ -1,0 +1,73 @@
+"""Responder: generates for a request, and sends the response, whole or as a stream."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from fastapi import Request
+from starlette.responses import Response
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse
+from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
+from coatcheck.router.openai.merge_streams import start_merged
+from coatcheck.router.openai.response_sender import HttpAnswer, LargeResponses, SseResponse, while_connected
+from coatcheck.router.serving.generate_service import CallOptions, GenerateService
+
+_MAX_LOGPROBS: Final = 1 << 22  # of one response; 2.7 million are 76 MB of JSON
+
+
+class Responder:
+    """One for each router."""
+
+    def __init__(self, generation: GenerateService, large: LargeResponses) -> None:
+        self._generation = generation
+        self._large = large
+
+    async def respond(
+        self, request: Request, messages: Sequence[GenerateRequest], answer: HttpAnswer, *, stream: bool
+    ) -> Response:
+        """Generates for all messages; cancels the generation if the client disconnects."""
+        trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
+        options = CallOptions(request.scope["tenant"], trace_context)
+        self._check_logprobs(messages, stream=stream)
+        if not stream:
+            responses = await while_connected(request.receive, self._generate_all(messages, options))
+            return await self._large.make_response(answer, responses)
+        admitted = asyncio.Semaphore(0)
+        options = replace(options, on_admitted=admitted.release)
+        sources = [self._generation.generate_stream(message, options) for message in messages]
+        events = await while_connected(request.receive, start_merged(sources, admitted))
+        return SseResponse(events, answer, self._large)
+
+    def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
+        """Raises InvalidRequest if the response could have more log-probabilities than the router may hold in memory.
+        In a stream only those of prompts are held."""
+        max_model_len = self._generation.model.max_model_len if self._generation.model else 0
+        count = 0
+        for message in messages:
+            sampling = message.sampling
+            n = sampling.n or 1
+            if sampling.HasField("prompt_logprobs"):
+                count += n * len(message.token_ids.ids) * (sampling.prompt_logprobs + 1)
+            if sampling.HasField("logprobs") and not stream:
+                count += n * min(sampling.max_tokens or max_model_len, max_model_len) * (sampling.logprobs + 1)
+        if count > _MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"the response could have {count:,} log-probabilities, more than {_MAX_LOGPROBS:,}; ask for "
+                "less with logprobs, n or max_tokens, or send fewer prompts in a request"
+            )
+
+    async def _generate_all(self, messages: Sequence[GenerateRequest], options: CallOptions) -> list[GenerateResponse]:
+        """The responses to all messages; the first error cancels the others."""
+        tasks: list[asyncio.Task[GenerateResponse]] = []
+        try:
+            for message in messages:
+                tasks.append(asyncio.create_task(self._generation.generate(message, options)))
+                await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
