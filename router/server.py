@@ -43,6 +43,7 @@ from coatcheck.router.grpc_services import add_small_services
 from coatcheck.router.http.http_server import HttpServer
 from coatcheck.router.http.middleware import wrap_app
 from coatcheck.router.openai.routes import OpenAIRoutes
+from coatcheck.router.responses.routes import ResponsesRoutes
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.admission_queue import AdmissionQueue
 from coatcheck.router.serving.dispatcher import Dispatcher
@@ -121,6 +122,7 @@ class Router:
 
         routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, config.tool_parser)
         AnthropicRoutes(routes.app, routes.chats)
+        ResponsesRoutes(routes.app, routes.chats)
         app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal

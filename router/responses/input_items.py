@@ -1,0 +1,122 @@
+"""The items of a response's input and output, and the chat messages that they mean."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
+from coatcheck.router.openai.sampling_fields import RequestBody
+from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
+
+ChatFields = dict[str, Any]  # of a chat message
+
+
+class Item(RequestBody):
+    """Other fields, such as `id` and `status`, have no effect."""
+
+    drops_unknown_fields: ClassVar = True
+
+
+class TextPart(Item):
+    """The only kind of content part that is served."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str = ""
+
+
+class ReasoningText(Item):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class FunctionCallItem(Item):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = "{}"
+
+
+class FunctionCallOutputItem(Item):
+    """The answer of a tool."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class ReasoningItem(Item):
+    """Reasoning of an earlier answer. Encrypted reasoning has no effect."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(
+        default_factory=list
+    )
+
+
+InputItem = FunctionCallItem | FunctionCallOutputItem | ReasoningItem | MessageItem
+
+
+def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
+    """The messages of a chat. Reasoning, text and calls of one answer become one message of the assistant."""
+    messages: list[ChatFields] = []
+    for item in items:
+        match item:
+            case ReasoningItem():
+                text = "".join(part.text for part in item.content)
+                _assistant(messages, "content", "tool_calls")["reasoning_content"] = text
+            case FunctionCallItem():
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutputItem():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
+            case MessageItem(role="assistant"):
+                _assistant(messages, "content", "tool_calls")["content"] = _join(item.content)
+            case MessageItem():
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _join(item.content)})
+    return messages
+
+
+def chat_of_parts(parts: Sequence[Part]) -> list[ChatFields]:
+    """The message of the assistant that an answer is."""
+    message: ChatFields = {"role": "assistant", "content": ""}
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+            case Content(text):
+                message["content"] += text
+            case ToolCallDelta(_, arguments, name, call_id):
+                call = {"id": call_id, "function": {"name": name, "arguments": arguments}}
+                message.setdefault("tool_calls", []).append(call)
+    return [message]
+
+
+def with_instructions(instructions: str, messages: Sequence[ChatFields]) -> list[ChatFields]:
+    """The chat with the instructions and the system messages at its beginning in one system message, because many chat
+    templates take only one."""
+    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    texts = [instructions, *(message["content"] for message in messages[:count])]
+    system = "\n\n".join(filter(None, texts))
+    return [*([{"role": "system", "content": system}] if system else []), *messages[count:]]
+
+
+def _assistant(messages: list[ChatFields], *before: str) -> ChatFields:
+    """The last message if it is the assistant's and has none of the fields `before`, else a new one."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or any(name in last for name in before):
+        messages.append(last := {"role": "assistant"})
+    return last
+
+
+def _join(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

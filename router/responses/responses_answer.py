@@ -1,0 +1,216 @@
+"""ResponsesAnswer: makes the response object of /v1/responses, or the events of a stream, from GenerateService's
+events."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, GenerateEvent, GenerateResponse, Usage
+from coatcheck.router.http.errors import error_body
+from coatcheck.router.openai.response_parts import ResponseHead
+from coatcheck.router.openai.response_sender import LargeChunkWriter
+from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
+from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
+
+OnEnd = Callable[[dict[str, Any], list[Part]], None]
+
+
+class ResponsesAnswer:
+    """See HttpAnswer. `settings`: fields of the response that repeat the request. `on_end` gets the response and its
+    parts, each whole, when it is complete."""
+
+    def __init__(self, head: ResponseHead, settings: dict[str, Any], plan: ParsingPlan, on_end: OnEnd) -> None:
+        self._head = head
+        self._settings = settings
+        self._parser = OutputParser(plan)
+        self._on_end = on_end
+        self._parts: list[Part] = []  # one for each item of the output, as far as it is known
+        self._was_cut = False
+        self._usage = Usage()
+        self._sequence = 0
+
+    def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
+        (response,) = responses
+        (choice,) = response.choices
+        for part in (*self._parser.feed(choice.text), *self._parser.finish()):
+            self._add(part)
+        self._was_cut = choice.finish_reason == FINISH_REASON_LENGTH
+        self._usage = response.final.usage
+        return self._finish()
+
+    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
+        return 0  # texts alone: they are encoded in a few milliseconds, and `on_end` must run in this process
+
+    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
+        match event.WhichOneof("event"):
+            case "started":
+                response = self._response("in_progress")
+                return self._event("response.created", response=response) + self._event(
+                    "response.in_progress", response=response
+                )
+            case "delta":
+                parts = self._parser.feed(event.delta.text)
+                if event.delta.finish_reason:
+                    parts += self._parser.finish()
+                    self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
+                return b"".join(map(self._stream, parts))
+            case "final":
+                self._usage = event.final.usage
+        return b""
+
+    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> LargeChunkWriter | None:
+        return None
+
+    def make_end(self) -> bytes:
+        ended = self._end_item()
+        response = self._finish()
+        return ended + self._event(f"response.{response['status']}", response=response)
+
+    def make_error(self, error: Exception) -> bytes:
+        _, body = error_body(error)
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": body["error"]["message"]}
+        return self._event("response.failed", response=response)
+
+    def _add(self, part: Part) -> bool:
+        """Adds a part to the last item, or begins one with it. Returns whether an item was begun."""
+        if self._begins_item(part):
+            self._parts.append(part)
+            return True
+        last = self._parts[-1]
+        if isinstance(part, ToolCallDelta):
+            assert isinstance(last, ToolCallDelta)
+            self._parts[-1] = replace(last, arguments=last.arguments + part.arguments)
+        else:
+            assert not isinstance(last, ToolCallDelta)
+            self._parts[-1] = replace(last, text=last.text + part.text)
+        return False
+
+    def _stream(self, part: Part) -> bytes:
+        """The events of a part."""
+        ended = self._end_item() if self._begins_item(part) else b""
+        events = ended + (self._begin_item(part) if self._add(part) else b"")
+        place = self._place()
+        if isinstance(part, ToolCallDelta):
+            if not part.arguments:
+                return events
+            return events + self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
+        place["content_index"] = 0
+        if isinstance(part, Reasoning):
+            return events + self._event("response.reasoning_text.delta", **place, delta=part.text)
+        return events + self._event("response.output_text.delta", **place, delta=part.text, logprobs=[])
+
+    def _begins_item(self, part: Part) -> bool:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(part, ToolCallDelta):
+            return not (isinstance(last, ToolCallDelta) and last.index == part.index)
+        return type(last) is not type(part)
+
+    def _begin_item(self, part: Part) -> bytes:
+        index = len(self._parts) - 1
+        item = self._item(index, "in_progress")
+        if isinstance(part, ToolCallDelta):
+            item["arguments"] = ""
+        else:
+            item["content"] = []
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        if isinstance(part, ToolCallDelta):
+            return added
+        return added + self._event(
+            "response.content_part.added", **self._place(), content_index=0, part=_content(replace(part, text=""))
+        )
+
+    def _end_item(self) -> bytes:
+        """The events at the end of the last item."""
+        if not self._parts:
+            return b""
+        part, place = self._parts[-1], self._place()
+        if isinstance(part, ToolCallDelta):
+            done = self._event(
+                "response.function_call_arguments.done", **place, name=part.name, arguments=part.arguments
+            )
+        else:
+            place["content_index"] = 0
+            if isinstance(part, Reasoning):
+                done = self._event("response.reasoning_text.done", **place, text=part.text)
+            else:
+                done = self._event("response.output_text.done", **place, text=part.text, logprobs=[])
+            done += self._event("response.content_part.done", **place, part=_content(part))
+        item = self._item(len(self._parts) - 1, "completed")
+        return done + self._event("response.output_item.done", output_index=len(self._parts) - 1, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        """The fields of an event that name the last item."""
+        index = len(self._parts) - 1
+        return {"item_id": self._item_id(index), "output_index": index}
+
+    def _item_id(self, index: int) -> str:
+        match self._parts[index]:
+            case ToolCallDelta():
+                prefix = "fc"
+            case Reasoning():
+                prefix = "rs"
+            case _:
+                prefix = "msg"
+        return f"{prefix}_{self._head.id.removeprefix('resp_')}_{index}"
+
+    def _item(self, index: int, status: str) -> dict[str, Any]:
+        part = self._parts[index]
+        item: dict[str, Any] = {"id": self._item_id(index), "status": status}
+        match part:
+            case ToolCallDelta(_, arguments, name, call_id):
+                return item | {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+            case Reasoning():
+                return item | {
+                    "type": "reasoning", "summary": [], "content": [_content(part)], "encrypted_content": None,
+                }  # fmt: skip
+            case _:
+                return item | {"type": "message", "role": "assistant", "content": [_content(part)]}
+
+    def _finish(self) -> dict[str, Any]:
+        """The complete response object."""
+        response = self._response("incomplete" if self._was_cut else "completed")
+        if self._was_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        count = len(self._parts)
+        statuses = ["completed"] * (count - 1) + ["incomplete" if self._was_cut else "completed"] * (count > 0)
+        response["output"] = [self._item(index, status) for index, status in enumerate(statuses)]
+        response["usage"] = self._usage_fields()
+        self._on_end(response, self._parts)
+        return response
+
+    def _usage_fields(self) -> dict[str, Any]:
+        """`reasoning_tokens` is estimated by the share of the text that is reasoning."""
+        usage = self._usage
+        texts = [part.arguments if isinstance(part, ToolCallDelta) else part.text for part in self._parts]
+        reasoning = sum(len(part.text) for part in self._parts if isinstance(part, Reasoning))
+        share = reasoning / max(1, sum(map(len, texts)))
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_device_tokens + usage.cached_host_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": round(share * usage.completion_tokens)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response object without output."""
+        return {
+            "id": self._head.id, "object": "response", "created_at": self._head.created, "status": status,
+            "model": self._head.model, "error": None, "incomplete_details": None, "output": [], "usage": None,
+            **self._settings,
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = json.dumps({"type": kind, "sequence_number": self._sequence, **fields}, separators=(",", ":"))
+        self._sequence += 1
+        return f"event: {kind}\ndata: {body}\n\n".encode()
+
+
+def _content(part: Part) -> dict[str, Any]:
+    """The content part of an item that is no call."""
+    assert not isinstance(part, ToolCallDelta)
+    if isinstance(part, Reasoning):
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}

@@ -1,0 +1,148 @@
+"""ResponsesRequest: the body of POST /v1/responses, and the ChatRequest that it means."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from coatcheck.proto.errors import InvalidParameter
+from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
+from coatcheck.router.openai.chat_request import ChatRequest
+from coatcheck.router.openai.request_body import validate_fields
+from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody
+from coatcheck.router.responses.input_items import ChatFields, InputItem, with_instructions
+
+
+class FunctionTool(RequestBody):
+    """A function that the client runs. OpenAI's own tools, which have another type, are refused."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class NamedFunctionChoice(RequestBody):
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(RequestBody):
+    """`summary` has no effect: reasoning is returned as it is."""
+
+    drops_unknown_fields: ClassVar = True
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(RequestBody):
+    """`name` and `description` have no effect, and the schema is always enforced."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class Text(RequestBody):
+    accepted_values: ClassVar = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+
+class StreamOptions(RequestBody):
+    accepted_values: ClassVar = {"include_obfuscation": (True, False)}
+
+
+class ResponsesRequest(RequestBody):
+    """`previous_response_id`: the chat goes on after that response. `store`: the response is kept for a while."""
+
+    accepted_values: ClassVar = {
+        "background": (False,),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "include": ([], ["reasoning.encrypted_content"]),
+    }
+    ignored_fields: ClassVar = (IGNORED_FIELDS - {"store", "metadata", "user"}) | {"max_tool_calls"}
+
+    model: str = ""
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES, min_length=1)]
+    instructions: str = ""
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | None = None
+    parallel_tool_calls: bool = True
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+    user: str | None = None
+
+    def to_chat(self, messages: Sequence[ChatFields]) -> ChatRequest:
+        """The chat that this body means. `messages`: of the previous responses and of `input`. Raises
+        InvalidRequest."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": with_instructions(self.instructions, messages),
+            "stream": self.stream,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [tool.to_chat() for tool in self.tools],
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tool_choice": self.tool_choice,
+        }
+        if isinstance(self.tool_choice, NamedFunctionChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if (form := self._format()) is not None and form.type == "json_schema":
+            if form.schema_ is None:
+                raise InvalidParameter("text.format.schema", "is missing; give the schema, or use json_object")
+            fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+        elif form is not None:
+            fields["response_format"] = {"type": form.type}
+        return validate_fields(_Chat, fields)
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of the response object that repeat the request."""
+        choice, form = self.tool_choice, self._format()
+        return {
+            "instructions": self.instructions or None,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
+            "store": self.store,
+            "temperature": self.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
+            "tool_choice": choice.model_dump() if isinstance(choice, RequestBody) else choice or "auto",
+            "tools": [tool.model_dump() for tool in self.tools],
+            "top_p": self.top_p,
+            "truncation": "disabled",
+            "background": False,
+            "user": self.user,
+        }
+
+    def _format(self) -> TextFormat | None:
+        return self.text.format if self.text is not None else None
+
+
+class _Chat(ChatRequest):
+    @property
+    def sent_names(self) -> dict[str, str]:
+        """See SamplingFields."""
+        return {"max_tokens": "max_output_tokens"}

@@ -1,0 +1,34 @@
+"""ResponseStore: what it keeps, and for whom."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.router.responses.response_store import ResponseStore, StoredResponse
+
+
+def stored(number: int, size: int = 1, tenant: str = "a") -> StoredResponse:
+    return StoredResponse(tenant, {"id": f"r{number}"}, (), size)
+
+
+def test_the_oldest_is_dropped_first() -> None:
+    """Beyond either limit the response that was stored first goes."""
+    store = ResponseStore(max_responses=2, max_bytes=10)
+    for number in range(3):
+        store.add_response(stored(number))
+    assert store.find_response("r0", "a") is None and store.find_response("r1", "a") is not None
+    store.add_response(stored(3, size=10))
+    assert store.find_response("r2", "a") is None and store.find_response("r3", "a") is not None
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 12), st.sampled_from("ab"))))
+def test_limits_always_hold(steps: list[tuple[bool, int, int, str]]) -> None:
+    """Whatever is added and deleted, count and bytes stay within the limits, and only the owner finds a response."""
+    store = ResponseStore(max_responses=4, max_bytes=20)
+    for number, (adds, name, size, tenant) in enumerate(steps):
+        if adds:
+            store.add_response(stored(number, size, tenant))
+            assert store.find_response(f"r{number}", tenant) is not None
+            assert store.find_response(f"r{number}", "c") is None
+        else:
+            store.delete_response(f"r{name}", tenant)
+        store.check()

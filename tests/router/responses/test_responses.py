@@ -1,0 +1,198 @@
+"""/v1/responses with OpenAI's own client, against scripted groups."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from coatcheck.proto.grammar import Grammar
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.access.key_holders import OPS, SEARCH, write_keys
+from tests.router.fake_group import FakeGroup
+from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.openai.scripted_chat import allows, saying
+from tests.router.tiny_tokenizer import write_model
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}[tool {{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
+    """A model that reasons and calls tools."""
+    return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("model"), TEMPLATE)))
+
+
+async def prompt_of(router: HttpRouter) -> str:
+    """The text of the last prompt that the group got."""
+    ids = list(router.groups[0].submits[-1].prompt_token_ids)
+    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
+    return shown
+
+
+async def test_a_response_has_reasoning_text_and_calls(
+    start_http_router: StartHttpRouter, model: TokenizerJson
+) -> None:
+    """Whole and streamed; the events of the stream add up to the response at its end."""
+    router = await start_http_router(saying(f"<think>hm</think>so{CALL}{CALL}"), tokenizer=model)
+    asked: dict[str, Any] = dict(model="tiny", input="hello", tools=[WEATHER], instructions="be brief")
+    whole = await router.openai.responses.create(**asked, reasoning={"effort": "low"})
+    assert "<system>be brief<user>hello" in await prompt_of(router) and "[low]" in await prompt_of(router)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert (whole.status, whole.output_text, whole.instructions) == ("completed", "so", "be brief")
+    assert whole.output[2].arguments == '{"city": "Bonn"}'  # type: ignore[union-attr]
+    assert whole.usage is not None and whole.usage.total_tokens > 20
+    events: list[Any] = [event async for event in await router.openai.responses.create(**asked, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    final = events[-1].response
+    assert events[-1].type == "response.completed" and final.output_text == "so"
+    for kind, wanted in (
+        ("response.output_text.delta", "so"),
+        ("response.reasoning_text.delta", "hm"),
+        ("response.function_call_arguments.delta", '{"city": "Bonn"}' * 2),
+    ):
+        assert "".join(event.delta for event in events if event.type == kind) == wanted
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == final.output
+    assert sum(event.type == "response.output_item.added" for event in events) == 4
+
+
+async def test_the_client_s_stream_helper(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """The client builds the same response from the events, which checks their order and their indices."""
+    router = await start_http_router(saying(f"<think>hm</think>so{CALL}"), tokenizer=model)
+    tool = openai.pydantic_function_tool(Place, name="weather")["function"]
+    tools: Any = [{"type": "function", "name": tool["name"], "parameters": tool["parameters"], "strict": False}]
+    async with router.openai.responses.stream(model="tiny", input="hello", tools=tools) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert "response.output_text.delta" in kinds and final.output_text == "so"
+
+
+class Place(BaseModel):
+    """A city."""
+
+    city: str
+
+
+async def test_a_conversation_goes_on(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """previous_response_id brings the input and the output of the responses before, but not their instructions."""
+    router = await start_http_router(saying(f"<think>hm</think>so{CALL}"), tokenizer=model)
+    create = router.openai.responses.create
+    first = await create(model="tiny", input="hello", instructions="be brief", tools=[WEATHER])
+    (call,) = (item for item in first.output if item.type == "function_call")
+    answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = await create(model="tiny", input=[answer], previous_response_id=first.id, tools=[WEATHER])
+    assert second.previous_response_id == first.id
+    third = await create(model="tiny", input="and now?", previous_response_id=second.id)
+    prompt = await prompt_of(router)
+    said = '<assistant><think>hm</think>so<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+    assert f"<user>hello{said}<tool>rain{said}<user>and now?" in prompt and "be brief" not in prompt
+    assert (await router.openai.responses.retrieve(third.id)).output_text == third.output_text
+    await router.openai.responses.delete(third.id)
+    with pytest.raises(openai.NotFoundError, match="keeps no response"):
+        await router.openai.responses.retrieve(third.id)
+    unkept = await create(model="tiny", input="hello", store=False)
+    with pytest.raises(openai.BadRequestError, match="which this router does not keep") as refused:
+        await create(model="tiny", input="hello", previous_response_id=unkept.id)
+    assert refused.value.param == "previous_response_id"
+
+
+async def test_the_output_may_be_the_next_input(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """Without a store the client sends the items of the output back."""
+    router = await start_http_router(saying(f"<think>hm</think>so{CALL}"), tokenizer=model)
+    history: list[Any] = [{"role": "developer", "content": [{"type": "input_text", "text": "be brief"}]}]
+    history += [{"role": "user", "content": "hello"}]
+    first = await router.openai.responses.create(model="tiny", input=history, tools=[WEATHER], store=False)
+    history += [item.model_dump() for item in first.output]
+    history += [{"role": "user", "content": [{"type": "input_text", "text": "and now?"}]}]
+    await router.openai.responses.create(model="tiny", input=history, store=False)
+    said = '<assistant><think>hm</think>so<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+    assert f"<system>be brief<user>hello{said}<user>and now?" in await prompt_of(router)
+
+
+async def test_structured_output_and_forced_calls(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """`parse` returns the model's fields; a forced call fits its schema."""
+    router = await start_http_router(saying('{"city": "Bonn"}'), tokenizer=model)
+    parsed = await router.openai.responses.parse(model="tiny", input="hello", text_format=Place)
+    assert parsed.output_parsed == Place(city="Bonn")
+    grammar = Grammar.from_message(router.groups[0].submits[-1].sampling.structured)
+    assert allows(grammar, '<think>hm</think>{"city": "Bonn"}') and not allows(grammar, '{"town"')
+    choice: Any = {"type": "function", "name": "weather"}
+    forced = await router.openai.responses.create(model="tiny", input="hello", tools=[WEATHER], tool_choice=choice)
+    assert [item.type for item in forced.output] == ["function_call"]
+
+
+async def test_a_response_that_max_tokens_cuts(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """It is incomplete, with the reason."""
+    router = await start_http_router(saying("one two three"), tokenizer=model)
+    asked: dict[str, Any] = dict(model="tiny", input="hello", max_output_tokens=2)
+    cut = await router.openai.responses.create(**asked)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    events = [event async for event in await router.openai.responses.create(**asked, stream=True)]
+    assert events[-1].type == "response.incomplete"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "background": ({"background": True}, "background"),
+    "conversation": ({"conversation": "c"}, "conversation"),
+    "their tool": ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    "image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+    "truncation": ({"truncation": "auto"}, "truncation"),
+    "scores": ({"top_logprobs": 2}, "top_logprobs"),
+    "limit": ({"max_output_tokens": 0}, "max_output_tokens"),
+    "no schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+    "nothing": ({"input": []}, "input"),
+}
+
+
+async def test_what_is_not_served_is_refused_by_name(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """Each wrong body gets a 400 that names the field, and reaches no group."""
+    group = FakeGroup()
+    router = await start_http_router(group, tokenizer=model)
+    for case, (changes, words) in REFUSED.items():
+        error = await router.expect_refusal("/v1/responses", {"model": "tiny", "input": "hello"} | changes)
+        assert words in error["message"] and words in error["param"], (case, error)
+    assert not group.submits
+
+
+async def test_a_stream_that_fails_says_so(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """The last event is response.failed, with the error."""
+    group = FakeGroup(hold_after=2)
+    router = await start_http_router(group, tokenizer=model, move_wait_seconds=0.0)
+    last: Any = None
+    async for event in await router.openai.responses.create(model="tiny", input="hello", stream=True):
+        if event.type == "response.in_progress":
+            await group.kill()
+        last = event
+    assert last.type == "response.failed" and last.response.error.message
+
+
+async def test_a_response_is_its_tenant_s_alone(
+    start_http_router: StartHttpRouter, model: TokenizerJson, tmp_path: Any
+) -> None:
+    """Another tenant cannot read, continue or delete it."""
+    router = await start_http_router(saying("so"), tokenizer=model, key_file=write_keys(tmp_path / "keys.yaml"))
+    mine, theirs = (router.openai.with_options(api_key=key) for key in (SEARCH, OPS))
+    made = await mine.responses.create(model="tiny", input="hello")
+    assert (await mine.responses.retrieve(made.id)).id == made.id
+    for call in (theirs.responses.retrieve(made.id), theirs.responses.delete(made.id)):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    with pytest.raises(openai.BadRequestError):
+        await theirs.responses.create(model="tiny", input="hello", previous_response_id=made.id)
