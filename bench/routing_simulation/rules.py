@@ -7,13 +7,36 @@ import random
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Final, NamedTuple
 
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
+from coatcheck.bench.routing_simulation.simulated_index import match_prefix
 
 Groups = Sequence[SimulatedGroup]
-Matched = Mapping[str, int]  # group -> blocks of the prompt that it holds
-Rule = Callable[[SimulatedRequest, Groups, Matched, float, random.Random], SimulatedGroup]
+
+
+class CachedPrefix:
+    """The blocks of a prompt that each group holds from its start, found when a rule first asks: half of them never do.
+    `known`: the blocks by group, where they have been found already."""
+
+    __slots__ = ("_by_group", "_chain", "_groups")
+
+    def __init__(self, chain: Sequence[bytes], groups: Groups, known: Mapping[str, int] | None = None) -> None:
+        self._chain = chain
+        self._groups = groups
+        self._by_group = known
+
+    def blocks(self, group: SimulatedGroup) -> int:
+        """Number of blocks that the group holds, in any tier."""
+        if self._by_group is None:
+            bits = {group.bit: group.name for group in self._groups}
+            matches = match_prefix(self._chain, sum(bits), self._groups[0].holders)
+            self._by_group = {bits[bit]: match.blocks for bit, match in matches.items()}
+        return self._by_group.get(group.name, 0)
+
+
+Rule = Callable[[SimulatedRequest, Groups, CachedPrefix, float, random.Random], SimulatedGroup]
 _RING = 64  # points of each group on the ring
 _HASHED = 2  # first blocks that are hashed: the first alone is shared by a whole trace
 
@@ -24,12 +47,8 @@ def _least(groups: Groups, cost: Callable[[SimulatedGroup], float], rng: random.
     return rng.choice([group for group, value in zip(groups, costs, strict=True) if value == least])
 
 
-def _blocks(matched: Matched, group: SimulatedGroup) -> int:
-    return matched.get(group.name, 0)
-
-
 def at_random(
-    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+    job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
 ) -> SimulatedGroup:
     return rng.choice(groups)
 
@@ -37,7 +56,9 @@ def at_random(
 def round_robin() -> Rule:
     turn = -1
 
-    def rule(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+    def rule(
+        job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
+    ) -> SimulatedGroup:
         nonlocal turn
         turn += 1
         return groups[turn % len(groups)]
@@ -46,7 +67,7 @@ def round_robin() -> Rule:
 
 
 def least_loaded(
-    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+    job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
 ) -> SimulatedGroup:
     """Fewest requests, running or waiting."""
     return _least(groups, lambda group: group.outstanding, rng)
@@ -56,11 +77,14 @@ def consistent_hash() -> Rule:
     """The group whose point follows the hash of the prompt's first blocks on a ring."""
     ring: list[tuple[int, SimulatedGroup]] = []
 
-    def rule(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+    def rule(
+        job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
+    ) -> SimulatedGroup:
         if not ring:
             ring.extend((_place(f"{group.name}/{spot}"), group) for group in groups for spot in range(_RING))
             ring.sort(key=lambda entry: entry[0])
-        key = _place(str(job.chain[:_HASHED] or rng.random()))
+        first = tuple(int.from_bytes(block, "little") for block in job.chain[:_HASHED])
+        key = _place(str(first or rng.random()))
         return ring[bisect(ring, key, key=lambda entry: entry[0]) % len(ring)][1]
 
     return rule
@@ -71,69 +95,107 @@ def _place(text: str) -> int:
 
 
 def longest_match(
-    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+    job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
 ) -> SimulatedGroup:
     """The longest cached prefix; among equals the least loaded."""
-    return _least(groups, lambda group: -_blocks(matched, group) * 1e6 + group.outstanding, rng)
+    return _least(groups, lambda group: -prefix.blocks(group) * 1e6 + group.outstanding, rng)
 
 
-def dynamo(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
-    """Fewest blocks of prefill left, this prompt's uncached ones too, plus blocks that are being decoded."""
+def dynamo(weight: float = 1.0) -> Rule:
+    """Fewest blocks: `weight` × those of prefill left, this prompt's uncached ones too, plus those being decoded."""
 
-    def cost(group: SimulatedGroup) -> float:
-        left = group.queued_now(now) + job.prompt - _blocks(matched, group) * BLOCK
-        return left / BLOCK + group.tiers.in_use
+    def rule(
+        job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
+    ) -> SimulatedGroup:
+        def cost(group: SimulatedGroup) -> float:
+            left = group.queued_now(now) + job.prompt - prefix.blocks(group) * BLOCK
+            return weight * (left / BLOCK) + group.tiers.in_use
 
-    return _least(groups, cost, rng)
+        return _least(groups, cost, rng)
 
-
-def sglang(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
-    """Least loaded when most and least are more than 64 and 1.5 times apart, else the longest match if it is long."""
-    loads = [group.outstanding for group in groups]
-    if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
-        return least_loaded(job, groups, matched, now, rng)
-    best = max((_blocks(matched, group) for group in groups), default=0)
-    if best * BLOCK > 0.3 * job.prompt:
-        return longest_match(job, groups, matched, now, rng)
-    return _least(groups, lambda group: group.tiers.allocated, rng)  # the smallest tree
+    return rule
 
 
-def llm_d(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
-    """Highest of 2 × share of the prompt cached + share of KV memory unused + how short the queue is."""
-    queues = [len(group.queue) for group in groups]
-    most, span = max(queues), max(queues) - min(queues)
+def sglang(requests: float = 64) -> Rule:
+    """Least loaded when most and least are more than `requests` and 1.5 times apart, else the longest match if it is
+    long."""
 
-    def score(group: SimulatedGroup) -> float:
-        prefix = _blocks(matched, group) / len(job.chain) if job.chain else 0.0
-        unused = 1 - group.tiers.in_use / group.model.blocks
-        return 2 * prefix + unused + ((most - len(group.queue)) / span if span else 1.0)
+    def rule(
+        job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
+    ) -> SimulatedGroup:
+        loads = [group.outstanding for group in groups]
+        if max(loads) - min(loads) > requests and max(loads) > 1.5 * min(loads):
+            return least_loaded(job, groups, prefix, now, rng)
+        best = max((prefix.blocks(group) for group in groups), default=0)
+        if best * BLOCK > 0.3 * job.prompt:
+            return longest_match(job, groups, prefix, now, rng)
+        return _least(groups, lambda group: group.tiers.allocated, rng)  # the smallest tree
 
-    return _least(groups, lambda group: -score(group), rng)
+    return rule
 
 
-def ray_serve(
-    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
-) -> SimulatedGroup:
-    """The better of two at random unless loads are within 10 of each other: then the longest match if it is long."""
-    loads = [group.outstanding for group in groups]
-    if max(loads) - min(loads) < 10:
-        best = max((_blocks(matched, group) for group in groups), default=0)
-        if best * BLOCK >= 0.1 * job.prompt:
-            return longest_match(job, groups, matched, now, rng)
-        return _least(groups, lambda group: group.tiers.allocated, rng)
-    return _least(rng.sample(groups, 2), lambda group: group.outstanding, rng)
+def llm_d(weight: float = 2.0) -> Rule:
+    """Highest of `weight` × share of the prompt cached + share of KV memory unused + how short the queue is."""
+
+    def rule(
+        job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
+    ) -> SimulatedGroup:
+        queues = [len(group.queue) for group in groups]
+        most, span = max(queues), max(queues) - min(queues)
+
+        def score(group: SimulatedGroup) -> float:
+            cached = prefix.blocks(group) / len(job.chain) if job.chain else 0.0
+            unused = 1 - group.tiers.in_use / group.model.blocks
+            return weight * cached + unused + ((most - len(group.queue)) / span if span else 1.0)
+
+        return _least(groups, lambda group: -score(group), rng)
+
+    return rule
+
+
+def ray_serve(requests: float = 10) -> Rule:
+    """The better of two at random unless loads are within `requests` of each other: then the longest match if it is
+    long."""
+
+    def rule(
+        job: SimulatedRequest, groups: Groups, prefix: CachedPrefix, now: float, rng: random.Random
+    ) -> SimulatedGroup:
+        loads = [group.outstanding for group in groups]
+        if max(loads) - min(loads) < requests:
+            best = max((prefix.blocks(group) for group in groups), default=0)
+            if best * BLOCK >= 0.1 * job.prompt:
+                return longest_match(job, groups, prefix, now, rng)
+            return _least(groups, lambda group: group.tiers.allocated, rng)
+        return _least(rng.sample(groups, min(2, len(groups))), lambda group: group.outstanding, rng)
+
+    return rule
 
 
 def rules() -> dict[str, Rule]:
-    """Every rule by name, fresh."""
+    """Every rule by name, fresh, as published."""
     return {
         "random": at_random,
         "round robin": round_robin(),
         "least loaded": least_loaded,
         "consistent hash": consistent_hash(),
         "longest match": longest_match,
-        "dynamo": dynamo,
-        "sglang": sglang,
-        "llm-d": llm_d,
-        "ray serve": ray_serve,
+        "dynamo": dynamo(),
+        "sglang": sglang(),
+        "llm-d": llm_d(),
+        "ray serve": ray_serve(),
     }
+
+
+class Tunable(NamedTuple):
+    """A rule with a weight, and the weights to choose from: first the published one."""
+
+    make: Callable[[float], Rule]
+    weights: tuple[float, ...]
+
+
+TUNABLE: Final[dict[str, Tunable]] = {
+    "dynamo": Tunable(dynamo, (1.0, 0.25, 0.5, 2.0, 4.0)),
+    "sglang": Tunable(sglang, (64, 4, 8, 16, 32)),
+    "llm-d": Tunable(llm_d, (2.0, 0.5, 1.0, 4.0, 8.0)),
+    "ray serve": Tunable(ray_serve, (10, 2, 5, 20, 40)),
+}

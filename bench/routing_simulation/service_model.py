@@ -49,12 +49,12 @@ class ServiceModel:
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """One request of the trace. `chain` names its prompt's full blocks."""
+    """One request of the trace. `chain`: hashes of its prompt's full blocks."""
 
     at: float
     prompt: int
     output: int
-    chain: tuple[int, ...]
+    chain: tuple[bytes, ...]
     group: str = ""
     estimated_prefill: int = 0  # prompt tokens to compute, as estimated at its arrival
     remaining: int = 0  # prompt tokens still to compute
@@ -63,5 +63,5 @@ class SimulatedRequest:
     unregistered: int = 0  # allocated blocks without a hash
     first_token: float = math.nan
     ended: float = math.nan
-    held: list[int] = field(default_factory=list)
-    to_register: frozenset[int] = frozenset()  # blocks that its prefill will register
+    held: list[bytes] = field(default_factory=list)
+    to_register: frozenset[bytes] = frozenset()  # blocks that its prefill will register

@@ -1,8 +1,8 @@
 """SimulatedGroup: a group of the routing benchmark: a queue, and steps that take time.
 
 Prompts are computed in order of arrival, in chunks beside the decodes. A prompt whose next block is being computed for
-another prompt waits for it. Blocks of the host tier are restored at the restore rate. The router gets KvEvents and
-Load, as from a real group.
+another prompt waits for it. Blocks of the host tier are restored at the restore rate. A router reads the group's Load
+as from a real group: each report is made at a whole multiple of `report_seconds`.
 """
 
 import math
@@ -10,24 +10,30 @@ from collections import deque
 from heapq import heappop, heappush
 
 from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
+from coatcheck.bench.routing_simulation.simulated_index import BlockHolders
 from coatcheck.bench.routing_simulation.simulated_tiers import SimulatedTiers
-from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus
-from coatcheck.proto.stubs.worker_pb2 import KvEvents, Load
+from coatcheck.proto.stubs.worker_pb2 import Load
+from coatcheck.router.routing.prefix_match import PrefixMatch
 
 
 class SimulatedGroup:
-    """`until`: when `advance` must be called next."""
+    """`until`: when `advance` must be called next. `place`: number of the group; `holders` is shared by all groups.
 
-    def __init__(self, name: str, model: ServiceModel) -> None:
-        self.name = name
+    `report` is the last Load and `reports` the number of those made so far. A router that reads them says so with
+    `is_watched`; for others nothing is reported, since that takes a third of the time of a run.
+    """
+
+    def __init__(self, place: int, model: ServiceModel, holders: BlockHolders) -> None:
+        self.name = f"g{place}"
+        self.bit = 1 << place
         self.model = model
         self.until = math.inf
-        self.tiers = SimulatedTiers(name, model.blocks, model.host_blocks)
+        self.holders = holders
+        self.tiers = SimulatedTiers(self.bit, holders, model.blocks, model.host_blocks)
         self.queue: deque[SimulatedRequest] = deque()
         self.queued_tokens = 0
         self.work = 0.0
         self.prefill_seconds = 0.0
-        self.prompt_tokens = self.cached_device = self.cached_host = 0
         self.started: list[SimulatedRequest] = []  # first token since the router last looked
         self.finished: list[SimulatedRequest] = []  # ended since the router last looked
         self._prefilling: list[SimulatedRequest] = []  # in order of arrival; admitted, and without their first token
@@ -41,8 +47,15 @@ class SimulatedGroup:
         self._run_steps = 0
         self._run_prefills: list[tuple[SimulatedRequest, int]] = []  # requests in prefill, and prompt tokens of each
         self._step_seconds = 0.0
+        self.is_watched = False
+        self.reports = 0
         self._changed_at = 0.0
-        self._reported = self._observe(0.0)
+        self._reported_at = -math.inf  # -inf if something has changed since the last report
+        self.report = Load()
+        self.report.status.blocks_total = model.blocks
+        self.report.status.prefill_tokens_per_second = model.prefill_rate
+        self.report.status.restore_tokens_per_second = model.restore_rate
+        self._observe(0.0)
 
     @property
     def running(self) -> int:
@@ -53,8 +66,7 @@ class SimulatedGroup:
         return self.running + len(self.queue)
 
     def submit(self, job: SimulatedRequest, now: float) -> None:
-        self._keep_report(now)
-        self._submissions += 1
+        self.count_submission(now)
         device, host = self.tiers.match_prefix(job.chain)
         job.estimated_prefill = job.prompt - (device + host) * BLOCK
         self.queued_tokens += job.estimated_prefill
@@ -66,6 +78,11 @@ class SimulatedGroup:
             if steps < self._run_steps:
                 self._run_steps = steps
                 self.until = self._began + steps * self._step_seconds
+
+    def count_submission(self, now: float) -> None:
+        """Count a request that a router sends, also if the group returns it."""
+        self._keep_report(now)
+        self._submissions += 1
 
     def advance(self) -> None:
         """End the run of equal steps, at time `until`, and begin the next one."""
@@ -85,21 +102,19 @@ class SimulatedGroup:
                 self._finish_prefill(job, now)
         self._begin(now)
 
-    def load(self, now: float) -> Load:
-        """The last report, made at the last whole multiple of `report_seconds`."""
-        period = self.model.report_seconds
-        tick = math.floor(now / period) * period
-        if tick >= self._changed_at:
-            self._reported = self._observe(tick)
-        return self._reported
+    def make_report(self, tick: float) -> None:
+        """Bring the report up to `tick`, the last whole multiple of `report_seconds`, if nothing changed since."""
+        if tick >= self._changed_at and tick != self._reported_at:
+            self._observe(tick)
+
+    def prompt_seconds(self, job: SimulatedRequest, match: PrefixMatch) -> float:
+        """The time that the prompt takes if `match` is cached."""
+        model = self.model
+        return (job.prompt - match.blocks * BLOCK) / model.prefill_rate + match.host * BLOCK / model.restore_rate
 
     def queued_now(self, now: float) -> float:
         """Prompt tokens still to be computed, exactly."""
         return self.queued_tokens + self._left_at(now)
-
-    def drain_events(self) -> KvEvents | None:
-        """The blocks stored and removed since the last call."""
-        return self.tiers.drain_events()
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
@@ -160,9 +175,6 @@ class SimulatedGroup:
         self.tiers.allocate_blocks(job, matched, fresh)
         job.cached, job.restored = matched * BLOCK, host * BLOCK
         job.remaining = job.prompt - job.cached
-        self.prompt_tokens += job.prompt
-        self.cached_device += device * BLOCK
-        self.cached_host += job.restored
         self.work += self.model.work(job.remaining, job.restored, job.prompt + job.output // 2, job.output)
         job.remaining += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
         return True
@@ -185,34 +197,32 @@ class SimulatedGroup:
         self.tiers.release_blocks(job)
 
     def _left_at(self, when: float) -> float:
-        left = sum(job.remaining for job in self._prefilling)
+        if not self._prefilling:
+            return 0
+        left = sum([job.remaining for job in self._prefilling])
         if not self._run_prefills:
             return left
         done = (when - self._began) / (self._step_seconds * self._run_steps)
-        return left - sum(tokens for _, tokens in self._run_prefills) * min(max(done, 0.0), 1.0)
+        return left - sum([tokens for _, tokens in self._run_prefills]) * min(max(done, 0.0), 1.0)
 
     def _keep_report(self, now: float) -> None:
         """Make the report that was due before a change."""
-        self.load(now)
-        self._changed_at = now
+        if self.is_watched:
+            period = self.model.report_seconds
+            self.make_report(math.floor(now / period) * period)
+            self._changed_at = now
+            self._reported_at = -math.inf
 
-    def _observe(self, when: float) -> Load:
+    def _observe(self, when: float) -> None:
+        load, status = self.report, self.report.status
         decodes = len(self._decoding)
-        return Load(
-            status=GroupStatus(
-                running=self.running,
-                waiting=len(self.queue),
-                blocks_total=self.model.blocks,
-                blocks_used=self.tiers.in_use,
-                blocks_cached=self.tiers.cached,
-                prompt_tokens=self.prompt_tokens,
-                cached_device_tokens=self.cached_device,
-                cached_host_tokens=self.cached_host,
-                prefill_tokens_per_second=self.model.prefill_rate,
-                restore_tokens_per_second=self.model.restore_rate,
-                step_seconds=self.model.step(decodes, self._context),
-            ),
-            queued_prefill_tokens=int(self.queued_tokens + self._left_at(when)),
-            all_submissions=self._submissions,
-            prefill_seconds=self.prefill_seconds + (when - self._began if self._run_prefills else 0.0),
-        )
+        status.running = self.running
+        status.waiting = len(self.queue)
+        status.blocks_used = self.tiers.in_use
+        status.blocks_cached = self.tiers.cached
+        status.step_seconds = self.model.step(decodes, self._context)
+        load.queued_prefill_tokens = int(self.queued_tokens + self._left_at(when))
+        load.all_submissions = self._submissions
+        load.prefill_seconds = self.prefill_seconds + (when - self._began if self._run_prefills else 0.0)
+        self._reported_at = when
+        self.reports += 1

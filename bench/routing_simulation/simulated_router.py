@@ -15,21 +15,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from coatcheck.bench.routing_simulation.rules import Rule
+from coatcheck.bench.routing_simulation.rules import CachedPrefix, Rule
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
-from coatcheck.bench.routing_simulation.simulated_tiers import block_name
+from coatcheck.bench.routing_simulation.simulated_index import ExpectedHolders, match_prefix
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
+from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
-from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import GUESSED_ANSWER_TOKENS, Decision, choose_group
 from coatcheck.router.serving.admission_queue import ANSWERS_AVERAGED, due_at
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
 
+_MAX_RETURNS = 3  # as in router/serving/dispatcher.py
 # Requests that are sent now, and the group of each.
 Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
 
@@ -50,25 +50,25 @@ class SimulatedRouter:
         queued: bool = True,
     ) -> None:
         self.serving = {group.name for group in groups}
-        self._groups = {group.name: group for group in groups}
+        self._groups = groups
         self._rule = rule
-        self._queued = queued  # of a published rule
         self._rng = rng
-        self._views = [_View(groups, self.serving, rule, rng) for _ in range(routers)]
+        # A published rule without our queue sees the groups themselves, and needs no view of them.
+        views = routers if queued or rule is None else 0
+        self._views = [_View(groups, self.serving, rule, rng) for _ in range(views)]
         self._turn = 0
 
     def add_request(self, job: SimulatedRequest) -> Placed:
         """Send a request, or queue it if no group has room."""
-        view = self._views[self._turn % len(self._views)]
-        self._turn += 1
-        if self._queued or self._rule is None:
+        if self._views:
+            view = self._views[self._turn % len(self._views)]
+            self._turn += 1
             yield from view.add_request(job)
-            return
-        matched = {name: m.device + m.host for name, m in view.index.matched_blocks(_chain(job)).items()}
-        serving = [group for name, group in self._groups.items() if name in self.serving]
-        group = self._rule(job, serving, matched, job.at, self._rng)
-        job.group = group.name
-        yield job, group
+        elif self._rule is not None:
+            serving = [group for group in self._groups if group.name in self.serving]
+            group = self._rule(job, serving, CachedPrefix(job.chain, self._groups), job.at, self._rng)
+            job.group = group.name
+            yield job, group
 
     def send_queued(self, now: float) -> Placed:
         """Send queued requests while groups have room."""
@@ -78,14 +78,11 @@ class SimulatedRouter:
     @property
     def waiting(self) -> int:
         """Queued requests of all routers."""
-        return sum(len(view.queue) for view in self._views)
+        return sum([len(view.queue) for view in self._views])
 
     def update(self, group: SimulatedGroup) -> None:
-        """Take the group's KV events, first tokens and ended requests."""
-        events = group.drain_events()
+        """Take the group's first tokens and ended requests."""
         for view in self._views:
-            if events is not None:
-                view.index.apply_events(group.name, events)
             for job in group.started:
                 view.record_first_token(job)
             for job in group.finished:
@@ -93,17 +90,11 @@ class SimulatedRouter:
         group.started.clear()
         group.finished.clear()
 
-    @property
-    def indexed_entries(self) -> int:
-        """Blocks by group and tier that the first router knows of."""
-        return self._views[0].index.entries
-
     def check(self) -> None:
         """Raises AssertionError if a router expects a prefill after all requests have ended."""
         for view in self._views:
-            view.index.check()
             view.queue.check()
-            assert not len(view.index.expected_blocks), "an answered prompt is still expected"
+            assert not len(view.expected), "an answered prompt is still expected"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -119,13 +110,18 @@ class _View:
     ) -> None:
         self._serving = serving
         self._rule = rule
-        self.index = PrefixIndex()
+        self._holders = groups[0].holders
+        self.expected = ExpectedHolders()
+        self._names = {group.bit: group.name for group in groups}
+        self._all = sum(self._names)  # the set of all groups
         self._replication = PrefixReplication()
         self._answer_tokens = GUESSED_ANSWER_TOKENS
         self.queue: FairQueue[_QueuedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
+        self._reports_read = dict.fromkeys(self._groups, 0)
+        self._period = groups[0].model.report_seconds
         self._sent: dict[int, int] = {}  # id of a request -> its number in its group's load
         # Times of the submissions that no report contains yet, and the number of those that the last report contains.
         self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
@@ -138,18 +134,16 @@ class _View:
                 max_batch_tokens=most.chunk,
                 max_num_seqs=most.max_sequences,
             )
-            self.index.add_group(group.name, group.name, most.blocks + most.host_blocks)
-            self.index.apply_snapshot(group.name, SnapshotChunk(epoch=group.name, first=True, last=True))
             self._loads[group.name] = GroupLoad(registration)
+            group.is_watched = True
 
     def add_request(self, job: SimulatedRequest) -> Placed:
         self._read_reports(job.at)
         if not len(self.queue) and self._has_room:
             yield self._place(job, job.at)
         else:
-            costs = self._decide(job, self._matched(job), self._serving).costs
-            seconds = min(cost.prefill_seconds + cost.restore_seconds for cost in costs)
-            self.queue.add(_QueuedRequest(tenant=ANONYMOUS, due=due_at(job.at, seconds), request=job))
+            due = due_at(job.at, self._prompt_seconds(job))
+            self.queue.add(_QueuedRequest(tenant=ANONYMOUS, due=due, request=job))
 
     def send_queued(self, now: float) -> Placed:
         self._read_reports(now)
@@ -159,7 +153,7 @@ class _View:
     def record_first_token(self, job: SimulatedRequest) -> None:
         if (number := self._sent.get(id(job))) is not None:
             self._loads[job.group].record_first_output(number)
-            self.index.remove_expected(job.group, id(job))
+            self.expected.remove(self._groups[job.group].bit, id(job))
 
     def record_end(self, job: SimulatedRequest) -> None:
         if (number := self._sent.pop(id(job), None)) is not None:
@@ -172,20 +166,31 @@ class _View:
 
     def _read_reports(self, now: float) -> None:
         """Take the groups' reports up to now."""
-        for name, load in self._loads.items():
-            group = self._groups[name]
-            if (report := group.load(now)) is not load.last:
-                period = group.model.report_seconds
-                tick = math.floor(now / period) * period
-                sent_at = self._sent_at[name]
-                while sent_at and sent_at[0] <= tick:
-                    sent_at.popleft()
-                    self._reported[name] += 1
-                report.submissions = self._reported[name]  # each router has its own stream, and its own count
-                load.report(report, tick)
+        tick = math.floor(now / self._period) * self._period
+        for name, group in self._groups.items():
+            group.make_report(tick)
+            if group.reports == self._reports_read[name]:
+                continue
+            self._reports_read[name] = group.reports
+            sent_at = self._sent_at[name]
+            while sent_at and sent_at[0] <= tick:
+                sent_at.popleft()
+                self._reported[name] += 1
+            group.report.submissions = self._reported[name]  # each router has its own stream, and its own count
+            self._loads[name].report(group.report, tick)
 
     def _matched(self, job: SimulatedRequest) -> Mapping[str, PrefixMatch]:
-        return self.index.matched_blocks(_chain(job))
+        """The blocks of the prompt that each group holds, or has been sent to compute."""
+        matches = match_prefix(job.chain, self._all, self._holders, self.expected.groups)
+        return {self._names[bit]: match for bit, match in matches.items()}
+
+    def _prompt_seconds(self, job: SimulatedRequest) -> float:
+        """The least time that the prompt takes to compute on one of the groups."""
+        matched = self._matched(job)
+        if self._rule is None:
+            costs = self._decide(job, matched, self._serving).costs
+            return min([cost.prefill_seconds + cost.restore_seconds for cost in costs])
+        return min([self._groups[name].prompt_seconds(job, matched.get(name, NO_MATCH)) for name in self._serving])
 
     def _decide(self, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Iterable[str]) -> Decision:
         candidates = [
@@ -199,15 +204,33 @@ class _View:
         matched = self._matched(job)
         names = [name for name in self._loads if name in self._serving and not self._loads[name].is_full]
         if self._rule is None:
-            decision = self._decide(job, matched, names)
-            job.group = self._replication.review(decision, _chain(job), BLOCK).group
+            job.group = self._place_by_cost(job, matched, names, now)
         else:
             job.group = self._place_by_rule(self._rule, job, matched, names, now)
         self._sent_at[job.group].append(now)
         cached = matched.get(job.group, NO_MATCH).blocks * BLOCK
         self._sent[id(job)] = self._loads[job.group].add_submission(job.prompt - cached)
-        self.index.add_expected(job.group, id(job), _chain(job))
-        return job, self._groups[job.group]
+        group = self._groups[job.group]
+        self.expected.add(group.bit, id(job), job.chain)
+        return job, group
+
+    def _place_by_cost(
+        self, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Sequence[str], now: float
+    ) -> str:
+        """The group that choose_group() chooses, and keeps the request. A group that other routers have sent more work
+        meanwhile returns it, with the length of its queue."""
+        for _ in range(_MAX_RETURNS):
+            chosen = self._replication.review(self._decide(job, matched, names), job.chain, BLOCK).chosen
+            load, queued = self._loads[chosen.group], self._groups[chosen.group].queued_now(now)
+            limit = load.max_queued_tokens(chosen.queued_tokens)
+            if limit is None or queued <= limit:
+                return chosen.group
+            number = load.add_submission(job.prompt - chosen.cached_tokens)
+            load.record_return(number, int(queued))
+            load.end_choices(number)
+            self._sent_at[chosen.group].append(now)
+            self._groups[chosen.group].count_submission(now)
+        return self._replication.review(self._decide(job, matched, names), job.chain, BLOCK).group
 
     def _place_by_rule(
         self, rule: Rule, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Sequence[str], now: float
@@ -217,8 +240,5 @@ class _View:
         blocks = {name: match.blocks for name, match in matched.items()}
         most = max((blocks.get(name, 0) for name in names if self._loads[name].has_room), default=-1)
         allowed = [name for name in names if self._loads[name].has_room or blocks.get(name, 0) > most]
-        return rule(job, [self._groups[name] for name in allowed], blocks, now, self._rng).name
-
-
-def _chain(job: SimulatedRequest) -> list[bytes]:
-    return [block_name(block) for block in job.chain]
+        groups = [self._groups[name] for name in allowed]
+        return rule(job, groups, CachedPrefix(job.chain, groups, blocks), now, self._rng).name

@@ -8,77 +8,17 @@ and nothing times out.
 import heapq
 import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from coatcheck.bench.routing_simulation.cells import CHANGES, GROUPS, Cell, Change, Cluster
 from coatcheck.bench.routing_simulation.rules import Rule
-from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
+from coatcheck.bench.routing_simulation.service_model import ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
+from coatcheck.bench.routing_simulation.simulated_index import BlockHolders
 from coatcheck.bench.routing_simulation.simulated_router import Placed, SimulatedRouter
-from coatcheck.cluster.benchmark.request_trace import TraceEntry
-
-GROUPS = 8
-OURS = "coatcheck"
-
-
-class Cluster(Enum):
-    """How the groups of a cell differ from each other."""
-
-    EQUAL = ""
-    MIXED_SPEEDS = "mixed speeds"  # a quarter of the groups is half as fast
-    MIXED_SIZES = "mixed sizes"  # half of the groups have twice the blocks, the others a third
-    CHANGING = "changing"  # groups drain and join while requests come; the load counts all groups
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One workload at one cache size (`blocks` of each group) and one load."""
-
-    workload: str
-    blocks: int
-    load: float
-    host_blocks: int = 0
-    cluster: Cluster = Cluster.EQUAL
-
-    @property
-    def name(self) -> str:
-        host = f"+{self.host_blocks} host" if self.host_blocks else ""
-        cluster = f"/{self.cluster.value}" if self.cluster.value else ""
-        return f"{self.workload}/{self.blocks}{host}/{self.load:g}{cluster}"
-
-    def models(self, groups: int) -> list[ServiceModel]:
-        """The service model of each group."""
-        model = ServiceModel(blocks=self.blocks, host_blocks=self.host_blocks)
-        if self.cluster is Cluster.MIXED_SPEEDS:
-            slow = groups // 4
-            return [model] * (groups - slow) + [model.slowed(2)] * slow
-        if self.cluster is Cluster.MIXED_SIZES:
-            large, small = replace(model, blocks=2 * self.blocks), replace(model, blocks=self.blocks // 3)
-            return [large if place < groups // 2 else small for place in range(groups)]
-        return [model] * groups
-
-
-class Change(NamedTuple):
-    """At a time, as a share of the run, a group begins or ceases to take requests."""
-
-    when: float
-    group: int
-    serves: bool
-
-
-# Of a cluster that changes, the last group joins late.
-CHANGES = (
-    Change(0.0, -1, False),
-    Change(0.2, 0, False),
-    Change(0.35, -1, True),
-    Change(0.5, 1, False),
-    Change(0.6, 0, True),
-    Change(0.7, 2, False),
-    Change(0.8, 1, True),
-)
+from coatcheck.bench.routing_simulation.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,63 +85,25 @@ def simulate(
     run_until(math.inf)
 
 
-def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
-    """Prompt tokens of each request that are found in one LRU cache of `blocks` blocks."""
-    held: OrderedDict[int, None] = OrderedDict()
-    hits = []
-    for entry in entries:
-        blocks_of = _chain(entry)
-        hits.append(next((place for place, block in enumerate(blocks_of) if block not in held), len(blocks_of)) * BLOCK)
-        for block in reversed(blocks_of):
-            held[block] = None
-            held.move_to_end(block)
-        while len(held) > blocks:
-            held.popitem(last=False)
-    return hits
-
-
-def speed_up(entries: Sequence[TraceEntry], hits: Sequence[int], models: Sequence[ServiceModel], load: float) -> float:
-    """The factor on the rate of arrivals for `load`. A group's capacity is in proportion to its prefill rate."""
-    model = models[0]
-    work = sum(
-        model.work(entry.input_len - hit, 0, entry.input_len + entry.output_len // 2, entry.output_len)
-        for entry, hit in zip(entries, hits, strict=True)
-    )
-    capacity = sum(group.prefill_rate for group in models) / model.prefill_rate
-    return load * capacity * entries[-1].at / work
-
-
 def run(
     cell: Cell,
     rule: Rule | None,
-    entries: Sequence[TraceEntry],
+    workload: Workload,
     *,
     groups: int = GROUPS,
-    routers: int = 1,
     queued: bool = False,
     seed: int = 0,
-    hits: Sequence[int] | None = None,
-) -> tuple[SimulationResult, float]:
-    """One rule in one cell, and the pooled cache's hit ratio. `rule`: None is our own. `queued`: the rule gets our
-    queue. `hits` are those of `pooled_hits`, if they are known."""
+) -> SimulationResult:
+    """One rule in one cell. `rule`: None is our own. `queued`: the rule gets our queue."""
     models = cell.models(groups)
-    hits = hits or pooled_hits(entries, sum(model.blocks + model.host_blocks for model in models))
-    speed = speed_up(entries, hits, models, cell.load)
-    jobs = [
-        SimulatedRequest(entry.at / speed, entry.input_len, max(entry.output_len, 1), _chain(entry))
-        for entry in entries
-    ]
-    members = [SimulatedGroup(f"g{place}", model) for place, model in enumerate(models)]
-    router = SimulatedRouter(members, rule, random.Random(seed), routers, queued=queued)
+    jobs = workload.jobs(models, cell.load)
+    holders = BlockHolders()
+    members = [SimulatedGroup(place, model, holders) for place, model in enumerate(models)]
+    router = SimulatedRouter(members, rule, random.Random(seed), cell.routers, queued=queued)
     simulate(jobs, members, router, CHANGES if cell.cluster is Cluster.CHANGING else ())
     for member in members:
         member.check()
-    return _outcome(jobs, members, models[0]), sum(hits) / sum(job.prompt for job in jobs)
-
-
-def _chain(entry: TraceEntry) -> tuple[int, ...]:
-    # A prompt's last token is always computed, so a block that ends with it is never looked up.
-    return entry.blocks[: (entry.input_len - 1) // BLOCK]
+    return _outcome(jobs, members, models[0])
 
 
 def _outcome(

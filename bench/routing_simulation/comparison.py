@@ -1,0 +1,94 @@
+"""The rules that are compared in each cell: ours, and those of others in three ways.
+
+As published they place each request when it comes. Behind our queue they have our queue, its gate, and our knowledge of
+prompts in flight. Tuned they have these too, and the weight with the least TTFT p90 on the workload's training part.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from coatcheck.bench.routing_simulation.cells import Cell, Cluster
+from coatcheck.bench.routing_simulation.rules import TUNABLE, rules
+from coatcheck.bench.routing_simulation.service_model import ServiceModel
+from coatcheck.bench.routing_simulation.simulation import SimulationResult, run
+from coatcheck.bench.routing_simulation.workload import Part, Workload, load_part
+from coatcheck.bench.routing_simulation.workloads import tenants
+
+OURS: Final = "coatcheck"
+QUEUED: Final = " + our queue"
+TUNED: Final = ", tuned" + QUEUED
+RULES: Final = (
+    OURS,
+    *rules(),
+    *(name + QUEUED for name in rules()),
+    *(name + TUNED for name in TUNABLE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One rule in one cell. `weight`: of a tuned rule. `code`: see `fingerprint`."""
+
+    cell: str
+    rule: str
+    result: SimulationResult
+    weight: float | None
+    code: str
+
+
+def measure(cell: Cell, rule: str, traces: Path) -> Measured:
+    """Run a rule, by its name in RULES, on the measured part of the cell's workload, tuned on the training part."""
+    weight = None
+    if rule.endswith(TUNED):
+        name = rule.removesuffix(TUNED)
+        training = load_part(cell.workload, Part.TRAINING, traces)
+        weight = min(TUNABLE[name].weights, key=lambda w: _run(cell, name, training, True, w).ttft_p90)
+    workload = load_part(cell.workload, Part.MEASURED, traces)
+    name = rule.removesuffix(TUNED).removesuffix(QUEUED)
+    result = _run(cell, name, workload, rule.endswith(QUEUED), weight)
+    return Measured(cell.name, rule, result, weight, fingerprint(cell, rule, traces))
+
+
+def _run(cell: Cell, name: str, workload: Workload, queued: bool, weight: float | None) -> SimulationResult:
+    rule = None if name == OURS else rules()[name] if weight is None else TUNABLE[name].make(weight)
+    return run(cell, rule, workload, queued=queued)
+
+
+def fingerprint(cell: Cell, rule: str, traces: Path) -> str:
+    """Changes if the workload changes, or the code, so that the rule chooses otherwise. Figures with another
+    fingerprint are of earlier code."""
+    parts = (Part.TRAINING, Part.MEASURED) if rule.endswith(TUNED) else (Part.MEASURED,)
+    digests = [_digest(cell.workload, part, traces) for part in parts]
+    return blake2b(" ".join([*digests, _behaviour(rule)]).encode(), digest_size=4).hexdigest()
+
+
+@cache
+def _digest(workload: str, part: Part, traces: Path) -> str:
+    return load_part(workload, part, traces).digest
+
+
+_PROBES: Final = (
+    Cell("", 60, 0.95, host_blocks=30, routers=2),
+    Cell("", 120, 0.85, cluster=Cluster.MIXED_SPEEDS),
+    Cell("", 200, 0.7, cluster=Cluster.MIXED_SIZES),
+    Cell("", 80, 0.9, cluster=Cluster.CHANGING),
+)
+
+
+@cache
+def _behaviour(rule: str) -> str:
+    """All figures of short runs, to the last bit. Unlike the source they do not change when code is only rewritten."""
+    name = rule.removesuffix(TUNED).removesuffix(QUEUED)
+    weights: tuple[float | None, ...] = TUNABLE[name].weights if rule.endswith(TUNED) else (None,)
+    figures = [
+        asdict(_run(cell, name, _probe(), rule.endswith(QUEUED), weight)) for cell in _PROBES for weight in weights
+    ]
+    return repr((asdict(ServiceModel()), weights, figures))
+
+
+@cache
+def _probe() -> Workload:
+    return Workload(tenants(0, 20, 300))
