@@ -19,6 +19,7 @@ from coatcheck.workers.core.rank_progress import RankProgress
 from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.host.disk_space import describe_full_disk
 from coatcheck.workers.host.fast_imports import import_transformers
+from coatcheck.workers.host.numa import bind_rank
 from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
 
 if TYPE_CHECKING:
@@ -30,11 +31,20 @@ CONCURRENCY = 8
 
 class RankActor:
     """`incarnation`: earlier starts of the group in which the ranks came to run (see GroupEndpoint). `ranks_on_host`:
-    ranks of all groups on this host. `loopback`: whether all ranks of the group are on this host, and connect on
-    127.0.0.1."""
+    ranks of all groups on this host, among which this one has the index `rank_on_host`. `loopback`: whether all ranks
+    of the group are on this host, and connect on 127.0.0.1."""
 
-    def __init__(self, config: GroupConfig, rank: int, incarnation: int, *, ranks_on_host: int, loopback: bool) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: GroupConfig,
+        rank: int,
+        incarnation: int,
+        *,
+        rank_on_host: int,
+        ranks_on_host: int,
+        loopback: bool,
+    ) -> None:
+        self._config, self._binding = bind_rank(config, rank_on_host, ranks_on_host)
         self._number = rank
         self._incarnation = incarnation
         self._ranks_on_host = ranks_on_host
@@ -45,7 +55,7 @@ class RankActor:
         self._failure: Exception | None = None
         # Ray writes stdout and stderr of this process to files in its session directory.
         configure_logging(config.log_format, rank=f"{config.name}/{rank}")
-        set_thread_environment(threads=divide_cores(config.threads, ranks_on_host), host=self._host)
+        set_thread_environment(threads=divide_cores(self._config.threads, ranks_on_host), host=self._host)
 
     def rendezvous(self) -> str:
         """For rank 0: bind a port where the ranks will connect to each other. Return host:port."""
@@ -82,10 +92,16 @@ class RankActor:
             raise self._failure
 
     def progress(self) -> RankProgress:
-        """How far the rank has started, whether its host's disk is full, and the niceness of this process."""
+        """How far the rank has started, and what is known of its host and process."""
         progress = self._rank.progress if self._rank is not None else RankProgress()
         full_disk = describe_full_disk(os.path.dirname(self.log_file()))
-        return replace(progress, full_disk=full_disk, niceness=os.getpriority(os.PRIO_PROCESS, os.getpid()))
+        return replace(
+            progress,
+            full_disk=full_disk,
+            niceness=os.getpriority(os.PRIO_PROCESS, os.getpid()),
+            numa_nodes=self._binding.num_nodes,
+            numa_node=self._binding.node_number,
+        )
 
     def log_file(self) -> str:
         """Path of this process's log on its host."""

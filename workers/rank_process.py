@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +21,7 @@ from coatcheck.proto.log_lines import configure_logging
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
 from coatcheck.workers.host.fast_imports import import_transformers
+from coatcheck.workers.host.numa import bind_rank
 from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
 
 if TYPE_CHECKING:
@@ -34,13 +35,15 @@ _PR_SET_PDEATHSIG: Final = 1
 class RankStart:
     """What a rank needs to start. `listener`: the descriptor of rank 0's socket for the rendezvous, else None.
 
-    `parent`: the process id of the parent. `ranks_on_host` and `record_base`: see Rank.
+    `parent`: the process id of the parent. `rank_on_host` and `ranks_on_host`: see RankActor.
+    `record_base`: see Rank.
     """
 
     config: GroupConfig
     rank: int
     rendezvous: str
     listener: int | None
+    rank_on_host: int
     ranks_on_host: int
     record_base: str
     parent: int
@@ -55,6 +58,8 @@ class RankProcess:
 
     def __init__(self, start: RankStart, parent: Connection) -> None:
         self._start = start
+        self._config, self._binding = bind_rank(start.config, start.rank_on_host, start.ranks_on_host)
+        set_thread_environment(threads=divide_cores(self._config.threads, start.ranks_on_host), host=_HOST)
         self._parent = parent
         self._send_lock = threading.Lock()
         self._rank: Rank | None = None
@@ -71,7 +76,7 @@ class RankProcess:
 
             listener = None if start.listener is None else socket.socket(fileno=start.listener)
             self._rank = Rank(
-                start.config,
+                self._config,
                 start.rank,
                 ranks_on_host=start.ranks_on_host,
                 host=_HOST,
@@ -92,13 +97,17 @@ class RankProcess:
             while True:
                 message = self._parent.recv()
                 if message == "progress":
-                    self._send(self._rank.progress if self._rank is not None else RankProgress())
+                    self._send(self._progress())
                 elif message == "stop":
                     self._is_stopping = True
                     if self._rank is not None:
                         self._rank.stop()
         finally:
             os._exit(1)  # the parent has ended, or no longer understands this process
+
+    def _progress(self) -> RankProgress:
+        progress = self._rank.progress if self._rank is not None else RankProgress()
+        return replace(progress, numa_nodes=self._binding.num_nodes, numa_node=self._binding.node_number)
 
     def _send(self, message: object) -> None:
         with self._send_lock:
@@ -121,7 +130,6 @@ def main() -> None:
     die_with_parent(start.parent)
     config = start.config
     configure_logging(config.log_format, rank=f"{config.name}/{start.rank}")
-    set_thread_environment(threads=divide_cores(config.threads, start.ranks_on_host), host=_HOST)
     RankProcess(start, connection).run()
 
 

@@ -29,8 +29,19 @@ def ready_line(config: ServeConfig, state: ClusterState) -> str:
     each = "" if len(state.groups) == 1 else "each with " if are_equal else "each with at least "
     return (
         f"ready: {config.model_name} ({rank.dtype}) at {state.grpc_addresses[0]}{http}, {groups} x tp {config.tp}, "
-        f"{each}{holds}"
+        f"{each}{holds}{_describe_numa(state)}"
     )
+
+
+def _describe_numa(state: ClusterState) -> str:
+    """A clause about hosts with several NUMA nodes; "" if there is none."""
+    ranks = [rank for group in state.groups for rank in group.ranks]
+    most = max(rank.numa_nodes for rank in ranks)
+    if most == 1:
+        return ""
+    if all(rank.numa_nodes == 1 or rank.numa_node is not None for rank in ranks):
+        return ", each rank bound to a NUMA node"
+    return f", ranks not bound to NUMA nodes: a host has {most} nodes and fewer ranks; raise --tp or --groups"
 
 
 def niceness_warning(state: ClusterState) -> str:

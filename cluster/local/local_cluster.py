@@ -53,6 +53,7 @@ class LocalCluster:
                 RankProcesses(
                     group_config(config, name, self.device, self._certificates.group),
                     folder,
+                    ranks_before=index * config.tp,
                     ranks_on_host=config.groups * config.tp,
                     gpus=gpus[index * config.tp : (index + 1) * config.tp],
                 ),

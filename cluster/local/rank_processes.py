@@ -28,15 +28,24 @@ _CAUSE_SECONDS: Final = 1.0  # after one rank of a group that starts has ended, 
 class RankProcesses:
     """The processes of the group's newest start.
 
-    `folder`: for logs and crash records; private to this user. `ranks_on_host`: ranks of all groups. `gpus`: the GPU of
-    each rank as CUDA_VISIBLE_DEVICES has it; empty on CPUs.
+    `folder`: for logs and crash records; private to this user. `ranks_on_host`: ranks of all groups; `ranks_before`:
+    those of the groups before this one. `gpus`: the GPU of each rank as CUDA_VISIBLE_DEVICES has it; empty on CPUs.
     """
 
-    def __init__(self, config: GroupConfig, folder: Path, *, ranks_on_host: int, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: GroupConfig,
+        folder: Path,
+        *,
+        ranks_before: int,
+        ranks_on_host: int,
+        gpus: Sequence[str] = (),
+    ) -> None:
         self.group = config.name
         self.tp = config.tp
         self._config = config
         self._folder = folder
+        self._ranks_before = ranks_before
         self._ranks_on_host = ranks_on_host
         self._gpus = gpus
         self._ranks: list[ChildRank] = []
@@ -67,6 +76,7 @@ class RankProcesses:
                     rank,
                     rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
                     listener=listener.fileno() if rank == 0 else None,
+                    rank_on_host=self._ranks_before + rank,
                     ranks_on_host=self._ranks_on_host,
                     record_base=self._record_base(incarnation),
                     parent=os.getpid(),

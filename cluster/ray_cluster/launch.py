@@ -91,13 +91,14 @@ def start_rank(
     incarnation: int,
     placement_group: PlacementGroup,
     *,
+    rank_on_host: int,
     ranks_on_host: int,
     loopback: bool,
 ) -> RankHandle:
     """Start one rank of a group in its bundle of `placement_group`. Rank 0 also schedules and serves gRPC.
 
     Ray does not restart a rank alone: the ranks of a group end and start together. `start_number` is part of the
-    actor's name; `incarnation`, `ranks_on_host` and `loopback`: see RankActor.
+    actor's name; the other arguments: see RankActor.
     """
     bundle = placement_group.bundle_specs[rank]
     options = ray.remote(RankActor).options(
@@ -110,7 +111,10 @@ def start_rank(
         max_concurrency=CONCURRENCY,
         scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank),
     )
-    return cast(RankHandle, options.remote(config, rank, incarnation, ranks_on_host=ranks_on_host, loopback=loopback))
+    actor = options.remote(
+        config, rank, incarnation, rank_on_host=rank_on_host, ranks_on_host=ranks_on_host, loopback=loopback
+    )
+    return cast(RankHandle, actor)
 
 
 def kill_actor(actor: SupervisorHandle | RouterHandle | RankHandle) -> None:

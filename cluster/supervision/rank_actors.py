@@ -4,6 +4,7 @@ The ranks of a group start together and end together: one start makes one actor 
 """
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -44,6 +45,15 @@ class RankHosts:
     def get_hosts(self, group: str) -> tuple[str, ...]:
         """The node id of each rank of the group; empty if the group has no nodes."""
         return self._hosts.get(group, ())
+
+    def index_on_host(self, group: str, rank: int) -> int:
+        """How many ranks of all groups come before this one on its node. 0 if the group has no nodes."""
+        hosts = self.get_hosts(group)
+        if rank >= len(hosts):
+            return 0
+        earlier = itertools.takewhile(lambda name: name != group, self._hosts)
+        before = [*itertools.chain.from_iterable(self._hosts[name] for name in earlier), *hosts[:rank]]
+        return before.count(hosts[rank])
 
     def max_ranks_per_host(self, group: str) -> int:
         """The largest number of ranks, over all groups, on any node of this group."""
@@ -110,6 +120,7 @@ class RankActors:
                     start_number,
                     incarnation,
                     self._placement_group,
+                    rank_on_host=self._hosts.index_on_host(self.group, rank),
                     ranks_on_host=self._hosts.max_ranks_per_host(self.group),
                     loopback=self._loopback,
                 )

@@ -20,7 +20,8 @@ class RankProgress:
 
     `address`: of rank 0. `max_model_len`: the longest sequence that the group accepts. `model_len`: the longest that it
     would accept with a larger KV pool. `full_disk`: the result of describe_full_disk for the rank's host; "" if there
-    is room. `niceness`: of the rank's process, from -20 (scheduled first) to 19.
+    is room. `niceness`: of the rank's process, from -20 (scheduled first) to 19. `numa_nodes`: of the rank's host, 1 on
+    GPUs. `numa_node`: the one that the rank is bound to; None: it is not bound.
     """
 
     phase: Phase = Phase.STARTING
@@ -33,3 +34,5 @@ class RankProgress:
     dtype: str = ""
     full_disk: str = ""
     niceness: int = 0
+    numa_nodes: int = 1
+    numa_node: int | None = None

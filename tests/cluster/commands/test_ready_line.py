@@ -6,7 +6,15 @@ from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 
-def line(num_blocks: int, max_model_len: int, *, more_blocks: int = 100, http: tuple[str, ...] = ()) -> str:
+def line(
+    num_blocks: int,
+    max_model_len: int,
+    *,
+    more_blocks: int = 100,
+    http: tuple[str, ...] = (),
+    numa_nodes: int = 1,
+    numa_node: int | None = None,
+) -> str:
     """The line for two groups, of which the first has `more_blocks` than the second."""
     config = ServeConfig.build({"model": "some/llama", "groups": 2, "block_size": 16})
     groups = [
@@ -15,7 +23,13 @@ def line(num_blocks: int, max_model_len: int, *, more_blocks: int = 100, http: t
             state="serving",
             ranks=(
                 RankProgress(
-                    Phase.SERVING, num_blocks=blocks, max_model_len=max_model_len, model_len=2048, dtype="bfloat16"
+                    Phase.SERVING,
+                    num_blocks=blocks,
+                    max_model_len=max_model_len,
+                    model_len=2048,
+                    dtype="bfloat16",
+                    numa_nodes=numa_nodes,
+                    numa_node=numa_node,
                 ),
             ),
         )
@@ -42,6 +56,14 @@ def test_too_small_a_pool_is_said() -> None:
     assert line(5, 79).endswith(
         "5 blocks of 16 tokens, which is too few: no sequence can be longer than 79 tokens, and the model goes to "
         "2048; raise --kv-memory"
+    )
+
+
+def test_hosts_with_several_numa_nodes_are_told() -> None:
+    """On such hosts the line says whether each rank has a node of its own, and what to change if not."""
+    assert line(256, 2048, numa_nodes=2, numa_node=0).endswith("at once, each rank bound to a NUMA node")
+    assert line(256, 2048, numa_nodes=2).endswith(
+        "at once, ranks not bound to NUMA nodes: a host has 2 nodes and fewer ranks; raise --tp or --groups"
     )
 
 

@@ -102,11 +102,13 @@ def test_nodes_of_one_name_are_two_nodes() -> None:
 
 
 def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
-    """A group is told the number of ranks, of all groups, on the fullest of its nodes. A group that is gone counts no
-    more."""
+    """A group is told the number of ranks, of all groups, on the fullest of its nodes, and each rank its index among
+    those on its node. A group that is gone counts no more."""
     hosts = RankHosts()
     hosts.set_hosts("a", ["x", "y"])
     hosts.set_hosts("b", ["y", "y"])
     assert (hosts.max_ranks_per_host("a"), hosts.max_ranks_per_host("b"), hosts.max_ranks_per_host("c")) == (3, 3, 0)
+    assert [hosts.index_on_host("a", rank) for rank in (0, 1)] == [0, 0]
+    assert [hosts.index_on_host("b", rank) for rank in (0, 1, 2)] == [1, 2, 0]  # it has no third node yet
     hosts.set_hosts("b", [])
     assert hosts.max_ranks_per_host("a") == 1
