@@ -37,11 +37,11 @@ class ContextLengthExceeded(NeverFits):
 
     @classmethod
     def for_limit(cls, limit: int, explanation: str) -> Self:
-        """`limit`: max tokens of a sequence. `explanation`: the requested tokens, and what to change.
+        """`limit`: max tokens of a sequence. `explanation`: the tokens of the prompt, and what to change.
 
         OpenAI's clients match the first words, shorten the conversation and try again.
         """
-        return cls(f"This model's maximum context length is {limit} tokens. However, {explanation}")
+        return cls(f"This model's maximum context length is {limit} tokens; {explanation}")
 
 
 class Unauthenticated(CoatcheckError):

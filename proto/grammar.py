@@ -53,7 +53,7 @@ class Grammar:
     def __post_init__(self) -> None:
         """Raise InvalidRequest if `text` is empty or too long."""
         if not self.text.strip():
-            raise InvalidRequest(f"structured.{self.kind} is empty; it must be given, or structured output left out")
+            raise InvalidRequest(f"structured.{self.kind} is empty; set it, or remove structured output")
         for name, text in ((self.kind, self.text), ("prefix", self.prefix)):
             if len(text.encode(errors="replace")) > MAX_BYTES:
                 raise InvalidRequest(f"structured.{name} has more than {MAX_BYTES} bytes; it must be shorter")

@@ -23,7 +23,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_STOP_IDS = 256
-_STOP_IDS = f"at most {MAX_STOP_IDS} ids"
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +71,22 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"from 0 to {MAX_LOGPROBS}")
-        _require(len(self.stop) <= MAX_STOPS, "stop", len(self.stop), f"at most {MAX_STOPS} strings")
+        _limit("stop", len(self.stop), MAX_STOPS, "strings")
         _require(all(self.stop), "stop", "''", "strings of at least one character")
         longest = max(map(len, self.stop), default=0)
-        _require(longest <= MAX_STOP_LENGTH, "stop", f"{longest} characters long", f"at most {MAX_STOP_LENGTH} long")
-        _require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(self.stop_token_ids), _STOP_IDS)
+        _limit("stop", longest, MAX_STOP_LENGTH, "characters in one string")
+        _limit("stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS, "ids")
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             allowed = "unset with structured output, which ends when it is complete"
             _require(False, name, getattr(self, name), allowed)
-        _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
+        _limit("logit_bias", len(self.logit_bias), MAX_BIASES, "entries")
 
     @classmethod
     def from_message(cls, message: SamplingMessage, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Self:
         """From the wire. An unset field has the value in `defaults`, else its own default. Raises InvalidRequest."""
         # Checked before millions of ids become a tuple.
-        _require(len(message.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(message.stop_token_ids), _STOP_IDS)
+        _limit("stop_token_ids", len(message.stop_token_ids), MAX_STOP_IDS, "ids")
         present = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
         return cls(
             **{**defaults, **present},
@@ -118,6 +118,11 @@ class SamplingParams:
 
 _NOT_SCALAR = ("logit_bias", "stop", "stop_token_ids", "structured")
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_SCALAR)
+
+
+def _limit(name: str, count: int, maximum: int, what: str) -> None:
+    if count > maximum:
+        raise InvalidParameter(name, f"has {count} {what}; the maximum is {maximum}")
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -118,7 +118,7 @@ def build_request(
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(prompt)
     except UnicodeEncodeError:
-        raise InvalidRequest("a text holds half of a surrogate pair, which is no character; leave it out") from None
+        raise InvalidRequest("a text has a lone surrogate, which is not a character; remove it") from None
     except (TypeError, ValueError):
         raise InvalidRequest(f"{PROMPT_FORM}; {_SEVERAL_PROMPTS}") from None
     return request

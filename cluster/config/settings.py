@@ -178,7 +178,7 @@ def _describe_error(item: Any) -> str:
         return message
     name = _setting_name(item).replace("_", "-")
     if item["type"] == "missing":
-        return f"{name} is missing; give it as an argument or in the file"
+        return f"no {name} given; pass {name.upper()} or set it in --config"
     return f"{name} is {item['input']!r}; {message}"
 
 

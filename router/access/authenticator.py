@@ -64,12 +64,12 @@ class Authenticator:
     def _tenant_of_key(self, key: str) -> Tenant:
         tenant = self._tenants.get(hash_key(key))
         if tenant is None:
-            raise Unauthenticated("this key is not known here; it may have been withdrawn, or be another server's")
+            raise Unauthenticated("invalid API key; it may have been revoked, or be for another server")
         return tenant
 
     def _tenant_of_certificate(self, certificate: bytes | None) -> Tenant:
         if not certificate:
-            raise Unauthenticated(f"this server requires a key; {_HOW}")
+            raise Unauthenticated(f"no API key was sent; {_HOW}")
         names = certificate_names(certificate)
         for name in names:
             if tenant := self._tenants.get(name):
@@ -96,4 +96,4 @@ def _parse_authorization(authorization: str, basic: bool) -> str:
             return base64.b64decode(key, validate=True).decode().partition(":")[2]
         except (binascii.Error, UnicodeDecodeError):
             pass
-    raise Unauthenticated(f"this server does not know this form of authorization; {_HOW}")
+    raise Unauthenticated(f"unsupported authorization scheme; {_HOW}")

@@ -59,7 +59,7 @@ def check_entries(message: Message) -> None:
     """Raises InvalidRequest for a message with more than MAX_ENTRIES entries, more than MAX_NUMBERS numbers in one
     list, or an unknown field: no field that a client sends is ignored."""
     if message.ByteSize() > LONG_BYTES and _has_unknown_fields(message):
-        raise InvalidRequest(f"{message.DESCRIPTOR.name} has fields that this server does not know; leave them out")
+        raise InvalidRequest(f"{message.DESCRIPTOR.name} has unknown fields; remove them")
     _count_entries(message, MAX_ENTRIES)
 
 
@@ -68,7 +68,7 @@ def check_chat(message: GenerateRequest | TokenizeRequest, capacity: int) -> Non
     messages or more. `capacity`: the most tokens of one sequence; each message takes at least one token."""
     count = len(message.chat.messages)
     if count > MAX_MESSAGES:
-        raise InvalidRequest(f"the chat has {count} messages; at most {MAX_MESSAGES} are allowed")
+        raise InvalidRequest(f"the chat has {count} messages; the maximum is {MAX_MESSAGES}")
     if count >= capacity:
         raise NeverFits(
             f"the chat has {count} messages, each of at least one token; this server holds {capacity} tokens per "
@@ -90,8 +90,7 @@ def _count_entries(message: Message, left: int) -> int:
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise InvalidRequest(
-            f"{message.DESCRIPTOR.name} has a field numbered {unknown[0].field_number} that this server does not know; "
-            "leave it out"
+            f"{message.DESCRIPTOR.name} has an unknown field, number {unknown[0].field_number}; remove it"
         )
     for descriptor, value in message.ListFields():
         kind = descriptor.message_type
@@ -100,7 +99,7 @@ def _count_entries(message: Message, left: int) -> int:
             continue
         if kind is None and descriptor.cpp_type != descriptor.CPPTYPE_STRING:
             if len(value) > MAX_NUMBERS:
-                raise InvalidRequest(f"{descriptor.name} has {len(value)} entries; at most {MAX_NUMBERS} are allowed")
+                raise InvalidRequest(f"{descriptor.name} has {len(value)} entries; the maximum is {MAX_NUMBERS}")
             continue
         left -= len(value)
         if left < 0:

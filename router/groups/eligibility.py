@@ -52,8 +52,7 @@ def groups_that_can_hold(serving: list[GroupConnection], request: Request) -> li
         most = max(max_sequence_tokens(group) for group in serving)
         raise ContextLengthExceeded.for_limit(
             most,
-            f"you requested {request.max_len} tokens, prompt and max_tokens together: shorten the prompt or lower "
-            "max_tokens",
+            f"prompt and max_tokens together are {request.max_len}. Shorten the prompt or lower max_tokens",
         )
     return eligible
 

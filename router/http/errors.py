@@ -24,7 +24,7 @@ ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC_TYPES: Final = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 # OpenAI's error codes; its clients tell errors apart by them.
 _CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
-LONE_SURROGATE: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
+LONE_SURROGATE: Final = "a text has a lone surrogate, which is not a character; remove it"
 # A message may quote input of any length.
 _MESSAGE_CHARACTERS: Final = 1000
 

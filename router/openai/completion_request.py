@@ -26,7 +26,7 @@ def check_prompt_items(prompt: Any) -> Any:
         index = next(n for n, item in enumerate(prompt) if type(item) is not kind) if is_known else 0
         raise _wrong_item(str(index), prompt[index])
     if kind is not int and len(prompt) > MAX_PROMPTS:
-        raise ValueError(f"it holds {len(prompt)} prompts; send at most {MAX_PROMPTS} at once")
+        raise ValueError(f"it has {len(prompt)} prompts; the maximum is {MAX_PROMPTS}")
     if kind is list:
         for outer, ids in enumerate(prompt):
             if not set(map(type, ids)) <= {int}:

@@ -121,7 +121,7 @@ class OpenAIRoutes:
     async def model(self, name: str) -> dict[str, Any]:
         """Describes the model that is served, by its name."""
         if name != self._generation.model_name:
-            raise NotFound(f"model {name!r} is not served here; this server has {self._generation.model_name!r}")
+            raise NotFound(f"The model {name!r} does not exist; this server has {self._generation.model_name!r}")
         return self._model_object()
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
@@ -187,7 +187,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     endpoint = f"{request.method} {request.url.path}"
-    messages = {404: f"{endpoint} is no endpoint of this server", 405: f"{endpoint}: this endpoint has another method"}
+    messages = {404: f"unknown endpoint {endpoint}", 405: f"{endpoint}: method not allowed"}
     message = messages.get(error.status_code, str(error.detail))
     response = error_response(error.status_code, message, request.url.path)
     response.headers.update(error.headers or {})

@@ -79,7 +79,7 @@ class RequestBody(BaseModel):
         # Pydantic would describe every unknown field; for millions that takes minutes.
         large = max([len(data), *(len(value) for value in data.values() if isinstance(value, dict))])
         if large > _MAX_FIELDS:
-            raise InvalidRequest(f"an object of the body has {large} fields; it may have {_MAX_FIELDS}")
+            raise InvalidRequest(f"an object of the body has {large} fields; the maximum is {_MAX_FIELDS}")
         if cls.drops_unknown_fields:
             known = {field.alias or name for name, field in cls.model_fields.items()}
             return {name: value for name, value in data.items() if value is not None and name in known}
@@ -221,7 +221,7 @@ class SamplingFields(RequestBody):
         if (outputs is not None and outputs.json_object) or (wanted is not None and wanted.type == "json_object"):
             found.append(schema_grammar({"type": "object"}))
         if len(found) > 1:
-            raise InvalidRequest("structured output is requested in several ways; keep one of them")
+            raise InvalidRequest("several fields ask for structured output; keep one of them")
         return found[0] if found else None
 
     def make_generate_request(self, request_id: str, sampling: SamplingMessage, **prompt: Any) -> GenerateRequest:

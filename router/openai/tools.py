@@ -85,8 +85,8 @@ def strict_calls_grammar(functions: Sequence[Function]) -> Grammar:
 def _grammar(rules: str) -> Grammar:
     if len(rules) > MAX_BYTES:
         raise InvalidRequest(
-            f"the schemas of the tools have {len(rules)} bytes as a grammar; at most {MAX_BYTES} are allowed; send "
-            "fewer tools or shorter schemas, or set tool_choice to auto and leave strict out"
+            f"the schemas of the tools have {len(rules)} bytes as a grammar; the maximum is {MAX_BYTES}; send "
+            "fewer tools or shorter schemas, or set tool_choice to auto and remove strict"
         )
     return Grammar("grammar", rules)
 

@@ -166,7 +166,7 @@ class Dispatcher:
     def _send_queued(self, queued: QueuedAttempt) -> Submission | None:
         deadline, now = queued.attempt.request.deadline, asyncio.get_running_loop().time()
         if deadline is not None and now >= deadline:
-            raise DeadlineExceeded(f"its deadline passed after {now - queued.since:.1f} s in the queue")
+            raise DeadlineExceeded(f"the deadline passed after {now - queued.since:.1f} s in the queue")
         return self._send_if_room(queued.attempt)
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:

@@ -213,7 +213,7 @@ class GenerateService:
         await self._check_entries(message)
         check_model_name(message.model, self._config.model_name)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
-            raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
+            raise InvalidRequest("add_special_tokens needs a text: a chat template writes its own; remove it")
         ids = await self._prompt_ids(message, self.max_tokenized)
         return TokenizeResponse(token_ids=ids)
 
@@ -227,7 +227,7 @@ class GenerateService:
         await self._check_entries(message)
         check_model_name(message.model, self._config.model_name)
         if len(message.token_ids) > self.max_tokenized:
-            raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.max_tokenized} are taken")
+            raise NeverFits(f"there are {len(message.token_ids)} token ids; the maximum is {self.max_tokenized}")
         check_token_ids(message.token_ids, self._vocab_size())
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return DetokenizeResponse(text=await self._in_thread(lambda: self._tokenizer.decode(message.token_ids, skip)))

@@ -37,7 +37,7 @@ load_tokenizer = cache(TokenizerJson.load)  # in a side process, which serves on
 def check_model_name(asked: str, served: str) -> None:
     """Raises NotFound if a client asks for a model that is not served here."""
     if asked and asked != served:
-        raise NotFound(f"model {asked[:_LONGEST_NAME]!r} is not served here; this server has {served!r}")
+        raise NotFound(f"The model {asked[:_LONGEST_NAME]!r} does not exist; this server has {served!r}")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -98,9 +98,7 @@ def validate_request(
     retention = Retention.from_message(message.retention) if message.HasField("retention") else None
     for name in ("request_id", "cache_salt", "session_id"):  # these are kept, logged, sent on, or hashed for each group
         if len(getattr(message, name)) > _LONGEST_NAME:
-            raise InvalidRequest(
-                f"{name} has {len(getattr(message, name))} characters; at most {_LONGEST_NAME} are taken"
-            )
+            raise InvalidRequest(f"{name} has {len(getattr(message, name))} characters; the maximum is {_LONGEST_NAME}")
     if not token_ids:
         raise InvalidRequest(_EMPTY)
     length = len(token_ids)
@@ -111,8 +109,7 @@ def validate_request(
     if length >= capacity:
         raise ContextLengthExceeded.for_limit(
             capacity,
-            f"the prompt has {length} tokens, and the answer needs room too: shorten the prompt to at most "
-            f"{capacity - 1} tokens",
+            f"the prompt has {length}. Shorten it to at most {capacity - 1} tokens",
         )
     check_token_ids(token_ids, vocab_size)
     logprobs = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
@@ -126,8 +123,7 @@ def validate_request(
         if asked > room:
             raise ContextLengthExceeded.for_limit(
                 capacity,
-                f"you requested {length + asked} tokens: {length} in the prompt, and {name} is {asked}; lower "
-                f"{name} to {room}, leave it out, or shorten the prompt",
+                f"the prompt has {length} and {name} is {asked}. Lower {name} to {room}, or shorten the prompt",
             )
     max_tokens = sampling.max_tokens or room
     if sampling.max_tokens is None and defaults.max_new_tokens is not None:

@@ -118,7 +118,7 @@ class ChatTemplate:
         """The prompt text. `arguments` that the template does not read have no effect. Raises InvalidRequest for tools
         that the template does not read, and with the template's own message if it refuses the messages."""
         if tools and "tools" not in self.variables:
-            raise InvalidRequest("this model's chat template does not support tools; leave tools out")
+            raise InvalidRequest("this model's chat template does not support tools; remove tools")
         for name in arguments or ():
             if name in _RESERVED:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name!r}, which the request sets; remove it")

@@ -85,8 +85,8 @@ class TokenizerJson:
             while length < len(text):
                 if len(self._encode(text[:length], add_special_tokens)) > 2 * at_most:
                     raise NeverFits(
-                        f"the prompt has far more than {at_most} tokens in its first {length} characters alone; "
-                        f"shorten it to at most {at_most} tokens"
+                        f"the prompt has far more than {at_most} tokens in its first {length} characters. Shorten it "
+                        f"to at most {at_most} tokens"
                     )
                 length *= 4
         return self._encode(text, add_special_tokens)

@@ -105,7 +105,10 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["serve"], "model is missing"), (["serve", "m", "--port", "80"], "coatcheck serve has no --port")],
+    [
+        (["serve"], "no model given; pass MODEL or set it in --config"),
+        (["serve", "m", "--port", "80"], "coatcheck serve has no --port"),
+    ],
 )
 def test_a_mistake_of_serve_is_one_line(arguments: list[str], said: str) -> None:
     """The same holds for the process of `serve`, which handles signals, and for a flag of another engine."""

@@ -46,10 +46,10 @@ BAD = {
     "no messages": (GenerateRequest(chat=Chat()), "no messages"),
     "unknown role": (GenerateRequest(chat=Chat(messages=[ChatMessage(role="bard", content="x")])), "unknown role bard"),
     "id outside": (GenerateRequest(token_ids=TokenIds(ids=[3, VOCAB])), f"below {VOCAB}"),
-    "prompt over model": (GenerateRequest(token_ids=HUGE), "shorten the prompt to at most 255"),
-    "prompt fills model": (GenerateRequest(token_ids=TokenIds(ids=[5] * 256)), "shorten the prompt"),
+    "prompt over model": (GenerateRequest(token_ids=HUGE), "Shorten it to at most 255"),
+    "prompt fills model": (GenerateRequest(token_ids=TokenIds(ids=[5] * 256)), "the prompt has 256. Shorten it"),
     "max_tokens 0": (sampled(max_tokens=0), "max_tokens is 0"),
-    "max_tokens over room": (sampled(max_tokens=255), "and max_tokens is 255; lower max_tokens to 25"),
+    "max_tokens over room": (sampled(max_tokens=255), "and max_tokens is 255. Lower max_tokens to 25"),
     "min over max": (sampled(max_tokens=2, min_tokens=3), "min_tokens is 3"),
     "min over room": (sampled(min_tokens=255), "min_tokens is 255"),
     "negative temperature": (sampled(temperature=-1.0), "temperature is -1.0"),
@@ -63,7 +63,7 @@ BAD = {
     "n too large": (sampled(n=65), "n is 65"),
     "logprobs": (sampled(logprobs=21), "logprobs"),
     "empty stop": (sampled(stop=[""]), "stop"),
-    "long stop": (sampled(stop=["a" * 1025]), "stop is 1025 characters long"),
+    "long stop": (sampled(stop=["a" * 1025]), "stop has 1025 characters in one string; the maximum is 1024"),
     "long request id": (GenerateRequest(text="a", request_id="r" * 257), "request_id has 257 characters"),
     "long salt": (GenerateRequest(text="a", cache_salt="s" * 257), "cache_salt has 257 characters"),
     "long session": (GenerateRequest(text="a", session_id="s" * 257), "session_id has 257 characters"),
@@ -74,7 +74,7 @@ BAD = {
         "retention.ttl_seconds",
     ),
     "text far over model": (GenerateRequest(text="ab " * 10000), "far more than 256 tokens"),
-    "too many stops": (sampled(stop=["a"] * 17), "stop"),
+    "too many stops": (sampled(stop=["a"] * 17), "stop has 17 strings; the maximum is 16"),
     "stop token outside": (sampled(stop_token_ids=[VOCAB]), "stop_token_ids"),
     "bias outside": (sampled(logit_bias={VOCAB: 1.0}), "logit_bias"),
     "bias infinite": (sampled(logit_bias={3: math.inf}), "logit_bias"),
@@ -109,8 +109,7 @@ async def test_a_prompt_over_every_pool_is_refused_at_once(start_router: StartRo
         await router.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details() == (
-        "This model's maximum context length is 16 tokens. However, the prompt has 16 tokens, and the answer needs "
-        "room too: shorten the prompt to at most 15 tokens"
+        "This model's maximum context length is 16 tokens; the prompt has 16. Shorten it to at most 15 tokens"
     )
 
 
@@ -205,7 +204,7 @@ async def test_what_is_quoted_is_cut(start_router: StartRouter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(GenerateRequest(model="\U0001f98a" * 100_000, text="a"))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-    assert (refused.value.details() or "").startswith("model '\U0001f98a")
+    assert (refused.value.details() or "").startswith("The model '\U0001f98a")
 
 
 async def test_a_chat_without_a_template_is_refused(start_router: StartRouter) -> None:

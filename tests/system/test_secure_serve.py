@@ -77,8 +77,8 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
 @pytest.mark.parametrize(
     ("key", "tls", "said"),
     [
-        ("", True, "this server requires a key"),
-        ("cc-wrong", True, "this key is not known here"),
+        ("", True, "no API key was sent"),
+        ("cc-wrong", True, "invalid API key"),
         ("not a key\n", True, "copy exactly the key"),
         ("", False, "closes the connection at once: if it speaks TLS, give its authority with --tls-ca"),
     ],

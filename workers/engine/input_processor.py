@@ -83,8 +83,8 @@ class InputProcessor:
         if wanted > self._max_model_len:
             raise ContextLengthExceeded.for_limit(
                 self._max_model_len,
-                f"you requested {wanted} tokens: {prompt_len} in the prompt, and max_tokens is "
-                f"{request.sampling.max_tokens or 1}; shorten the prompt or lower max_tokens",
+                f"the prompt has {prompt_len} and max_tokens is {request.sampling.max_tokens or 1}. Shorten the prompt "
+                "or lower max_tokens",
             )
         if any(not 0 <= choice < request.sampling.n for choice in request.resume):
             raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")

@@ -56,7 +56,7 @@ class GrammarBackend:
     def require_tokenizer(self) -> LLTokenizer:
         """Raises InvalidRequest if the model has no usable tokenizer."""
         if self._tokenizer is None:
-            raise InvalidRequest(f"{self._why_missing}; leave structured output out")
+            raise InvalidRequest(f"{self._why_missing}; remove structured output")
         return self._tokenizer
 
     def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:

@@ -86,7 +86,7 @@ async def test_chat_sends_messages() -> None:
         ("Hello", "a list of messages"),
         ({"role": "user", "content": "Hello"}, "a list of messages"),
         (["Hello"], "a list of messages"),
-        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+        ([{"role": "user", "content": "\ud800"}], "a lone surrogate"),
     ],
     ids=[
         "unknown key",

@@ -24,7 +24,7 @@ from tests.cluster.serving import END_SECONDS, Serving, still_running
         (["some/model", "--kv-memory", "lots"], 2, "kv-memory is 'lots'"),
         (["some/model", "--config", "/nowhere.yaml"], 2, "No such file"),
         (["some/model", "--tensor-parallel-size", "2"], 2, "here it is --tp"),
-        ([], 2, "model is missing"),
+        ([], 2, "no model given"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], code: int, message: str) -> None:

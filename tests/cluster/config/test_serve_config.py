@@ -87,7 +87,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("model: [\n", "is not YAML"),
         ("model: m\ngroups: 1\n\ngroups: 2\n", "groups is in line 2 and again in line 4; leave one out"),
         ("model: m\nmax-num-seqs: 8\nmax_num_seqs: 8\n", "max_num_seqs is in line 2 and again in line 3"),
-        ("groups: 1\n", "model is missing"),
+        ("groups: 1\n", "no model given; pass MODEL or set it in --config"),
         ("model: m\ngroups: two\n", "groups is 'two'"),
         ("model: m\ntp: 0\n", "tp is 0; it should be greater than or equal to 1"),
         ("model: m\nblock-size: 17\n", "block-size is 17"),

@@ -168,7 +168,7 @@ async def test_errors_have_anthropic_s_form(start_http_router: StartHttpRouter, 
         assert status == 400 and body["type"] == "error", (case, text)
         assert body["error"]["type"] == "invalid_request_error" and words in body["error"]["message"], (case, text)
     async with client_of(router) as client:
-        with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
+        with pytest.raises(anthropic.NotFoundError, match="'other' does not exist"):
             await client.messages.create(model="other", messages=HELLO, max_tokens=5)
     status, _, text = await router.request("GET", "/v1/messages")
     assert status == 405 and json.loads(text)["type"] == "error"

@@ -14,15 +14,16 @@ SHORT: list[Any] = [{"role": "user", "content": "a"}]
 SAID: list[Any] = [{"role": "user", "content": "a fox " * 200}]
 # What is too long for a context of 256 tokens, and what the message says beside that.
 TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a prompt of ids": (TEXT, {"prompt": [5] * 300}, "the prompt has 300 tokens"),
-    "a prompt that leaves no room": (TEXT, {"prompt": [5] * 256}, "the prompt has 256 tokens"),
+    "a prompt of ids": (TEXT, {"prompt": [5] * 300}, "the prompt has 300"),
+    "a prompt that leaves no room": (TEXT, {"prompt": [5] * 256}, "the prompt has 256"),
     "a text": (TEXT, {"prompt": "a fox " * 200}, "the prompt has "),
     "a very long text": (TEXT, {"prompt": "ab " * 10_000}, "the prompt has far more than 256 tokens"),
-    "one prompt of two": (TEXT, {"prompt": [[5], [5] * 300]}, "the prompt has 300 tokens"),
+    "one prompt of two": (TEXT, {"prompt": [[5], [5] * 300]}, "the prompt has 300"),
     "prompt and max_tokens": (
-        TEXT, {"prompt": [5] * 56, "max_tokens": 201}, "you requested 257 tokens: 56 in the prompt, and max_tokens is"),
-    "prompt and 16 tokens": (TEXT, {"prompt": [5] * 250}, "you requested 266 tokens"),
-    "prompt and min_tokens": (TEXT, {"prompt": [5] * 200, "min_tokens": 100, "max_tokens": 100}, "300 tokens"),
+        TEXT, {"prompt": [5] * 56, "max_tokens": 201}, "the prompt has 56 and max_tokens is 201"),
+    "prompt and 16 tokens": (TEXT, {"prompt": [5] * 250}, "the prompt has 250 and max_tokens is 16"),
+    "prompt and min_tokens": (
+        TEXT, {"prompt": [5] * 200, "min_tokens": 100, "max_tokens": 100}, "the prompt has 200 and max_tokens is 100"),
     "a very long text with its ids": (
         TEXT, {"prompt": "ab " * 100_000, "return_token_ids": True}, "the prompt has far more than 256 tokens"),
     "messages": (CHAT, {"messages": SAID}, "the prompt has "),
@@ -54,7 +55,7 @@ async def test_more_than_the_context_is_said_in_openai_s_words(
         assert error.code == "context_length_exceeded", (case, error)
         assert (error.type, error.param) == ("invalid_request_error", "prompt" if path == TEXT else "messages"), case
         message = str(error.body["message"])  # type: ignore[index]  # of the one error
-        assert message.startswith("This model's maximum context length is 256 tokens. However, "), (case, message)
+        assert message.startswith("This model's maximum context length is 256 tokens; the prompt has "), (case, message)
         assert words in message, (case, message)
     assert all(list(submit.prompt_token_ids) == [5] for submit in group.submits)  # of two prompts, the other
 

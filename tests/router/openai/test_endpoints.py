@@ -21,7 +21,7 @@ async def test_the_model_is_listed(start_http_router: StartHttpRouter) -> None:
     (listed,) = (await router.openai.models.list()).data
     assert (listed.id, listed.to_dict()["max_model_len"]) == ("tiny", 256)
     assert (await router.openai.models.retrieve("tiny")).id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
         await router.openai.models.retrieve("other")
     with pytest.raises(openai.NotFoundError) as missing:
         await router.openai.completions.create(model="other", prompt="a")
@@ -75,7 +75,7 @@ async def test_a_request_may_bring_its_id(start_http_router: StartHttpRouter) ->
 
 DEEP = b'{"prompt":' + b"[" * 200_000
 BAD: dict[str, tuple[str, Any, int, str]] = {
-    "no such path": ("/v2/completions", {}, 404, "no endpoint"),
+    "no such path": ("/v2/completions", {}, 404, "unknown endpoint"),
     "no JSON": ("/v1/completions", b"{", 400, "not JSON"),
     "nothing": ("/v1/completions", b"", 400, "JSON object"),
     "no object": ("/v1/completions", [1], 400, "JSON object"),
@@ -92,7 +92,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "ids outside": ("/v1/completions", {"prompt": [5, 700]}, 400, "token id 700"),
     "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "greater than or equal to 0"),
     "mixed batch": ("/v1/completions", {"prompt": ["a", 3]}, 400, "prompt"),
-    "too many": ("/v1/completions", {"prompt": ["a"] * 1025}, 400, "at most 1024"),
+    "too many": ("/v1/completions", {"prompt": ["a"] * 1025}, 400, "the maximum is 1024"),
     "unknown field": ("/v1/completions", {"prompt": "a", "bogus": 1}, 400, "Unknown parameter 'bogus'; remove it"),
     "field of another endpoint": (
         "/v1/completions", {"prompt": "a", "max_completion_tokens": 1}, 400, "Unknown parameter"),
@@ -118,7 +118,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "prompt scores": ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "does not go"),
     "many fields": ("/v1/completions", {f"k{n}": 1 for n in range(20_000)}, 400, "has 20000 fields"),
     "many biases": ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(20_000)))}, 400, "20000"),
-    "many nothings": ("/v1/completions", {"prompt": [[]] * 100_000}, 400, "at most 1024"),
+    "many nothings": ("/v1/completions", {"prompt": [[]] * 100_000}, 400, "the maximum is 1024"),
     "many values": ("/v1/completions", b'{"prompt":[' + b"1," * (1 << 21) + b"1]}", 413, "values; send less"),
     "nothing to tokenize": ("/tokenize", {}, 400, "either prompt or messages"),
     "both to tokenize": ("/tokenize", {"prompt": "a", "messages": []}, 400, "either prompt or messages"),
@@ -133,7 +133,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "lark": ("/v1/completions", {"prompt": "a", "guided_grammar": "start: x"}, 400, "grammar cannot be compiled"),
     "choices": ("/v1/completions", {"prompt": "a", "guided_choice": []}, 400, "structured.choices"),
     "two kinds": (
-        "/v1/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, 400, "in several ways"),
+        "/v1/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, 400, "several fields ask for"),
     "grammar for ever": (
         "/v1/completions", {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos is True"),
     "huge schema": ("/v1/completions", {"prompt": "a", "guided_regex": "a" * 300_000}, 400, "it must be shorter"),

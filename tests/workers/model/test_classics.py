@@ -17,7 +17,7 @@ def test_long_context_crash(host_blocks: int) -> None:
     collector.step()
     with pytest.raises(
         NeverFits,
-        match="maximum context length is 80 tokens. However, you requested .*; shorten the prompt or lower max_tokens",
+        match="maximum context length is 80 tokens; the prompt has .* and max_tokens is .*. Shorten the prompt",
     ):
         engine.submit_request(request("document", [4] * 4000, 1))
     assert len(collector.run().tokens["chat", 0]) == 30
