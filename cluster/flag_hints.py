@@ -8,7 +8,9 @@ NOT_NEEDED: Final = "not needed: "
 NOT_SUPPORTED: Final = "not supported: "
 
 _POOL_SHARE: Final = "--kv-memory, a share of the memory that is free once the weights are loaded"
-_QUANTISED: Final = f"{NOT_SUPPORTED}quantised weights; --kv-dtype quantises the KV cache"
+_QUANTISED: Final = (
+    f"{NOT_NEEDED}quantization_config in config.json names the method; plain weights are not quantised at load"
+)
 _SPECULATIVE: Final = f"{NOT_SUPPORTED}speculative decoding"
 _PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model, also over several hosts"
 _EXPERTS: Final = f"{NOT_SUPPORTED}expert parallelism; --tp shards every expert"

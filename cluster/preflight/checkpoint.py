@@ -14,6 +14,7 @@ from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import fill_defaults
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
 from coatcheck.workers.model.known_architectures import CONFIG_FIELDS, TESTED_MODEL_TYPES
 
@@ -34,10 +35,12 @@ def check_checkpoint(config: ServeConfig) -> None:
     directory = Path(config.model_source)
     if config.ray_address is not None or not directory.is_dir():
         return
-    entries = read_entries(directory)
+    model = ModelConfig.open(config.model_source)
+    stored = read_entries(directory)
+    entries = plain_entries(stored, read_quantised(directory.name, model.values, stored))
     name, entry = next(iter(entries.items()))
     stored_dtype(directory.name, name, entry)
-    check_tensors(fill_defaults(ModelConfig.open(config.model_source)), entries)
+    check_tensors(fill_defaults(model), entries)
     _check_tokenizer(directory)
 
 

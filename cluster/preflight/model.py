@@ -14,6 +14,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
+from coatcheck.workers.checkpoint.quantisation_scheme import read_scheme
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -105,10 +106,9 @@ def _check_model_type(model: ModelConfig) -> None:
     if not model.model_type:
         raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
     check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
+    read_scheme(model.name, model.values)
     check_model_kind(
-        model.name,
         model.model_type,
-        is_quantised=model.values.get("quantization_config") is not None,
         is_multimodal=model.is_multimodal,
         is_encoder_decoder=model.values.get("is_encoder_decoder") is True,
     )

@@ -1,6 +1,7 @@
 """Checkpoint: a model's config.json and safetensors files, from a local directory or the Hugging Face hub.
 
-`open` reads and checks the headers; `read` reads a tensor, or a slice of one.
+`open` reads and checks the headers; `read` reads a tensor, or a slice of one. The weights of a quantised checkpoint are
+read as plain numbers, under the names of an unquantised checkpoint.
 """
 
 import hashlib
@@ -17,7 +18,10 @@ from torch import Tensor
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
-from coatcheck.workers.checkpoint.safetensors_headers import read_entries, stored_dtype
+from coatcheck.workers.checkpoint.decode_weight import decode_weight
+from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
+from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
+from coatcheck.workers.checkpoint.stored_weight import StoredWeight
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the oldest models have no owner
@@ -27,7 +31,10 @@ _FINGERPRINT_BYTES = 64  # of each tensor
 
 
 class Checkpoint:
-    """Files stay open until `close`; use it as a context manager."""
+    """Files stay open until `close`; use it as a context manager.
+
+    `entries`: every tensor by name; a quantised weight has an entry with its plain name, shape and dtype.
+    """
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -36,7 +43,10 @@ class Checkpoint:
         if config is None:
             raise InvalidModel(f"{directory} has no config.json; is it a transformers checkpoint?")
         self.config = config
-        self.entries = read_entries(directory)
+        self._stored = read_entries(directory)
+        quantised = read_quantised(name, config, self._stored)
+        self._quantised = quantised.weights
+        self.entries = plain_entries(self._stored, quantised)
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -71,21 +81,33 @@ class Checkpoint:
 
     def slice_bytes(self, name: str, part: TensorSlice | None) -> int:
         """The bytes that `read` would read."""
-        entry = self.entries[name]
-        whole = entry.end - entry.start
-        return whole if part is None else whole * part.size // entry.shape[part.dim]
+        if (weight := self._quantised.get(name)) is None:
+            return _slice_bytes(self.entries[name], part)
+        slices = _part_slices(weight, part)
+        return sum(_slice_bytes(self._stored[stored.key], slices.get(role)) for role, stored in weight.parts.items())
 
-    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a slice of it, on the CPU. Raises InvalidModel if the file cannot be read."""
-        self.dtype_of(name)
-        file = self.entries[name].file
+    def read(self, name: str, part: TensorSlice | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor, or a slice of it, on the CPU. `dtype`: that of a quantised weight after decoding; by default that
+        of the checkpoint's other tensors. Raises InvalidModel if the file cannot be read."""
+        stored_as = self.dtype_of(name)
+        if (weight := self._quantised.get(name)) is None:
+            return self._read_stored(name, part)
+        slices = _part_slices(weight, part)
+        parts = {role: self._read_stored(stored.key, slices.get(role)) for role, stored in weight.parts.items()}
+        decoded = decode_weight(weight, parts, dtype or stored_as)
+        if part is None or slices:
+            return decoded
+        return torch.cat([decoded.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+
+    def _read_stored(self, key: str, part: TensorSlice | None) -> Tensor:
+        file = self._stored[key].file
         try:
             if file not in self._handles:
                 self._handles[file] = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
             if part is None:
-                whole: Tensor = self._handles[file].get_tensor(name)
+                whole: Tensor = self._handles[file].get_tensor(key)
                 return whole
-            lazy = self._handles[file].get_slice(name)
+            lazy = self._handles[file].get_slice(key)
         except SafetensorError as error:
             raise InvalidModel(f"{file} cannot be read: {error}; fetch it again") from error
         before = (slice(None),) * part.dim
@@ -102,13 +124,23 @@ class Checkpoint:
         stable = {k: v for k, v in self.config.items() if k not in ("_name_or_path", "transformers_version")}
         digest.update(json.dumps(stable, sort_keys=True).encode())
         with ExitStack() as stack:
-            files = {file: stack.enter_context(file.open("rb")) for file in {e.file for e in self.entries.values()}}
-            for name, entry in sorted(self.entries.items()):
+            files = {file: stack.enter_context(file.open("rb")) for file in {e.file for e in self._stored.values()}}
+            for name, entry in sorted(self._stored.items()):
                 digest.update(f"\n{name} {entry.dtype} {entry.shape} ".encode())
                 size = min(_FINGERPRINT_BYTES, entry.end - entry.start)
                 files[entry.file].seek((entry.start + entry.end - size) // 2)
                 digest.update(files[entry.file].read(size))
         return digest.hexdigest()
+
+
+def _slice_bytes(entry: TensorEntry, part: TensorSlice | None) -> int:
+    whole = entry.end - entry.start
+    return whole if part is None else whole * part.size // entry.shape[part.dim]
+
+
+def _part_slices(weight: StoredWeight, part: TensorSlice | None) -> dict[str, TensorSlice | None]:
+    """The slices of the stored tensors, by role; empty if they are read whole."""
+    return {} if part is None else weight.slice_parts(part) or {}
 
 
 def _download(hub_id: str) -> Path:

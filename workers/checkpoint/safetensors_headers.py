@@ -51,8 +51,8 @@ def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
     """The torch name of the tensor's dtype. Raises InvalidModel for a dtype that is not served."""
     if entry.dtype not in STORED_DTYPES:
         raise InvalidModel(
-            f"{model}: tensor {name} is stored as {entry.dtype}; only {', '.join(STORED_DTYPES)} checkpoints are "
-            "served: convert it, or use an unquantised checkpoint"
+            f"{model}: tensor {name} is stored as {entry.dtype}; only {', '.join(STORED_DTYPES)} are served unless "
+            "config.json has a quantization_config that explains it; fetch the checkpoint again, or convert it"
         )
     return STORED_DTYPES[entry.dtype]
 

@@ -69,7 +69,7 @@ def load_weights(
     done = held = 0
     loaded: set[str] = set()
     for target, reads, slice_result in planned:
-        for name, tensor in _read_and_convert(target, reads, checkpoint, model):
+        for name, tensor in _read_and_convert(target, reads, checkpoint, model, parameters[target.name].dtype):
             part = slices.get(name)
             if part is not None and slice_result:
                 before = (slice(None),) * part.dim
@@ -141,15 +141,15 @@ def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, Tenso
 
 
 def _read_and_convert(
-    target: _Target, reads: list[_Read], checkpoint: Checkpoint, model: PreTrainedModel
+    target: _Target, reads: list[_Read], checkpoint: Checkpoint, model: PreTrainedModel, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, tensor) of everything that `target` is converted to."""
+    """(parameter name, tensor) of everything that `target` is converted to. `dtype`: of the model."""
     if target.converter is None:
-        yield target.name, checkpoint.read(reads[0].key, reads[0].part)
+        yield target.name, checkpoint.read(reads[0].key, reads[0].part, dtype)
         return
     converter = deepcopy(target.converter)  # a converter accumulates the tensors it is given
     for read in reads:
-        tensor = checkpoint.read(read.key, read.part)
+        tensor = checkpoint.read(read.key, read.part, dtype)
         converter.collected_tensors[read.pattern].append(tensor)  # type: ignore[arg-type]  # tensors are fine too
     for name, tensor in converter.convert(target.name, model=model, config=model.config).items():
         yield name, tensor[0] if isinstance(tensor, list) else tensor

@@ -104,9 +104,7 @@ def read_config(directory: Path) -> Any:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(f"{directory}/config.json: {reason[:300]}") from error
     check_model_kind(
-        str(directory),
         config.model_type,
-        is_quantised=getattr(config, "quantization_config", None) is not None,
         is_multimodal=config.get_text_config() is not config,
         is_encoder_decoder=config.is_encoder_decoder,
     )

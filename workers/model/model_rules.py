@@ -9,12 +9,8 @@ from typing import Any
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 
 
-def check_model_kind(
-    name: str, model_type: str, *, is_quantised: bool, is_multimodal: bool, is_encoder_decoder: bool
-) -> None:
-    """Raise InvalidModel for a kind of model that is not served. `name` is the model's, for the error."""
-    if is_quantised:
-        raise InvalidModel(f"{name} is quantised; only float32, bfloat16 and float16 checkpoints are served")
+def check_model_kind(model_type: str, *, is_multimodal: bool, is_encoder_decoder: bool) -> None:
+    """Raise InvalidModel for a kind of model that is not served."""
     if is_multimodal:
         raise InvalidModel(f"{model_type} is multimodal; serve its text-only checkpoint")
     if is_encoder_decoder:

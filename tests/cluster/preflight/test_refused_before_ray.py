@@ -107,7 +107,7 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (partial(edit_config, model_type="novel"), {}, "'novel', which transformers [0-9.]+ does not know; install"),
         (partial(edit_config, model_type="novel", auto_map={}), {}, "code that comes with a checkpoint is never run"),
         (partial(edit_config, model_type="clip"), {}, "has no causal language model of that type"),
-        (partial(edit_config, quantization_config={"quant_method": "fp8"}), {}, "is quantised; only float32"),
+        (partial(edit_config, quantization_config={"quant_method": "hqq"}), {}, "quantised with 'hqq', which is not"),
         (partial(edit_config, text_config={}), {}, "is multimodal"),
         (partial(edit_config, is_encoder_decoder=True), {}, "is an encoder-decoder"),
         (None, {"tp": 3}, "tp 3 does not divide the attention heads"),

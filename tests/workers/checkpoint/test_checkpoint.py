@@ -290,7 +290,7 @@ def test_unknown_dtype_is_refused(copied: Path) -> None:
     ("changes", "message"),
     [
         (dict(model_type="no_such_model"), "no_such_model"),
-        (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantised"),
+        (dict(quantization_config=dict(quant_method="hqq")), "quantised with 'hqq', which is not served"),
         (dict(model_type="mamba"), "cannot be served"),
         (dict(model_type="t5", is_encoder_decoder=True), "encoder-decoder"),
     ],

@@ -1,0 +1,119 @@
+"""Quantised checkpoints give the weights, and the tokens, that their codes stand for."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
+from coatcheck.workers.model.model import load_model
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.driver import Driver
+from tests.workers.quantised_checkpoints import FORMATS, edit_quantisation, mxfp4_experts
+from tests.workers.ranks import run_ranks
+
+
+def greedy(communicator: Communicator, path: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """The tokens of one rank, served in float32."""
+    model = load_model(path, communicator=communicator, dtype="float32", device="cpu")
+    return Driver(model).greedy([prompt], max_tokens, chunk=16)[0]
+
+
+def rank_greedy(communicator: Communicator, argument: tuple[Path, list[int]]) -> list[int]:
+    """What one rank of a group computes."""
+    return greedy(communicator, *argument, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint_directory: Path) -> Path:
+    return tiny_checkpoint("llama", checkpoint_directory)
+
+
+@pytest.fixture(params=FORMATS)
+def quantised(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A quantised checkpoint, and the weights that it stands for."""
+    path = tmp_path / "quantised"
+    return path, FORMATS[request.param](source, path)
+
+
+def test_weights_and_their_slices_are_what_the_codes_stand_for(quantised: tuple[Path, dict[str, Tensor]]) -> None:
+    """Every weight, and every slice of rows or columns that a rank may load, equals the writer's own weight to 1e-6 of
+    the largest; slices that cut groups too."""
+    path, plain = quantised
+    with Checkpoint.open(str(path)) as checkpoint:
+        assert checkpoint.entries.keys() == plain.keys()
+        for name, wanted in plain.items():
+            assert checkpoint.entries[name].shape == tuple(wanted.shape)
+            if not name.endswith("_proj.weight"):
+                continue
+            whole = checkpoint.read(name, dtype=torch.float32)
+            error = 1e-6 * float(wanted.abs().max())
+            torch.testing.assert_close(whole, wanted.float(), rtol=0, atol=error)
+            rows, columns = wanted.shape
+            for dim, ranges in (
+                (0, ((rows // 2, rows),)),
+                (0, ((rows // 4, rows // 2), (rows - 8, rows))),
+                (0, ((3, rows - 1),)),
+                (1, ((0, columns // 2),)),
+                (1, ((7, 40),)),
+            ):
+                part = checkpoint.read(name, TensorSlice(dim, ranges), torch.float32)
+                cut = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+                torch.testing.assert_close(part, cut, rtol=0, atol=0)
+            assert checkpoint.slice_bytes(name, None) < wanted.numel() * 2  # less than bfloat16
+
+
+def test_tokens_are_those_of_the_dequantised_model(
+    quantised: tuple[Path, dict[str, Tensor]], source: Path, tmp_path: Path
+) -> None:
+    """Served in float32, a quantised checkpoint gives the greedy tokens that transformers gives with the dequantised
+    weights."""
+    path, plain = quantised
+    reference = shutil.copytree(source, tmp_path / "plain")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in plain.items()}, reference / "model.safetensors", {"format": "pt"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32, attn_implementation="eager")
+    prompt = [3 + 7 * place % 190 for place in range(30)]
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
+    assert greedy(Communicator(), path, prompt, 60) == wanted[0, 30:].tolist()
+
+
+def test_ranks_hold_their_parts_of_a_quantised_model(source: Path, tmp_path: Path) -> None:
+    """Two ranks give the tokens of one, although a group of columns lies on both."""
+    path = tmp_path / "awq"
+    FORMATS["awq"](source, path)
+    prompt = [3 + 5 * place % 190 for place in range(20)]
+    alone = greedy(Communicator(), path, prompt, 8)
+    assert run_ranks(2, rank_greedy, (path, prompt)) == [alone, alone]
+
+
+def test_experts_of_gpt_oss_are_decoded(checkpoint_directory: Path, tmp_path: Path) -> None:
+    """A gpt-oss checkpoint with experts in MXFP4 gives the tokens of its dequantised weights."""
+    config = GptOssConfig(
+        vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        max_position_embeddings=256, eos_token_id=2, pad_token_id=0,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    )  # fmt: skip
+    plain = Path(shutil.copytree(tiny_checkpoint("gpt-oss", checkpoint_directory, config=config), tmp_path / "plain"))
+    stored = load_file(plain / "model.safetensors")
+    exact = dict(stored)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales, exact[name] = mxfp4_experts(stored.pop(name))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    assert len(stored) > len(exact)
+    save_file(exact, plain / "model.safetensors", {"format": "pt"})
+    quantised = Path(shutil.copytree(plain, tmp_path / "quantised"))
+    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    edit_quantisation(quantised, quant_method="mxfp4")
+    prompt = [3 + 5 * place % 190 for place in range(20)]
+    assert greedy(Communicator(), quantised, prompt, 40) == greedy(Communicator(), plain, prompt, 40)

@@ -1,0 +1,139 @@
+"""QuantisationScheme: what config.json says about a quantised checkpoint, checked without torch and before weights are
+read.
+
+Only what cannot be seen from the stored tensors is kept here. Which modules are quantised follows from the tensors
+themselves: a module in `ignore` or `modules_to_not_convert` has a plain weight.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from coatcheck.proto.errors import InvalidModel
+
+
+class Method(Enum):
+    """`quantization_config.quant_method`."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    FP8 = "fp8"
+    AWQ = "awq"
+    GPTQ = "gptq"
+    MXFP4 = "mxfp4"
+    BITSANDBYTES = "bitsandbytes"
+
+
+_FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+_GPTQ_BITS: Final = (2, 4, 8)
+_FP8_BLOCK: Final = (128, 128)  # DeepSeek's
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisationScheme:
+    """`bits` and `group_size` of AWQ and GPTQ (group_size -1: one group for all columns; 0 for the other methods).
+
+    `block`: rows and columns that share a scale in FP8 checkpoints with blocks. `zero_offset`: what GPTQ's stored zero
+    points lack.
+    """
+
+    method: Method
+    bits: int = 0
+    group_size: int = 0
+    block: tuple[int, int] = _FP8_BLOCK
+    zero_offset: int = 0
+
+
+def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | None:
+    """The scheme of a config.json; None for a checkpoint that is not quantised. `name`: the model's, for errors.
+
+    Raises InvalidModel for a method or variant that is not served.
+    """
+    text = config.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    settings = config.get("quantization_config") or inner
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise InvalidModel(f"{name}: quantization_config in config.json is no JSON object; fetch config.json again")
+    served = ", ".join(method.value for method in Method)
+    try:
+        method = Method(settings.get("quant_method"))
+    except ValueError:
+        raise InvalidModel(
+            f"{name} is quantised with {settings.get('quant_method')!r}, which is not served; use a checkpoint with "
+            f"one of {served}, or an unquantised one"
+        ) from None
+    try:
+        return _READERS[method](name, settings)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidModel(
+            f"{name}: quantization_config in config.json is malformed ({error}); fetch config.json again"
+        ) from error
+
+
+def _refuse(name: str, what: str, instead: str) -> InvalidModel:
+    return InvalidModel(f"{name} is quantised with {what}, which is not served; use {instead}")
+
+
+def _read_compressed_tensors(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    sparsity = settings.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refuse(name, f"the sparse format {sparsity['format']}", "a dense checkpoint")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise _refuse(name, "transforms of activations", "a checkpoint without transform_config")
+    block = _FP8_BLOCK
+    groups = settings.get("config_groups") or {}
+    for kind in {settings.get("format"), *(group.get("format") for group in groups.values())} - {None}:
+        if kind not in (*_FORMATS, "mixed-precision"):
+            raise _refuse(name, f"compressed-tensors format {kind}", f"one of {', '.join(_FORMATS)}")
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        if structure := weights.get("block_structure"):
+            rows, columns = structure
+            block = int(rows), int(columns)
+    return QuantisationScheme(Method.COMPRESSED_TENSORS, block=block)
+
+
+def _read_fp8(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    kind = settings.get("fmt", "e4m3")
+    if kind != "e4m3":
+        raise _refuse(name, f"FP8 {kind}", "an e4m3 checkpoint")
+    rows, columns = settings.get("weight_block_size") or _FP8_BLOCK
+    return QuantisationScheme(Method.FP8, block=(int(rows), int(columns)))
+
+
+def _read_awq(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    bits, version = int(settings.get("bits", settings.get("w_bit", 4))), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise _refuse(name, f"AWQ of {bits} bits in the {version} layout", "AWQ of 4 bits in the gemm layout")
+    return QuantisationScheme(Method.AWQ, bits, int(settings.get("group_size", settings.get("q_group_size", 128))))
+
+
+def _read_gptq(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    bits, layout = int(settings.get("bits", 4)), settings.get("checkpoint_format") or "gptq"
+    if bits not in _GPTQ_BITS or layout not in ("gptq", "gptq_v2"):
+        raise _refuse(name, f"GPTQ of {bits} bits in the {layout} layout", "2, 4 or 8 bits in the gptq layout")
+    offset = 1 if layout == "gptq" else 0
+    return QuantisationScheme(Method.GPTQ, bits, int(settings.get("group_size", 128)), zero_offset=offset)
+
+
+def _read_mxfp4(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    return QuantisationScheme(Method.MXFP4)
+
+
+def _read_bitsandbytes(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    kind = settings.get("bnb_4bit_quant_type") if settings.get("load_in_4bit") else "int8"
+    if kind != "nf4":
+        raise _refuse(name, f"bitsandbytes {kind}", "an nf4 checkpoint")
+    return QuantisationScheme(Method.BITSANDBYTES, 4)
+
+
+_READERS: Final = {
+    Method.COMPRESSED_TENSORS: _read_compressed_tensors,
+    Method.FP8: _read_fp8,
+    Method.AWQ: _read_awq,
+    Method.GPTQ: _read_gptq,
+    Method.MXFP4: _read_mxfp4,
+    Method.BITSANDBYTES: _read_bitsandbytes,
+}

@@ -1,0 +1,82 @@
+"""StoredWeight: one quantised weight of a checkpoint: the tensors that it is stored in, and how they are laid out.
+
+A weight [rows, columns] is stored as codes, scales and, depending on the method, zero points or an order of groups. A
+part has an axis for the rows and one for the columns, unless it is the same for all of them. This module imports no
+torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
+
+
+class Encoding(Enum):
+    """How codes become numbers; decode_weight.py has the formulas."""
+
+    PACKED_INT = "integers packed along the columns into int32"  # compressed-tensors
+    INT8 = "int8"
+    FLOAT8 = "float8 e4m3"
+    AWQ = "4-bit integers, transposed, packed along the rows in AWQ's order"
+    GPTQ = "integers, transposed, packed along the columns"
+    MXFP4 = "experts of 4-bit floats with an exponent for 32 columns"
+    NF4 = "indices into bitsandbytes' table of 16 values"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Dimension `dim` of a stored tensor. One index covers `step` rows or columns of the weight."""
+
+    dim: int
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The stored tensor `key`. `rows`, `columns`: None if the tensor does not depend on them."""
+
+    key: str
+    rows: Axis | None = None
+    columns: Axis | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight of `shape`. `parts`: by role: codes, scales, zeros, order and others that decode_weight.py names.
+
+    `block`: rows and columns that share a scale. `zero_offset`: added to stored zero points. `constants`: numbers that
+    the encoding needs.
+    """
+
+    shape: tuple[int, ...]
+    encoding: Encoding
+    parts: Mapping[str, StoredPart]
+    bits: int = 0
+    block: tuple[int, int] = (1, 1)
+    zero_offset: int = 0
+    constants: tuple[float, ...] = ()
+
+    def slice_parts(self, part: TensorSlice) -> dict[str, TensorSlice | None] | None:
+        """The slices of the stored tensors, by role, from which `part` of the weight can be decoded alone; a role with
+        None is needed whole. Returns None if the part's edges cut a packed element or a block, or if the encoding is
+        only decoded whole."""
+        codes = self.parts["codes"]
+        if (codes.rows if part.dim == 0 else codes.columns) is None:
+            return None
+        edges = [edge for bounds in part.ranges for edge in bounds]
+        size = self.shape[part.dim]
+        block = self.block[part.dim]
+        if any(edge % block for edge in edges if edge != size):
+            return None
+        slices: dict[str, TensorSlice | None] = {}
+        for role, stored in self.parts.items():
+            axis = stored.rows if part.dim == 0 else stored.columns
+            if axis is None:
+                slices[role] = None
+            elif any(edge % axis.step for edge in edges if edge != size):
+                return None
+            else:
+                ranges = tuple((first // axis.step, -(-last // axis.step)) for first, last in part.ranges)
+                slices[role] = TensorSlice(axis.dim, ranges)
+        return slices
