@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_dequantised_model(
     prompt = [3 + 7 * place % 190 for place in range(30)]
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)  # type: ignore[misc]
     assert greedy(Communicator(), path, prompt, 60) == wanted[0, 30:].tolist()
 
 
