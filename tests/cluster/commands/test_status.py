@@ -1,0 +1,34 @@
+"""`coatcheck status` for people: a row for each group, and for each rank unless there are very many."""
+
+import pytest
+
+from coatcheck.cluster.commands.status import _print
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, RankStatus, StatusResponse
+
+
+def printed(capsys: pytest.CaptureFixture[str], groups: int, *, unhealthy: int = 0) -> str:
+    """What is printed for so many groups of eight ranks, of which some ranks of the last group are not healthy."""
+    ranks = [RankStatus(rank=rank, node=f"node-{rank}", pid=rank, healthy=True) for rank in range(8)]
+    answer = StatusResponse(
+        router="router-0",
+        state="serving",
+        groups=[GroupStatus(name=f"group-{number}", state="serving", ranks=ranks) for number in range(groups)],
+    )
+    for rank in answer.groups[-1].ranks[:unhealthy]:
+        rank.healthy = False
+    _print(answer)
+    return capsys.readouterr().out
+
+
+def test_every_rank_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cluster of 32 groups shows all of its ranks."""
+    lines = printed(capsys, 32).splitlines()
+    assert sum("/7" in line for line in lines) == 32 and not any("--json" in line for line in lines)
+
+
+def test_of_very_many_ranks_only_the_unhealthy_have_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """With more than 256 ranks the rows are those of groups and of ranks that are not healthy, and a line says so."""
+    lines = printed(capsys, 40, unhealthy=2).splitlines()
+    assert "320 ranks, 2 of them not healthy; `coatcheck status --json` lists all" in lines
+    assert [line.split()[0] for line in lines if "/" in line and " no " in line] == ["group-39/0", "group-39/1"]
+    assert sum(line.strip().startswith("group-") for line in lines) == 42
