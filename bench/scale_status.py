@@ -91,7 +91,7 @@ def main(
     """Measure each number of groups."""
     global _ranks
     _ranks = ranks
-    group_connection.GroupStream = _SimulatedStream  # type: ignore[assignment,misc]
+    setattr(group_connection, "GroupStream", _SimulatedStream)  # noqa: B010  # mypy knows no such export
     rows = []
     for count in groups:
         rows.append(asyncio.run(_measure(count)))

@@ -10,7 +10,6 @@ first, between real Ray actors (`ray_call_us`, CPU of the caller), and added for
 
 import asyncio
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +35,7 @@ from coatcheck.workers.core.rank_progress import Phase, RankProgress
 _SETTLE_SECONDS = 3.0
 # Long enough that each of 1,000 groups is checked at least once.
 _IDLE_SECONDS, _IDLE_SECONDS_PER_GROUP = 10.0, 0.045
-_CHANGES = 20
+_CHANGES = 100
 _RAY_CALLS = 2000
 
 
@@ -130,21 +129,17 @@ async def _measure(groups: int, routers: int, ray_call_seconds: float) -> dict[s
         calls, cpu = transport.calls - calls, _cpu_seconds() - cpu
         figures["idle_calls_per_second"] = calls / idle_seconds
         figures["idle_percent_of_a_core"] = 100 * (cpu + calls * ray_call_seconds) / idle_seconds
-        idle_cpu, idle_calls = cpu / idle_seconds, calls / idle_seconds
-        calls, num_bytes, cpu, began = transport.calls, transport.num_bytes, _cpu_seconds(), time.monotonic()
+        calls, num_bytes, cpu = transport.calls, transport.num_bytes, _cpu_seconds()
         supervisor = all_groups._supervisors[0]
-        for _ in range(_CHANGES // 2):
-            supervisor.drain_group()
-            await asyncio.sleep(0.1)
-            supervisor.undrain_group()
-            await asyncio.sleep(0.1)
-        passed = time.monotonic() - began
-        calls_of_changes = max(transport.calls - calls - idle_calls * passed, 0)
-        own = (_cpu_seconds() - cpu - idle_cpu * passed) / _CHANGES
-        figures["change_cpu_ms"] = own * 1e3
-        figures["change_calls"] = calls_of_changes / _CHANGES
-        figures["change_with_calls_ms"] = own * 1e3 + figures["change_calls"] * ray_call_seconds * 1e3
-        figures["bytes_per_router_and_change"] = (transport.num_bytes - num_bytes) / _CHANGES / routers
+        for number in range(_CHANGES):
+            (supervisor.undrain_group if number % 2 else supervisor.drain_group)()
+            for _ in range(10):  # until every router has been told
+                await asyncio.sleep(0)
+        cpu = (_cpu_seconds() - cpu) / _CHANGES
+        figures["change_calls"] = (transport.calls - calls) / _CHANGES
+        figures["change_ms"] = cpu * 1e3
+        figures["change_with_calls_ms"] = (cpu + figures["change_calls"] * ray_call_seconds) * 1e3
+        figures["change_bytes_per_router"] = (transport.num_bytes - num_bytes) / _CHANGES / routers
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(router_set.supervise_routers(tasks))
@@ -178,9 +173,9 @@ def measure_ray_call() -> float:
     """CPU seconds of the caller for one call between two Ray actors."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        caller, callee = (ray.remote(kind).options(num_cpus=0).remote() for kind in (_Caller, _Callee))
-        seconds: float = ray.get(caller.measure.remote(callee, _RAY_CALLS))
-        return seconds
+        caller: Any = ray.remote(_Caller).options(num_cpus=0).remote()
+        callee = ray.remote(_Callee).options(num_cpus=0).remote()
+        return float(ray.get(caller.measure.remote(callee, _RAY_CALLS)))
     finally:
         ray.shutdown()
 

@@ -41,6 +41,7 @@ class BlockLocations:
         self._problems = problems
         self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> bitmask of tiers
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
+        self._leaving: dict[int, dict[bytes, int]] = {}  # as `_held`: what is left to drop of removed groups
 
     @property
     def entries(self) -> int:
@@ -86,23 +87,37 @@ class BlockLocations:
                 entries -= 1
         self._entries[bit] = entries
 
+    @property
+    def leaving(self) -> int:
+        """The set of removed groups that `groups_by_block` still has. Their bits must not be used again."""
+        return sum(self._leaving)
+
     def remove_group(self, bit: int) -> None:
-        """Drops all blocks of a group."""
-        before = after = 0  # as in apply_events
-        for block, tiers in self._held.pop(bit, {}).items():
-            for tier_index, groups_by_block in enumerate(self.groups_by_block):
-                if tiers >> tier_index & 1:
-                    groups = groups_by_block[block]
-                    if groups is not before:
-                        before, after = groups, groups & ~bit
-                    _set_or_drop(groups_by_block, block, after)
+        """Drops all blocks of a group at once."""
+        held = self._held.pop(bit, {})
+        self._drop_blocks(bit, held, len(held))
         del self._entries[bit]
+
+    def begin_removal(self, bit: int) -> None:
+        """Forgets a group; `continue_removal` drops its blocks."""
+        if held := self._held.pop(bit, None):
+            self._leaving[bit] = held
+        del self._entries[bit]
+
+    def continue_removal(self, max_blocks: int) -> None:
+        """Drops at most `max_blocks` blocks of the groups that leave."""
+        for bit, held in list(self._leaving.items()):
+            count = min(max_blocks, len(held))
+            self._drop_blocks(bit, held, count)
+            max_blocks -= count
+            if not held:
+                del self._leaving[bit]
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         for tier_index, groups_by_block in enumerate(self.groups_by_block):
             expected: dict[bytes, int] = {}
-            for bit, held in self._held.items():
+            for bit, held in (*self._held.items(), *self._leaving.items()):
                 for block, tiers in held.items():
                     assert tiers, "a block in no tier"
                     if tiers >> tier_index & 1:
@@ -111,6 +126,19 @@ class BlockLocations:
         for bit, held in self._held.items():
             assert self._entries[bit] == sum(tiers.bit_count() for tiers in held.values()), "entries miscounted"
         assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"
+        assert not self._leaving.keys() & self._held.keys(), "the bit of a group that leaves is used again"
+
+    def _drop_blocks(self, bit: int, held: dict[bytes, int], count: int) -> None:
+        """Drops the last `count` blocks of `held`."""
+        before = after = 0  # as in apply_events
+        for _ in range(count):
+            block, tiers = held.popitem()
+            for tier_index, groups_by_block in enumerate(self.groups_by_block):
+                if tiers >> tier_index & 1:
+                    groups = groups_by_block[block]
+                    if groups is not before or after & bit:
+                        before, after = groups, groups & ~bit
+                    _set_or_drop(groups_by_block, block, after)
 
 
 def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:

@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
 from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.hit_prediction import HitPrediction
 from coatcheck.router.routing.prefix_match import PrefixMatch, PrefixMatches, match_chain
+
+_REMOVED_BLOCKS: Final = 1000  # of a group that has left, dropped with each message
 
 
 class EventOutcome(Enum):
@@ -74,18 +77,24 @@ class PrefixIndex:
         `capacity`: number of its blocks in both tiers, 0 if unknown. `block_size`: tokens, 0 if unknown.
         """
         self.remove_group(group)
-        free = ~self._live & (self._live + 1)  # the lowest bit not taken
+        taken = self._live | self._locations.leaving
+        free = ~taken & (taken + 1)  # the lowest bit not taken
         self._live |= free
         self._groups[group] = _IndexedGroup(free, epoch, capacity, block_size)
         self._names[free] = group
         return free.bit_length() - 1
 
     def remove_group(self, group: str) -> None:
-        """Removes a group and its blocks. Changes nothing for an unknown group."""
+        """Removes a group and its blocks. Changes nothing for an unknown group.
+
+        Many blocks are not dropped at once, because that would stop every stream of the router. No prefix matches them
+        any more, and each later message of a group drops some.
+        """
         indexed = self._groups.pop(group, None)
         if indexed is None:
             return
-        self._locations.remove_group(indexed.bit)
+        self._locations.begin_removal(indexed.bit)
+        self._locations.continue_removal(_REMOVED_BLOCKS)
         self.expected_blocks.remove_group(indexed.bit)
         self._live &= ~indexed.bit
         del self._names[indexed.bit]
@@ -158,6 +167,7 @@ class PrefixIndex:
 
     def _store(self, indexed: _IndexedGroup, events: Sequence[KvEvent]) -> None:
         self.events += len(events)
+        self._locations.continue_removal(_REMOVED_BLOCKS)
         self._locations.apply_events(indexed.bit, events)
 
     def _check_capacity(self, indexed: _IndexedGroup) -> EventOutcome:

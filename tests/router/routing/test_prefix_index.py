@@ -16,6 +16,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     SnapshotChunk,
     Tier,
 )
+from coatcheck.router.routing import prefix_index
 from coatcheck.router.routing.block_locations import EventProblem
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
 from tests.examples import examples
@@ -23,6 +24,12 @@ from tests.examples import examples
 CHAIN = [bytes([block]) * 16 for block in range(6)]
 TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
 NAMES = st.sampled_from(["a", "b", "c"])
+
+
+@pytest.fixture(autouse=True)
+def slow_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a group that has left are dropped one by one."""
+    monkeypatch.setattr(prefix_index, "_REMOVED_BLOCKS", 1)
 
 
 def stored(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
@@ -357,6 +364,24 @@ def test_a_hundred_groups_share_the_index() -> None:
     index.add_group("h", "1")
     index.check()
     assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}
+
+
+def test_the_blocks_of_a_group_that_left_are_dropped_little_by_little() -> None:
+    """A group that leaves matches nothing from then on, also if it attaches again meanwhile. Each message of any group
+    drops some of its blocks, until none is left and its bit is free."""
+    index = following("a", "b")
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(block) for block in range(6)]))
+    on_device, _ = index._locations.groups_by_block
+    index.remove_group("a")
+    assert index.matched_blocks(CHAIN) == {} and index.entries == 0 and len(on_device) == 5
+    assert index.add_group("a", "1") == 2, "slot 0 is not free yet"
+    index.apply_snapshot("a", snapshot(stored(0)))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
+    for sequence in range(5):
+        index.check()
+        index.apply_events("b", KvEvents(epoch="1", sequence=sequence, events=[removed(0)]))
+    assert len(on_device) == 1 and index.add_group("c", "1") == 0
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
 
 def test_removing_after_the_same_process_attached_again_changes_nothing() -> None:
