@@ -134,7 +134,7 @@ def test_a_text_far_too_long_is_refused_after_its_beginning(tokenizer: Tokenizer
     whole = tokenizer.encode(text)
     assert tokenizer.encode(text, at_most=len(whole)) == whole
     assert tokenizer.encode(text, at_most=len(whole) * 2 // 3) == whole  # for others to refuse, with the exact number
-    with pytest.raises(NeverFits, match="shorten it to at most 100 tokens"):
+    with pytest.raises(NeverFits, match="Shorten it to at most 100 tokens"):
         tokenizer.encode(text * 1_000, at_most=100)
 
 
