@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": "benchmark.bench",
     "plan": "planner.plan",
     "keys": "commands.keys",
+    "doctor": "commands.doctor",
 }
 
 

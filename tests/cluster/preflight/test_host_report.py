@@ -1,0 +1,105 @@
+"""What `coatcheck doctor` says of a host: each fault with what to change."""
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coatcheck.cluster.preflight.host_facts import Gpu, HostFacts, TorchFacts, probe_torch, read_facts
+from coatcheck.cluster.preflight.host_report import Finding, judge_host
+
+H100 = Gpu("H100", 80 * 2**30, (9, 0))
+TORCH = TorchFacts("2.13.0", "13.0", (H100, H100), "2.27.5")
+GOOD = HostFacts(
+    has_gpu_file=True,
+    torch=TORCH,
+    driver="580.65.06",
+    shared_memory=2 * 2**30,
+    locked_memory=None,
+    infiniband=("mlx5_0",),
+    has_verbs=True,
+    compiler="/usr/bin/gcc",
+    open_files=65536,
+    busy_ports={},
+    ray="2.60.0",
+)
+
+
+def faults(facts: HostFacts, ranks: int = 2) -> list[Finding]:
+    """The findings that are not ok."""
+    return [finding for finding in judge_host(facts, ranks) if finding.state != "ok"]
+
+
+def test_nothing_is_wrong_with_a_good_host() -> None:
+    """Every check says what it found, and nothing is to be changed."""
+    findings = judge_host(GOOD, 2)
+    assert not faults(GOOD) and not any(finding.change for finding in findings)
+    checks = [finding.check for finding in findings]
+    assert checks == [
+        *("GPU 0", "GPU 1", "driver", "NCCL", "InfiniBand", "shared memory", "Ray", "port", "open files"),
+    ]
+    assert findings[2].found == "NVIDIA 580.65.06, and torch is built for CUDA 13.0"
+
+
+def test_a_host_without_gpus_computes_on_cpus() -> None:
+    """That is no fault, and neither NCCL nor a compiler is missed."""
+    torch = TorchFacts("2.13.0+cpu")
+    assert not faults(replace(GOOD, has_gpu_file=False, torch=torch, driver="", infiniband=(), compiler=""))
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "state", "found", "change"),
+    [
+        ({"torch": TorchFacts("2.13.0+cpu")}, "GPU", "error", "is a CPU build", "PyTorch's CUDA build"),
+        ({"torch": TorchFacts("2.13.0", "13.0")}, "GPU", "error", "sees no GPU", "update the driver"),
+        ({"torch": TorchFacts(problem="driver too old")}, "GPU", "error", "driver too old", "update the driver"),
+        ({"torch": replace(TORCH, gpus=(replace(H100, capability=(7, 5)),))}, "GPU 0", "warning", "7.5", "8.0"),
+        ({"torch": replace(TORCH, nccl="")}, "NCCL", "error", "none", "--tp above 1 needs it"),
+        ({"has_verbs": False}, "InfiniBand", "error", "no libibverbs", "install libibverbs1"),
+        ({"locked_memory": 65536}, "InfiniBand", "warning", "65,536 bytes", "LimitMEMLOCK=infinity"),
+        ({"shared_memory": 64 * 2**20}, "shared memory", "warning", "0.1 GiB", "--shm-size"),
+        ({"compiler": ""}, "C compiler", "error", "none", "install gcc"),
+        ({"ray": ""}, "Ray", "error", "not installed", "coatcheck[node]"),
+        ({"ray": "2.9.3"}, "Ray", "error", "2.9.3", "install Ray 2.50 or later"),
+        ({"busy_ports": {8000: "Address in use"}}, "port", "error", "8000: Address in use", "--http-port"),
+        ({"open_files": 1024}, "open files", "warning", "1024 files", "ulimit -n 65536"),
+    ],
+)
+def test_each_fault_says_what_to_change(
+    facts: dict[str, object], check: str, state: str, found: str, change: str
+) -> None:
+    """One fault, one finding."""
+    (finding,) = faults(replace(GOOD, **facts))  # type: ignore[arg-type]  # names and types are HostFacts'
+    assert (finding.check, finding.state) == (check, state)
+    assert found in finding.found and change in finding.change
+
+
+def test_the_least_ray_is_that_of_the_package() -> None:
+    """The version that the report asks for is the one in pyproject.toml."""
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert '"ray>=2.50"' in project
+
+
+def test_facts_of_this_host() -> None:
+    """A port where something listens is named with the reason; one that is free is not."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        facts = read_facts((port,))
+        assert facts.busy_ports == {port: "Address already in use"}
+    assert facts.ray and facts.torch.version and not facts.torch.problem
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("echo 'ImportError: libcudart.so.12' >&2; exit 1", "ImportError: libcudart.so.12"),
+        ("kill -SEGV $$", "ended with"),
+    ],
+)
+def test_a_torch_that_cannot_be_tried(script: str, problem: str, tmp_path: Path) -> None:
+    """A broken driver may crash the process that tries it; the command goes on and says so."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    assert problem in probe_torch(str(python)).problem
