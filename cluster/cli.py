@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "planner.plan",
     "keys": "commands.keys",
     "doctor": "commands.doctor",
+    "logs": "commands.logs",
 }
 
 

@@ -57,4 +57,4 @@ def test_no_key_is_in_the_environment() -> None:
     """The environment of a container keeps the old key after a rotation."""
     for template in render("eight-gpus").templates:
         for container in template["spec"]["containers"]:
-            assert "COATCHECK_API_KEY" not in {variable["name"] for variable in container["env"]}
+            assert "COATCHECK_API_KEY" not in {variable["name"] for variable in container.get("env", ())}

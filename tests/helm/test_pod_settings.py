@@ -112,3 +112,16 @@ def test_an_image_by_digest() -> None:
     pods = [template["spec"] for template in rendered.templates]
     pods.append(rendered.one("Pod", "demo-coatcheck-generate")["spec"])
     assert {one["image"] for spec in pods for one in spec["containers"]} == {f"registry/coatcheck@{digest}"}
+
+
+def test_kubectl_logs_shows_ranks_and_routers() -> None:
+    """A container of every pod prints Ray's files, from the folder that it shares with Ray's container, and ends at
+    SIGTERM. It can be left out."""
+    for template in render("eight-gpus").templates:
+        containers = {one["name"]: one for one in template["spec"]["containers"]}
+        assert containers["logs"]["command"] == ["tini", "--", "coatcheck", "logs", "--follow"]
+        ray = template["spec"]["containers"][0]
+        (shared,) = (mount for mount in ray["volumeMounts"] if mount["mountPath"] == "/tmp/ray")
+        assert shared in containers["logs"]["volumeMounts"]
+    for template in render("eight-gpus", "logs.enabled=false").templates:
+        assert "logs" not in {one["name"] for one in template["spec"]["containers"]}

@@ -198,3 +198,17 @@ podAntiAffinity:
         matchLabels: {{- include "coatcheck.pods" (dict "root" . "group" "worker") | nindent 10 }}
 {{- end }}
 {{- end }}
+
+{{- /* Ray writes the output of ranks and routers to files. This container prints them, so that `kubectl logs` shows them. */ -}}
+{{- define "coatcheck.logs" -}}
+{{- if .root.Values.logs.enabled }}
+- name: logs
+  image: {{ include "coatcheck.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  securityContext: {{- include "coatcheck.containerSecurity" nil | nindent 4 }}
+  # tini, because the first process of a container ignores SIGTERM and would hold the pod.
+  command: [tini, --, coatcheck, logs, --follow]
+  resources: {{- toYaml .root.Values.logs.resources | nindent 4 }}
+  volumeMounts: {{- include "coatcheck.mounts" (dict "root" .root "role" dict) | nindent 4 }}
+{{- end }}
+{{- end }}

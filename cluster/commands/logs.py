@@ -1,0 +1,65 @@
+"""`coatcheck logs`: prints what the ranks, the routers and the supervisor of this host have logged.
+
+Ray writes the output of each process to two files of its own in its session's folder. In a pod `kubectl logs` shows the
+standard output of containers and not those files; the chart runs this command beside them.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_POLL_SECONDS = 0.5
+_PATTERN = "worker-*.*"  # of actors; Ray's own processes have other names
+_CHUNK_BYTES = 2**20
+
+
+def logs(
+    folder: Annotated[Path, typer.Option(help="The folder with Ray's logs.")] = Path("/tmp/ray/session_latest/logs"),
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what comes later, until SIGTERM.")] = False,
+) -> None:
+    """Print the logs of this host's ranks, routers and supervisor, also of those that have ended.
+
+    Without --follow, file by file; with it, in the order in which lines come.
+    """
+    reader = LogFolder(folder)
+    while True:
+        for line in reader.read_lines(whole=not follow):
+            sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+        if not follow:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+class LogFolder:
+    """The log files of a folder, which may not exist yet, may be replaced by another, and get files and lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._positions: dict[Path, int] = {}  # bytes that were read of each file
+
+    def read_lines(self, *, whole: bool) -> Iterator[bytes]:
+        """The lines that came since the last call, each with its newline. `whole`: also a last line without one."""
+        # Resolved each time: a Ray that starts again has another folder behind the same link.
+        for file in sorted(self._folder.resolve().glob(_PATTERN)):
+            yield from self._read_file(file, whole)
+
+    def _read_file(self, file: Path, whole: bool) -> Iterator[bytes]:
+        position = self._positions.get(file, 0)
+        try:
+            with file.open("rb") as opened:
+                opened.seek(position)
+                while lines := opened.readlines(_CHUNK_BYTES):
+                    for line in lines:
+                        if not line.endswith(b"\n"):
+                            if not whole:
+                                return
+                            line += b"\n"
+                        yield line
+                        self._positions[file] = self._positions.get(file, 0) + len(line)
+        except FileNotFoundError:
+            return  # it was deleted meanwhile
