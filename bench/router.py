@@ -19,6 +19,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from coatcheck.bench.router_cases.group_and_client import byte_tokenizer, run_client, run_group
@@ -30,8 +31,8 @@ from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registr
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_load import GroupLoad
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.routing.prefix_index import PrefixIndex
-from coatcheck.router.routing.prefix_match import NO_MATCH
 from coatcheck.router.routing.routing_cost import choose_group
 from coatcheck.router.server import Router
 
@@ -110,14 +111,15 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
     rng = random.Random(1)
     model = GetModelResponse(name="m", block_size=block_size)
     status = GroupStatus(waiting=1, blocks_total=20_000, prefill_tokens_per_second=5000.0, step_seconds=0.01)
-    loads = {f"g{place}": GroupLoad(Registration(model=model, max_batch_tokens=2048)) for place in range(groups)}
-    for load in loads.values():
+    table = LoadTable()
+    for slot in range(groups):
+        load = GroupLoad(Registration(model=model, max_batch_tokens=2048), table, slot)
         load.report(Load(status=status, queued_prefill_tokens=1000), now=0.0)
+    names, slots = np.array([f"g{slot}" for slot in range(groups)], object), np.arange(groups)
 
     def decision() -> None:
-        matched = index.matched_blocks(chain)
-        candidates = [load.candidate(name, matched.get(name, NO_MATCH)) for name, load in loads.items()]
-        choose_group(candidates, prompt, rng)
+        tokens = [blocks * block_size for blocks in index.match(chain)]
+        choose_group(table.candidates(names, slots, *tokens), prompt, rng)
 
     def sending() -> None:
         index.add_expected("g0", 0, chain)
@@ -128,7 +130,7 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
         "indexed_blocks": index.entries,
         "bytes_per_block_and_group": memory / index.entries,
         "hash_us": min(timeit.repeat(lambda: hash_chain(key, tokens, block_size), number=20, repeat=5)) / 20 * 1e6,
-        "match_us": min(timeit.repeat(lambda: index.matched_blocks(chain), number=100, repeat=5)) / 100 * 1e6,
+        "match_us": min(timeit.repeat(lambda: index.match(chain), number=100, repeat=5)) / 100 * 1e6,
         "expect_and_settle_us": min(timeit.repeat(sending, number=100, repeat=5)) / 100 * 1e6,
         "decision_us": min(timeit.repeat(decision, number=100, repeat=5)) / 100 * 1e6,
     }

@@ -12,8 +12,10 @@ has sent itself, and has a queue of its own.
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from coatcheck.bench.routing_simulation.rules import CachedPrefix, Rule
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
@@ -23,6 +25,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import GUESSED_ANSWER_TOKENS, Decision, choose_group
@@ -119,6 +122,7 @@ class _View:
         self.queue: FairQueue[_QueuedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
         self._rng = rng
+        self._table = LoadTable()
         self._loads: dict[str, GroupLoad] = {}
         self._reports_read = dict.fromkeys(self._groups, 0)
         self._period = groups[0].model.report_seconds
@@ -126,7 +130,7 @@ class _View:
         # Times of the submissions that no report contains yet, and the number of those that the last report contains.
         self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
         self._reported = dict.fromkeys(self._groups, 0)
-        for group in groups:
+        for slot, group in enumerate(groups):
             most = group.model
             registration = Registration(
                 model=GetModelResponse(block_size=BLOCK),
@@ -134,7 +138,7 @@ class _View:
                 max_batch_tokens=most.chunk,
                 max_num_seqs=most.max_sequences,
             )
-            self._loads[group.name] = GroupLoad(registration)
+            self._loads[group.name] = GroupLoad(registration, self._table, slot)
             group.is_watched = True
 
     def add_request(self, job: SimulatedRequest) -> Placed:
@@ -188,16 +192,20 @@ class _View:
         """The least time that the prompt takes to compute on one of the groups."""
         matched = self._matched(job)
         if self._rule is None:
-            costs = self._decide(job, matched, self._serving).costs
-            return min([cost.prefill_seconds + cost.restore_seconds for cost in costs])
+            costs = self._decide(job, matched, self._serving).table
+            return float((costs.prefill_seconds + costs.restore_seconds).min())
         return min([self._groups[name].prompt_seconds(job, matched.get(name, NO_MATCH)) for name in self._serving])
 
-    def _decide(self, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Iterable[str]) -> Decision:
-        candidates = [
-            load.candidate(name, matched.get(name, NO_MATCH)) for name, load in self._loads.items() if name in names
-        ]
+    def _decide(self, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Container[str]) -> Decision:
+        chosen = [name for name in self._loads if name in names]
+        slots = np.array([self._loads[name].slot for name in chosen])
+        tokens = np.array([matched.get(name, NO_MATCH) for name in chosen], float).T * BLOCK
         return choose_group(
-            candidates, job.prompt, self._rng, queued_in_router=len(self.queue), answer_tokens=self._answer_tokens
+            self._table.candidates(np.array(chosen, object), slots, *tokens),
+            job.prompt,
+            self._rng,
+            queued_in_router=len(self.queue),
+            answer_tokens=self._answer_tokens,
         )
 
     def _place(self, job: SimulatedRequest, now: float) -> tuple[SimulatedRequest, SimulatedGroup]:

@@ -1,30 +1,95 @@
-"""Eligibility: which groups can run a request at all. Routing costs choose among these groups. Pure."""
+"""Eligibility: which groups can run a request at all. Routing costs choose among these groups.
 
-from collections.abc import Iterable
-from typing import NamedTuple, Self
+ServingGroups is made anew whenever the groups that take requests change. In between, all requests that the same groups
+can run share one EligibleGroups object, so that a decision makes no lists of groups.
+"""
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import Self
+
+import numpy as np
 
 from coatcheck.proto.errors import ContextLengthExceeded, DeadlineExceeded
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.request import Request
-from coatcheck.router.routing.routing_cost import Decision
+from coatcheck.router.routing.routing_cost import BoolArray, Decision, IndexArray
 
 
-class EligibleGroups(NamedTuple):
-    """The names of the groups that can run a request: the request's scheduling class in the admission queue.
+class EligibleGroups:
+    """The groups that can run a request: the request's scheduling class in the admission queue.
 
     If the first of several requests of one class finds no room, the others find none either, so the queue tries only
-    the first. `has_begun`: the request was running on a group that was lost. Such a request waits until a compatible
-    group serves. A request that has not begun is refused if no serving group can hold it.
+    the first. `names` and `slots` (see LoadTable) are arrays in the order of `groups`. `models`: for each set of groups
+    with the same block hashes, one of their models and the places of these groups.
     """
 
-    names: frozenset[str]
-    has_begun: bool = False
+    def __init__(self, groups: Sequence[GroupConnection]) -> None:
+        self.groups = groups
+        self.names = np.array([group.name for group in groups], object)
+        self.slots: IndexArray = np.array([group.load.slot for group in groups], np.intp)
+        places: dict[Hashable, list[int]] = {}
+        for place, group in enumerate(groups):
+            model = group.model
+            places.setdefault((model.name, model.fingerprint, model.block_size), []).append(place)
+        self.models = [(groups[alike[0]].model, np.array(alike, np.intp)) for alike in places.values()]
 
-    @classmethod
-    def of(cls, groups: Iterable[GroupConnection], *, has_begun: bool = False) -> Self:
-        """The class of a request that all of `groups` can run."""
-        return cls(frozenset(group.name for group in groups), has_begun)
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def only(self, keep: BoolArray) -> Self:
+        """The groups for which `keep` is true."""
+        return type(self)([self.groups[place] for place in np.flatnonzero(keep).tolist()])
+
+
+class ServingGroups:
+    """The groups that take new requests, at one moment. What a request needs is found when the first one comes, so
+    that many groups can attach one after the other at little cost."""
+
+    def __init__(self, groups: Sequence[GroupConnection] = ()) -> None:
+        self.groups = groups
+        self._eligible: dict[Hashable, EligibleGroups] = {}
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Max tokens of one sequence on any group; 0 without groups."""
+        return self._distinct_limits[-1] if self._distinct_limits else 0
+
+    @cached_property
+    def _limits(self) -> list[int]:
+        return [max_sequence_tokens(group) for group in self.groups]
+
+    @cached_property
+    def _distinct_limits(self) -> list[int]:
+        return sorted(set(self._limits))
+
+    def eligible(self, max_len: int = 0, model: GetModelResponse | None = None) -> EligibleGroups:
+        """The groups that, if they were empty, could hold `max_len` tokens; with `model` only those that a stream may
+        move to from a group with that model. Always the same object for the same groups and kind of request."""
+        smallest = bisect_left(self._distinct_limits, max_len)
+        key = smallest, None if model is None else compatibility_key(model)
+        if key not in self._eligible:
+            self._eligible[key] = EligibleGroups(
+                [
+                    group
+                    for group, limit in zip(self.groups, self._limits, strict=True)
+                    if limit >= max_len and (model is None or are_compatible(model, group.model))
+                ]
+            )
+        return self._eligible[key]
+
+    def require_eligible(self, request: Request) -> EligibleGroups:
+        """The groups that can hold a request that has not begun. Raises ContextLengthExceeded if there are groups and
+        none can."""
+        eligible = self.eligible(request.max_len)
+        if self.groups and not len(eligible):
+            raise ContextLengthExceeded.for_limit(
+                self.max_sequence_tokens,
+                f"prompt and max_tokens together are {request.max_len}. Shorten the prompt or lower max_tokens",
+            )
+        return eligible
 
 
 def require_deadline(request: Request, decision: Decision, now: float) -> None:
@@ -32,7 +97,7 @@ def require_deadline(request: Request, decision: Decision, now: float) -> None:
     compute the queued prompts and this one, each as fast as a decode step."""
     if request.deadline is None:
         return
-    soonest = min(cost.decode_seconds for cost in decision.costs)
+    soonest = float(decision.table.decode_seconds.min())
     if now + soonest > request.deadline:
         raise DeadlineExceeded(
             f"the first token would take {soonest:.1f} s at the least, and its deadline is in "
@@ -43,23 +108,6 @@ def require_deadline(request: Request, decision: Decision, now: float) -> None:
 def max_sequence_tokens(group: GroupConnection) -> int:
     """Max tokens of one sequence on a group: the model's context, or the KV pool if that is smaller."""
     return min(group.model.max_model_len, group.registration.num_blocks * group.model.block_size)
-
-
-def groups_that_can_hold(serving: list[GroupConnection], request: Request) -> list[GroupConnection]:
-    """The groups of `serving`, at least one, that can hold the request. Raises ContextLengthExceeded if none can."""
-    eligible = [group for group in serving if can_hold(group, request)]
-    if not eligible:
-        most = max(max_sequence_tokens(group) for group in serving)
-        raise ContextLengthExceeded.for_limit(
-            most,
-            f"prompt and max_tokens together are {request.max_len}. Shorten the prompt or lower max_tokens",
-        )
-    return eligible
-
-
-def can_hold(group: GroupConnection, request: Request) -> bool:
-    """Whether the group, if it were empty, could hold the request."""
-    return request.max_len <= max_sequence_tokens(group)
 
 
 def compatibility_key(model: GetModelResponse) -> tuple[str, str, str, str, int]:

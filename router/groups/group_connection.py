@@ -34,6 +34,7 @@ from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import FailureCause, GroupEjected, GroupFailures
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.group_stream import GroupSilent, GroupStream
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.groups.open_submissions import OpenSubmissions
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
@@ -57,6 +58,7 @@ class GroupConnection:
         endpoint: GroupEndpoint,
         config: RouterConfig,
         index: PrefixIndex,
+        loads: LoadTable,
         failures: GroupFailures,
         *,
         on_change: Callable[[], None],
@@ -67,6 +69,7 @@ class GroupConnection:
         self.registration = Registration()
         self.load = GroupLoad(self.registration)
         self.index = index
+        self._loads = loads
         self.submissions = OpenSubmissions()
         self.detached_because = endpoint.reason  # why the group is not attached
         self.ejections = 0
@@ -221,8 +224,10 @@ class GroupConnection:
         self.detached_because = ""
         self._is_slow = False
         self._pause_ended.clear()
-        self.load = GroupLoad(registration)
-        self.index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
+        self.load.leave_table()
+        capacity = registration.num_blocks + registration.host_blocks
+        slot = self.index.add_group(self.name, registration.epoch, capacity, size)
+        self.load = GroupLoad(registration, self._loads, slot)
         self.on_change()
 
     def _handle_refusal(self, refused: Refused) -> None:
@@ -257,6 +262,7 @@ class GroupConnection:
         if self._failure_notice.reason:
             self.detached_because = f"it ended by itself: {self._failure_notice.reason}"
         self.registration = Registration()
+        self.load.leave_table()
         self.load = GroupLoad(self.registration)
         self.index.remove_group(self.name)
         if attached:

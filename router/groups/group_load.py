@@ -10,8 +10,10 @@ from collections import OrderedDict
 from math import exp
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from coatcheck.proto.stubs.worker_pb2 import Load, Registration
-from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
@@ -38,10 +40,15 @@ class _Unreported(NamedTuple):
 
 
 class GroupLoad:
-    """Call `report` for each report and `add_submission` for each request sent, in the stream's order."""
+    """Call `report` for each report and `add_submission` for each request sent, in the stream's order.
 
-    def __init__(self, registration: Registration) -> None:
+    `table`: where the load is written at `slot` whenever it changes; None: nowhere.
+    """
+
+    def __init__(self, registration: Registration, table: LoadTable | None = None, slot: int = 0) -> None:
         self.last = Load()
+        self.slot = slot
+        self._table = table
         self._block_size = registration.model.block_size
         self._max_batch_tokens = registration.max_batch_tokens
         self._free = registration.num_blocks * self._block_size  # tokens that fit into empty blocks
@@ -62,6 +69,13 @@ class GroupLoad:
         self._running_delta = 0  # choices that began to run since the last report, minus those that ended
         self._has_refused = False  # since the last report
         self._max_queued_tokens = self._queue_limit()
+        self._write()
+
+    def leave_table(self) -> None:
+        """Forgets the load in the table, because the stream has ended. Later calls change the table no more."""
+        if self._table is not None:
+            self._table.clear(self.slot)
+            self._table = None
 
     def report(self, load: Load, now: float) -> None:
         """Replaces the last report. `now`: the event loop's time, in seconds."""
@@ -80,6 +94,7 @@ class GroupLoad:
         self._update_others_rate(load.all_submissions - load.submissions, now)
         while self._unreported and next(iter(self._unreported)) <= load.submissions:
             self._remove_unreported(next(iter(self._unreported)))
+        self._write()
 
     def add_submission(self, uncached_tokens: int, choices: int = 1) -> int:
         """Records the stream's next submission and returns its number. `uncached_tokens`: prompt tokens that the group
@@ -88,12 +103,14 @@ class GroupLoad:
         self._unreported[self._submissions] = _Unreported(uncached_tokens, choices)
         self._unreported_tokens += uncached_tokens
         self._unreported_choices += choices
+        self._write()
         return self._submissions
 
     def record_first_output(self, number: int) -> None:
         """Counts the choices of a submission with a first output as running, if no report contains the submission."""
         if number in self._unreported:
             self._running_delta += self._remove_unreported(number).choices
+            self._write()
 
     def end_choices(self, number: int, count: int = 1) -> None:
         """Removes `count` choices of the submission, which are finished or aborted."""
@@ -105,6 +122,7 @@ class GroupLoad:
         else:
             self._unreported[number] = unreported._replace(choices=unreported.choices - count)
             self._unreported_choices -= count
+        self._write()
 
     def max_queued_tokens(self, predicted: float) -> int | None:
         """For a submission that is sent now: the queued prompt tokens above which the group should return it; None
@@ -116,10 +134,12 @@ class GroupLoad:
         before `number`."""
         own = sum(unreported.tokens for other, unreported in self._unreported.items() if other < number)
         self._queued_tokens = max(queued_tokens - own, 0)
+        self._write()
 
     def record_refusal(self) -> None:
         """Counts the group as full until its next report, because it has refused a request as Overloaded."""
         self._has_refused = True
+        self._write()
 
     @property
     def is_full(self) -> bool:
@@ -137,10 +157,8 @@ class GroupLoad:
         computes until its next report."""
         return not self.is_full and self._queued_tokens + self._unreported_tokens < self._max_queued_tokens
 
-    def candidate(self, group: str, match: PrefixMatch = NO_MATCH) -> Candidate:
-        """The group as a Candidate for `choose_group`. `match`: blocks of the prompt that the group holds."""
-        size = self._block_size
-        device, host, expected = match
+    def candidate(self, group: str = "") -> Candidate:
+        """The group as a Candidate that holds nothing of the prompt."""
         return Candidate(
             group,
             self._queued_tokens + self._unreported_tokens,
@@ -151,12 +169,9 @@ class GroupLoad:
             self._busy_share,
             self._free,
             self._evictable,
-            device * size,
-            host * size,
-            expected * size,
             max(self._running + self._running_delta, 0) + self._waiting + self._unreported_choices,
-            self.has_room,
             self._others_rate * _REPORT_SECONDS,
+            self.has_room,
         )
 
     def check(self) -> None:
@@ -167,6 +182,15 @@ class GroupLoad:
         assert all(one.choices for one in unreported), "a submission whose choices have all ended is still counted"
         numbers = list(self._unreported)
         assert numbers == sorted(numbers) and max(numbers, default=0) <= self._submissions, "order of the stream"
+        if self._table is not None:
+            slots, nothing = np.array([self.slot]), np.zeros(1)
+            (written,) = zip(*self._table.candidates(slots, slots, nothing, nothing, nothing)[1:], strict=True)
+            assert written == self.candidate()[1:], "the table has another load"
+            assert self._table.is_full[self.slot] == self.is_full
+
+    def _write(self) -> None:
+        if self._table is not None:
+            self._table.write(self.slot, self.candidate(), is_full=self.is_full)
 
     def _remove_unreported(self, number: int) -> _Unreported:
         removed = self._unreported.pop(number)

@@ -13,15 +13,17 @@ from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupEjected, GroupFailures
 from coatcheck.router.groups.group_list import NO_LIST, GroupListUpdate, GroupListVersion
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.groups.outlier_detection import OutlierDetection
 from coatcheck.router.routing.prefix_index import PrefixIndex
 
 
 class GroupRegistry:
-    """Owns the connections, the prefix index and the record of failures."""
+    """Owns the connections, the prefix index, the table of loads and the record of failures."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.index = PrefixIndex()
+        self.loads = LoadTable()
         self.failures = GroupFailures()
         self.model: GetModelResponse | None = None  # of the last group that registered, even after it is lost
         # Names, so that a group that is lost and started again stays drained.
@@ -148,6 +150,7 @@ class GroupRegistry:
             endpoint,
             self._config,
             self.index,
+            self.loads,
             self.failures,
             on_change=self.notify,
             on_room=lambda: self.on_room(),

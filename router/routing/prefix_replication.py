@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from coatcheck.router.routing.routing_cost import Decision, GroupCost
+import numpy as np
+
+from coatcheck.router.routing.routing_cost import Decision, FloatArray, GroupCosts
 
 _MAX_PREFIXES: Final = 10_000  # the least recently used are forgotten
 
@@ -30,28 +32,29 @@ class PrefixReplication:
     def review(self, decision: Decision, chain: Sequence[bytes], block_size: int) -> Decision:
         """Returns the decision, or the same with another group, which shall compute one more copy of the prefix that
         the chosen group holds. `chain`: hashes of the prompt's full blocks of `block_size` tokens."""
-        chosen = decision.chosen
+        costs, chosen = decision.table, decision.chosen
         held = min(chosen.cached_tokens, decision.prompt_tokens)
-        others = [cost for cost in decision.costs if cost.has_room and cost.cached_tokens < held]
         blocks = min(held // block_size, len(chain))
-        if not others or not blocks:
+        if not blocks:
             return decision
-        remaining = decision.prompt_tokens - held
-        seconds = [_seconds_if_held(cost, decision.prompt_tokens - cost.cached_tokens, remaining) for cost in others]
-        least = min(seconds)
+        others = np.flatnonzero(costs.has_room & (costs.cached_tokens < held))
+        if not len(others):
+            return decision
+        seconds = _seconds_if_held(costs.take(others), decision.prompt_tokens, held)
+        soonest = int(seconds.argmin())
+        least, best = float(seconds[soonest]), int(others[soonest])
         rent = chosen.first_token_seconds - least
         if rent <= 0:
             return decision
-        holders = sum(cost.cached_tokens >= chosen.cached_tokens for cost in decision.costs)
+        holders = int((costs.cached_tokens >= chosen.cached_tokens).sum())
         prefix = chain[blocks - 1]
         rents = self._rents.pop(prefix, 0.0) + rent / (holders + 1)
-        best = others[seconds.index(least)]
-        if rents < best.total_seconds - least:
+        if rents < costs.total_seconds[best] - least:
             self._rents[prefix] = rents
             if len(self._rents) > self._max_prefixes:
                 self._rents.popitem(last=False)
             return decision
-        return replace(decision, group=best.group, makes_copy=True)
+        return replace(decision, place=best, makes_copy=True)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
@@ -59,9 +62,9 @@ class PrefixReplication:
         assert all(rent > 0 for rent in self._rents.values())
 
 
-def _seconds_if_held(cost: GroupCost, uncached: int, remaining: int) -> float:
-    """The seconds to the first token on a group that would have to compute only `remaining` tokens of the prompt, in
-    place of the `uncached` that its cost counts."""
-    part = remaining / uncached
-    prompt_steps = cost.decode_seconds * uncached / (cost.queued_tokens + uncached)  # without the steps of the queue
-    return cost.queue_seconds + cost.prefill_seconds * part + cost.decode_seconds - prompt_steps * (1 - part)
+def _seconds_if_held(costs: GroupCosts, prompt_tokens: int, held: int) -> FloatArray:
+    """The seconds to the first token on groups that hold less than `held` tokens of the prompt, if they held these."""
+    uncached = prompt_tokens - costs.cached_tokens
+    part = (prompt_tokens - held) / uncached
+    prompt_steps = costs.decode_seconds * uncached / (costs.queued_tokens + uncached)  # without the steps of the queue
+    return costs.queue_seconds + costs.prefill_seconds * part + costs.decode_seconds - prompt_steps * (1 - part)

@@ -24,15 +24,26 @@ becomes free.
 
 Ties are broken by session, or at random. If other routers send requests too, which this one learns of with the next
 reports, the choice is spread over the groups that these requests will make equal (`_spread`). The module is pure.
+
+The costs of all candidates are computed together: each figure is an array with one number per group, and the rows that
+explain a decision are made when they are asked for.
 """
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from hashlib import blake2b
-from statistics import fmean
-from typing import Final, NamedTuple
+from heapq import nsmallest
+from typing import Final, NamedTuple, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray: TypeAlias = NDArray[np.float64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+IndexArray: TypeAlias = NDArray[np.intp]
+NameArray: TypeAlias = NDArray[np.object_]  # of str
 
 # Used until a group has measured its own rates. They only weigh the terms of the cost against each other.
 _GUESSED_PREFILL_RATE: Final = 2000.0
@@ -50,6 +61,8 @@ _MIN_IDLE_SHARE: Final = 0.03  # at full load the measured idle share is noise
 _HALF_WEIGHT_BUSY_SHARE: Final = 0.05
 _MIN_RATE_WEIGHT: Final = 0.001  # least weight of a group in the mean rate of all groups
 _MAX_NAMED: Final = 3  # groups that a message names
+_MAX_KEPT: Final = 33  # the chosen group, and as many others as an explanation in a call's metadata has
+_MIX: Final = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # constants of SplitMix64
 PREFIX_AWARE: Final = "prefix-aware"  # the policy of choose_group, by its name in `serve --routing`
 
 
@@ -61,17 +74,45 @@ class Candidate(NamedTuple):
     prefill_tokens_per_second: float = 0.0
     restore_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
-    max_batch_tokens: int = 0  # max tokens in a step; 0 if unknown
+    max_batch_tokens: float = 0  # max tokens in a step; 0 if unknown
     busy_share: float = 0.0  # share of the last minute spent on prompts, from 0 to 1
     free_tokens: float = 0.0  # capacity of blocks that hold nothing
     evictable_tokens: float = 0.0  # capacity of cached blocks that no sequence uses
-    # Tokens of this prompt that the group holds, by tier, or computes for other prompts before this one.
-    device_tokens: int = 0
-    host_tokens: int = 0
-    expected_tokens: int = 0
     streams: float = 0.0  # running and waiting choices
-    has_room: bool = True  # see GroupLoad.has_room
     unseen_requests: float = 0.0  # requests that other routers send to the group between two of its reports
+    has_room: bool = True  # see GroupLoad.has_room
+    # Tokens of this prompt that the group holds, by tier, or computes for other prompts before this one.
+    device_tokens: float = 0
+    host_tokens: float = 0
+    expected_tokens: float = 0
+
+
+class Candidates(NamedTuple):
+    """At least one Candidate, as one array per field: field i of the arrays is that of group i."""
+
+    groups: NameArray
+    queued_prefill_tokens: FloatArray
+    prefill_tokens_per_second: FloatArray
+    restore_tokens_per_second: FloatArray
+    step_seconds: FloatArray
+    max_batch_tokens: FloatArray
+    busy_share: FloatArray
+    free_tokens: FloatArray
+    evictable_tokens: FloatArray
+    streams: FloatArray
+    unseen_requests: FloatArray
+    has_room: BoolArray
+    device_tokens: FloatArray
+    host_tokens: FloatArray
+    expected_tokens: FloatArray
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Self:
+        """The candidates in this order."""
+        columns = {name: [getattr(row, name) for row in candidates] for name in Candidate._fields}
+        names = np.array(columns.pop("group"), object)
+        has_room = np.array(columns.pop("has_room"), bool)
+        return cls(names, has_room=has_room, **{name: np.array(column, float) for name, column in columns.items()})
 
 
 class GroupCost(NamedTuple):
@@ -103,48 +144,107 @@ class GroupCost(NamedTuple):
 _NAMES: Final = [field.removesuffix("_seconds") for field in GroupCost._fields[1:8]]
 
 
+class GroupCosts(NamedTuple):
+    """The GroupCost of every candidate, as one array per field."""
+
+    groups: NameArray
+    queue_seconds: FloatArray
+    prefill_seconds: FloatArray
+    restore_seconds: FloatArray
+    decode_seconds: FloatArray
+    eviction_seconds: FloatArray
+    stall_seconds: FloatArray
+    delay_seconds: FloatArray
+    total_seconds: FloatArray
+    device_tokens: FloatArray
+    host_tokens: FloatArray
+    expected_tokens: FloatArray
+    has_room: BoolArray
+    cached_tokens: FloatArray
+    queued_tokens: FloatArray
+
+    @property
+    def first_token_seconds(self) -> FloatArray:
+        """See GroupCost.first_token_seconds."""
+        return self.queue_seconds + self.prefill_seconds + self.restore_seconds + self.decode_seconds
+
+    def take(self, places: IndexArray) -> Self:
+        """The costs of some candidates, in this order."""
+        return type(self)._make(column[places] for column in self)
+
+    def row(self, place: int) -> GroupCost:
+        """The cost of one candidate."""
+        cost = GroupCost._make(column.item(place) for column in self)
+        return cost._replace(
+            device_tokens=int(cost.device_tokens),
+            host_tokens=int(cost.host_tokens),
+            expected_tokens=int(cost.expected_tokens),
+            cached_tokens=int(cost.cached_tokens),
+        )
+
+
 @dataclass(frozen=True)
 class Decision:
-    """The chosen group, and the cost of every candidate. `makes_copy`: the group was chosen although it costs more, to
-    compute another copy of the prefix (see PrefixReplication). `policy`: what chose the group (see apply_policy)."""
+    """The chosen group, and the cost of every candidate. `place`: that of the chosen group in `table`. `makes_copy`:
+    the group was chosen although it costs more, to compute another copy of the prefix (see PrefixReplication).
+    `policy`: what chose the group (see apply_policy)."""
 
-    group: str
-    costs: tuple[GroupCost, ...]
+    table: GroupCosts
+    place: int
     prompt_tokens: int
     makes_copy: bool = False
     policy: str = PREFIX_AWARE
 
+    @property
+    def group(self) -> str:
+        """The name of the chosen group."""
+        return str(self.table.groups[self.place])
+
     @cached_property
     def chosen(self) -> GroupCost:
         """The cost of the chosen group."""
-        return next(cost for cost in self.costs if cost.group == self.group)
+        return self.table.row(self.place)
+
+    @property
+    def costs(self) -> list[GroupCost]:
+        """The cost of every candidate. The rows are made when they are asked for."""
+        return [self.table.row(place) for place in range(len(self.table.groups))]
+
+    def shortened(self) -> Self:
+        """The same decision with the costs of the cheapest candidates and the chosen one alone, to be kept as long as
+        the request runs."""
+        totals = self.table.total_seconds
+        if len(totals) <= _MAX_KEPT:
+            return self
+        cheapest = np.argpartition(totals, _MAX_KEPT - 1)[: _MAX_KEPT - 1]
+        places = np.append(self.place, cheapest[cheapest != self.place])
+        return replace(self, table=self.table.take(places), place=0)
 
     @property
     def why(self) -> str:
         """The decision as one line of text, for status pages and logs."""
-        best = self.chosen
+        best, totals = self.chosen, self.table.total_seconds
         named = (f"{name} {value:.3f}" for name, value in zip(_NAMES, best[1:8], strict=False))
         cached = f"{best.cached_tokens} of {self.prompt_tokens} prompt tokens cached"
-        others = [cost for cost in self.costs if cost.group != self.group]
-        cheaper = [cost for cost in others if cost.total_seconds < best.total_seconds]
-        names = ", ".join(sorted(cost.group for cost in cheaper)[:_MAX_NAMED])
+        cheaper = totals < best.total_seconds
+        names = ", ".join(nsmallest(_MAX_NAMED, self.table.groups[cheaper]))
         if self.policy != PREFIX_AWARE:
             against = f"; chosen by --routing {self.policy}, whatever the cost"
         elif self.makes_copy:
             against = "; it computes another copy of a prefix that is used often"
-        elif any(cost.has_room for cost in cheaper):
+        elif (cheaper & self.table.has_room).any():
             against = f"; cheaper, but other routers will send there too: {names}"
-        elif cheaper:
+        elif names:
             against = f"; cheaper, but without room: {names}"
-        elif others:
-            against = f"; the next best costs {min(cost.total_seconds for cost in others):.3f} s"
+        elif len(totals) > 1:
+            against = f"; the next best costs {np.delete(totals, self.place).min():.3f} s"
         else:
             against = "; no other group"
         return f"{self.group}: {best.total_seconds:.3f} s ({' + '.join(named)}), {cached}{against}"
 
 
 def choose_group(
-    candidates: Sequence[Candidate],
+    candidates: Candidates,
     prompt_tokens: int,
     rng: random.Random,
     *,
@@ -157,83 +257,53 @@ def choose_group(
     `queued_in_router`: requests that wait in the router for one of these groups. `answer_tokens`: mean tokens of an
     answer. `session`: of groups with equal cost, requests of one session go to the same one.
     """
-    measured = [
-        (c.prefill_tokens_per_second, c.busy_share + _MIN_RATE_WEIGHT)
-        for c in candidates
-        if c.prefill_tokens_per_second > 0
-    ]
-    weights = sum([weight for _, weight in measured])
-    mean_rate = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
-    idle_share = max(1 - fmean([c.busy_share for c in candidates]), _MIN_IDLE_SHARE)
-    delayed = queued_in_router / len(candidates) / idle_share
-    stall = _TTFT_LIMIT / (answer_tokens * _TPOT_LIMIT)
-    costs = tuple([_group_cost(c, prompt_tokens, mean_rate, delayed, stall) for c in candidates])
-    allowed = _apply_room_gate(costs)
-    least = min([cost.total_seconds for cost in allowed])
-    best = [cost.group for cost in allowed if cost.total_seconds == least]
-    seconds = next(cost.prefill_seconds + cost.restore_seconds for cost in allowed if cost.group == best[0])
-    others_work = sum([c.unseen_requests for c in candidates]) * seconds
+    costs = _group_costs(candidates, prompt_tokens, queued_in_router, answer_tokens)
+    totals = _apply_room_gate(costs)
+    cheapest = np.flatnonzero(totals == totals.min())
+    first = cheapest[0]
+    seconds = costs.prefill_seconds[first] + costs.restore_seconds[first]
+    others_work = float(candidates.unseen_requests.sum() * seconds)
     if others_work:
-        group = _spread(allowed, others_work, rng)
-    elif len(best) == 1:
-        group = best[0]
+        place = _spread(totals, others_work, rng)
+    elif len(cheapest) == 1:
+        place = first
     elif session:
-        group = min(best, key=lambda name: blake2b(f"{session}/{name}".encode(), digest_size=8).digest())
+        place = _place_of_session(session, costs.groups, cheapest)
     else:
-        group = rng.choice(best)
-    return Decision(group, costs, prompt_tokens)
+        place = rng.choice(cheapest)
+    return Decision(costs, int(place), prompt_tokens)
 
 
-def _spread(costs: Sequence[GroupCost], work: float, rng: random.Random) -> str:
-    """A group drawn so that routers that decide at the same time do not all choose the cheapest.
-
-    `work`: seconds of work that other routers send meanwhile. Like water, the work fills the groups from the cheapest
-    up to one level, and each group is drawn in proportion to its depth below the level. So if all routers draw in this
-    way, their work makes the costs of the drawn groups equal.
-    """
-    ordered = sorted(costs, key=lambda cost: cost.total_seconds)
-    level, filled = ordered[0].total_seconds, 0.0
-    for count, cost in enumerate(ordered, 1):
-        filled += cost.total_seconds
-        level = (work + filled) / count
-        if count == len(ordered) or level <= ordered[count].total_seconds:
-            break
-    depths = [max(level - cost.total_seconds, 0.0) for cost in ordered]
-    if not any(depths):  # the work is too small to show in the sums
-        depths = [float(cost.total_seconds == ordered[0].total_seconds) for cost in ordered]
-    return rng.choices(ordered, depths)[0].group
-
-
-def _apply_room_gate(costs: Sequence[GroupCost]) -> list[GroupCost]:
-    """The costs of the groups that the gate does not exclude; at least one."""
-    cached_with_room = max([cost.cached_tokens for cost in costs if cost.has_room], default=-1)
-    return [cost for cost in costs if cost.has_room or cost.cached_tokens > cached_with_room]
-
-
-def _group_cost(
-    candidate: Candidate, prompt_tokens: int, mean_rate: float, delayed: float, stall_price: float
-) -> GroupCost:
-    """`delayed`: requests that wait longer by each second of work. `stall_price`: seconds that a stalled second of one
-    stream costs."""
+def _group_costs(candidates: Candidates, prompt_tokens: int, queued_in_router: int, answer_tokens: float) -> GroupCosts:
+    """The cost of each candidate."""
     (
-        group, queued, rate, restore_rate, step, max_batch, busy, free, evictable, device, host, expected, streams,
-        has_room, _,
-    ) = candidate  # fmt: skip
-    rate = mean_rate + (rate - mean_rate) * busy / (busy + _HALF_WEIGHT_BUSY_SHARE) if rate else mean_rate
+        groups, queued, own_rate, restore_rate, step, max_batch, busy, free, evictable, streams, _, has_room,
+        device, host, expected,
+    ) = candidates  # fmt: skip
+    is_measured = own_rate > 0
+    weights = (busy + _MIN_RATE_WEIGHT) * is_measured
+    weight = weights.sum()
+    mean_rate = float(own_rate @ weights) / weight if weight else _GUESSED_PREFILL_RATE
+    rate = mean_rate + (own_rate - mean_rate) * (busy * is_measured) / (busy + _HALF_WEIGHT_BUSY_SHARE)
+    idle_share = max(1 - busy.sum() / len(busy), _MIN_IDLE_SHARE)
+    delayed = queued_in_router / len(busy) / idle_share  # requests that wait longer by each second of work
+    stall_price = _TTFT_LIMIT / (answer_tokens * _TPOT_LIMIT)  # seconds that a stalled second of a stream costs
+
     cached = device + host + expected
-    uncached = max(prompt_tokens - cached, 0)
-    queue = (step if streams else 0.0) + queued / rate
+    uncached = np.maximum(prompt_tokens - cached, 0)
+    work = queued + uncached
+    queue = step * (streams > 0) + queued / rate
     prefill = uncached / rate
-    restore = host / (restore_rate or rate * _GUESSED_RESTORE_SPEEDUP) if host else 0.0
-    decode = (queued + uncached) / (max_batch or _GUESSED_BATCH_TOKENS) * step
+    restore = host / np.where(restore_rate > 0, restore_rate, rate * _GUESSED_RESTORE_SPEEDUP)
+    decode = work / np.where(max_batch > 0, max_batch, _GUESSED_BATCH_TOKENS) * step
     # Tokens without a free or a cached block: running sequences lose blocks. The queue takes free blocks first.
-    short = queued + uncached + host - free
-    eviction = (short - max(queued - free, evictable)) / rate if short > evictable else 0.0
+    short = work + host - free
+    eviction = (short - np.maximum(queued - free, evictable)) * (short > evictable) / rate
     stall = prefill * streams * stall_price
     delay = (prefill + restore + eviction) * delayed
     total = queue + prefill + restore + decode + eviction + stall + delay
-    return GroupCost(
-        group,
+    return GroupCosts(
+        groups,
         queue,
         prefill,
         restore,
@@ -249,3 +319,42 @@ def _group_cost(
         cached,
         queued,
     )
+
+
+def _apply_room_gate(costs: GroupCosts) -> FloatArray:
+    """The totals, infinite for groups that the gate excludes. At least one is finite."""
+    if costs.has_room.all():
+        return costs.total_seconds
+    cached_with_room = costs.cached_tokens[costs.has_room].max(initial=-1)
+    return np.where(costs.has_room | (costs.cached_tokens > cached_with_room), costs.total_seconds, np.inf)
+
+
+def _spread(totals: FloatArray, work: float, rng: random.Random) -> int:
+    """The place of a group drawn so that routers that decide at the same time do not all choose the cheapest.
+
+    `work`: seconds of work that other routers send meanwhile. Like water, the work fills the groups from the cheapest
+    up to one level, and each group is drawn in proportion to its depth below the level. So if all routers draw in this
+    way, their work makes the costs of the drawn groups equal.
+    """
+    order = np.argsort(totals, kind="stable")
+    costs = totals[order]
+    levels = (work + np.cumsum(costs)) / np.arange(1, len(costs) + 1)  # if the first 1, 2, ... groups are filled
+    level = levels[np.argmax(levels <= np.append(costs[1:], np.inf))]
+    depths = np.maximum(level - costs, 0.0)
+    if not depths.any():  # the work is too small to show in the sums
+        depths = (costs == costs[0]).astype(float)
+    drawn = np.flatnonzero(depths)
+    return int(rng.choices(order[drawn], depths[drawn].tolist())[0])
+
+
+def _place_of_session(session: str, groups: NameArray, places: IndexArray) -> int:
+    """The one of `places` with the highest hash of session and group (rendezvous hashing)."""
+    hashes = np.array([_hash_name(name) for name in groups[places]], np.uint64) ^ np.uint64(_hash_name(session))
+    for constant, shift in zip(_MIX, (30, 27), strict=True):  # the finalizer of SplitMix64
+        hashes = (hashes ^ (hashes >> np.uint64(shift))) * constant
+    return int(places[np.argmax(hashes ^ (hashes >> np.uint64(31)))])
+
+
+@lru_cache(maxsize=1 << 14)
+def _hash_name(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -10,31 +10,35 @@ ones with room while any has room. Pure.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
-from coatcheck.router.routing.routing_cost import PREFIX_AWARE, Candidate, Decision
+import numpy as np
+
+from coatcheck.router.routing.routing_cost import PREFIX_AWARE, Candidates, Decision, IndexArray
 
 
 def apply_policy(
-    policy: str, decision: Decision, candidates: Sequence[Candidate], last_group: str, rng: random.Random
+    policy: str, decision: Decision, candidates: Candidates, last_group: str, rng: random.Random
 ) -> Decision:
     """The decision of `policy`: `decision`, which choose_group has made among `candidates`, or one with the same costs
     and another group. `last_group`: where the last request was sent; "" for none."""
     if policy == PREFIX_AWARE:
         return decision
-    allowed = [candidate for candidate in candidates if candidate.has_room] or candidates
-    group = _least_loaded(allowed, rng) if policy == "least-loaded" else _next_in_turn(allowed, last_group, rng)
-    return replace(decision, group=group, policy=policy)
+    allowed = np.flatnonzero(candidates.has_room | ~candidates.has_room.any())
+    if policy == "least-loaded":
+        place = _least_loaded(candidates, allowed, rng)
+    else:
+        place = _next_in_turn(candidates, allowed, last_group, rng)
+    return replace(decision, place=place, policy=policy)
 
 
-def _least_loaded(candidates: Sequence[Candidate], rng: random.Random) -> str:
-    least = min(candidate.streams for candidate in candidates)
-    return rng.choice([candidate.group for candidate in candidates if candidate.streams == least])
+def _least_loaded(candidates: Candidates, allowed: IndexArray, rng: random.Random) -> int:
+    streams = candidates.streams[allowed]
+    return int(rng.choice(allowed[streams == streams.min()]))
 
 
-def _next_in_turn(candidates: Sequence[Candidate], last_group: str, rng: random.Random) -> str:
-    names = [candidate.group for candidate in candidates]
+def _next_in_turn(candidates: Candidates, allowed: IndexArray, last_group: str, rng: random.Random) -> int:
     if not last_group:  # at random, so that routers that start together do not send to one group after the other
-        return rng.choice(names)
-    return min([name for name in names if name > last_group], default=min(names))
+        return int(rng.choice(allowed))
+    names = candidates.groups
+    return int(min(allowed, key=lambda place: (names[place] <= last_group, names[place])))

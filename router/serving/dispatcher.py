@@ -12,24 +12,17 @@ from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 from typing import Final
 
+import numpy as np
+
 from coatcheck.proto.errors import DeadlineExceeded, Unavailable
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.groups.eligibility import (
-    EligibleGroups,
-    are_compatible,
-    can_hold,
-    compatibility_key,
-    groups_that_can_hold,
-    require_deadline,
-)
-from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.eligibility import EligibleGroups, ServingGroups, compatibility_key, require_deadline
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
 from coatcheck.router.groups.submission import Submission
-from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.prefix_replication import PrefixReplication
-from coatcheck.router.routing.routing_cost import PREFIX_AWARE, Candidate, Decision, choose_group
+from coatcheck.router.routing.routing_cost import PREFIX_AWARE, Decision, choose_group
 from coatcheck.router.routing.routing_policy import apply_policy
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Grant, QueuedAttempt
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
@@ -43,12 +36,13 @@ _NO_COMPATIBLE = "its worker group is lost, and no group that could continue it 
 class Dispatcher:
     """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router.
 
-    `policy`: a name of `serve --routing` (see apply_policy).
+    `policy`: a name of `serve --routing` (see apply_policy). `serving`: the groups that take new requests.
     """
 
     def __init__(self, groups: GroupRegistry, queue: AdmissionQueue, policy: str = PREFIX_AWARE) -> None:
         self.queue = queue
         self.retries = RetryBudget()
+        self.serving = ServingGroups(groups.serving())
         self._groups = groups
         self._rng = random.Random()
         self._replication = PrefixReplication()
@@ -56,15 +50,15 @@ class Dispatcher:
         self._last_group = ""  # where the last request was sent
         # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
         self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
-        groups.on_room = self.send_waiting
-        groups.on_groups_changed = self.reclassify_waiting
+        groups.on_room = self._send_if_room_gained
+        groups.on_groups_changed = self.update_serving
 
     def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
         """As AdmissionQueue.require_room, but before the prompt is known: assumes that every group can hold the
         prompt."""
         if len(self.queue):
             now = asyncio.get_running_loop().time()
-            self.queue.require_room(tenant, priority, now, deadline, EligibleGroups.of(self._groups.serving()))
+            self.queue.require_room(tenant, priority, now, deadline, self.serving.eligible())
 
     async def admit(self, attempt: Attempt, *, wait_seconds: float = 0.0, bounded: bool = True) -> Grant:
         """Sends a request once it is next in the queue and a group has room for it.
@@ -73,7 +67,7 @@ class Dispatcher:
         or its deadline has passed. `bounded`: False queues the request even if the queue is full. Raises Overloaded,
         DeadlineExceeded, Unavailable and ContextLengthExceeded.
         """
-        if attempt.only_compatible_with is None and not len(self.queue):
+        if attempt.only_compatible_with is None and not len(self.queue) and not self.serving.groups:
             await self._wait_for_group(wait_seconds)
         if not len(self.queue) and (submission := self._send_if_room(attempt)) is not None:
             return self.queue.grant_unqueued(submission, attempt.request)
@@ -106,11 +100,6 @@ class Dispatcher:
             else:
                 self.queue.grant(submission, blocked)
 
-    def reclassify_waiting(self) -> None:
-        """Finds the EligibleGroups of each waiting request again, then sends. Called when the serving groups change."""
-        self.queue.reclassify(self._scheduling_class)
-        self.send_waiting()
-
     async def send(
         self, attempt: Attempt, *, wait_seconds: float = 0.0, exclude_groups: AbstractSet[str] = frozenset()
     ) -> Submission:
@@ -122,10 +111,10 @@ class Dispatcher:
                 while True:
                     change = self._groups.next_change
                     eligible = self._require_eligible_groups(attempt)
-                    if not eligible:
+                    if not len(eligible):
                         await change.wait()
                     elif not attempt.suspicion:
-                        return self._send(attempt, eligible, exclude_groups)
+                        return self._send(attempt, eligible, _preferred(eligible, exclude_groups))
                     elif (submission := await self._send_suspect(attempt, exclude_groups)) is not None:
                         return submission
         except TimeoutError:
@@ -133,16 +122,27 @@ class Dispatcher:
 
     def explain(self, request: Request) -> Decision:
         """Where the request would be sent now; nothing is sent. Raises Unavailable and ContextLengthExceeded."""
-        serving = self._groups.serving()
-        if not serving:
+        if not self.serving.groups:
             raise Unavailable(_NO_GROUP)
-        eligible = groups_that_can_hold(serving, request)
-        return self._decide(request, eligible, EligibleGroups.of(eligible))
+        eligible = self.serving.require_eligible(request)
+        return self._decide(request, eligible, eligible)
+
+    def update_serving(self) -> None:
+        """Finds the EligibleGroups of each waiting request again, then sends. Called when the serving groups change."""
+        self.serving = ServingGroups(self._groups.serving())
+        self.queue.reclassify(self._scheduling_class)
+        self.send_waiting()
+
+    def _send_if_room_gained(self) -> None:
+        """Called when a group may have got room. While no group gains room, no waiting request can be sent."""
+        if len(self.queue) and self._groups.loads.gained_room:
+            self._groups.loads.gained_room = False
+            self.send_waiting()
 
     async def _wait_for_group(self, wait_seconds: float) -> None:
         try:
             async with asyncio.timeout(wait_seconds):
-                while not self._groups.serving():
+                while not self.serving.groups:
                     await self._groups.next_change.wait()
         except TimeoutError:
             raise Unavailable(_NO_GROUP) from None
@@ -155,11 +155,11 @@ class Dispatcher:
             while True:
                 change = self._groups.next_change
                 eligible = self._require_eligible_groups(attempt)
-                suspicions = [(group, group.submissions.suspicion) for group in eligible]
-                free = groups_for_suspect(attempt.suspicion, suspicions)
-                if free:
-                    return self._send(attempt, free, exclude_groups)
-                if not eligible:
+                suspicions = [(group, group.submissions.suspicion) for group in eligible.groups]
+                free = EligibleGroups(groups_for_suspect(attempt.suspicion, suspicions))
+                if len(free):
+                    return self._send(attempt, eligible, _preferred(free, exclude_groups))
+                if not len(eligible):
                     return None
                 await change.wait()
 
@@ -170,28 +170,27 @@ class Dispatcher:
         return self._send_if_room(queued.attempt)
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
-        eligible = self._require_eligible_groups(attempt)
-        if not any(group.load.has_room for group in eligible):
+        eligible, loads = self._require_eligible_groups(attempt), self._groups.loads
+        if not loads.has_room[eligible.slots].any():
             return None
-        return self._send(attempt, eligible, {group.name for group in eligible if group.load.is_full})
+        is_full = loads.is_full[eligible.slots]
+        return self._send(attempt, eligible, eligible.only(~is_full) if is_full.any() else eligible)
 
-    def _send(self, attempt: Attempt, eligible: list[GroupConnection], exclude_groups: AbstractSet[str]) -> Submission:
+    def _send(self, attempt: Attempt, eligible: EligibleGroups, preferred: EligibleGroups) -> Submission:
+        """Sends to one of `preferred`, which are some of `eligible`, the request's class in the queue."""
         request, lifecycle = attempt.request, attempt.lifecycle
         lifecycle.record_routing()
-        preferred = [group for group in eligible if group.name not in exclude_groups] or eligible
-        scheduling_class = EligibleGroups.of(eligible, has_begun=attempt.only_compatible_with is not None)
-        decision = self._decide(request, preferred, scheduling_class)
+        decision = self._decide(request, preferred, eligible)
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
         if request.deadline is None and self._policy == PREFIX_AWARE:  # to compute a copy takes the request longer
-            model = next(group.model for group in eligible if group.name == decision.group)
+            model = preferred.groups[decision.place].model
             decision = self._replication.review(decision, request.block_hashes(model), model.block_size)
         self._last_group = decision.group
         lifecycle.record_sent(decision, attempt.moves)
-        group = next(group for group in eligible if group.name == decision.group)
-        submission = group.submit(
+        submission = preferred.groups[decision.place].submit(
             request,
-            decision,
+            decision.shortened(),
             attempt.moves,
             attempt.delivered,
             lifecycle.trace_context,
@@ -200,46 +199,31 @@ class Dispatcher:
         submission.suspicion = attempt.suspicion
         return submission
 
-    def _require_eligible_groups(self, attempt: Attempt) -> list[GroupConnection]:
-        """As _eligible_groups, but raises ContextLengthExceeded if groups serve and none can hold a request that has
-        not begun."""
+    def _require_eligible_groups(self, attempt: Attempt) -> EligibleGroups:
+        """The groups that can run the request now. Raises ContextLengthExceeded if groups serve and none can hold a
+        request that has not begun."""
         if attempt.only_compatible_with is not None:
-            return self._eligible_groups(attempt)
-        serving = self._groups.serving()
-        return groups_that_can_hold(serving, attempt.request) if serving else []
+            return self._scheduling_class(attempt)
+        return self.serving.require_eligible(attempt.request)
 
     def _scheduling_class(self, attempt: Attempt) -> EligibleGroups:
-        return EligibleGroups.of(self._eligible_groups(attempt), has_begun=attempt.only_compatible_with is not None)
-
-    def _eligible_groups(self, attempt: Attempt) -> list[GroupConnection]:
-        """The serving groups that can hold the request, and continue it if it has begun."""
-        model = attempt.only_compatible_with
-        return [
-            group
-            for group in self._groups.serving()
-            if can_hold(group, attempt.request) and (model is None or are_compatible(model, group.model))
-        ]
+        return self.serving.eligible(attempt.request.max_len, attempt.only_compatible_with)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
         """Seconds that the prompt takes on the group that holds most of it; 0 while no group serves."""
         eligible = self._require_eligible_groups(attempt)
-        if not eligible:
+        if not len(eligible):
             return 0.0
-        decision = self._decide(attempt.request, eligible, self._scheduling_class(attempt))
-        return min(cost.prefill_seconds + cost.restore_seconds for cost in decision.costs)
+        costs = self._decide(attempt.request, eligible, eligible).table
+        return float((costs.prefill_seconds + costs.restore_seconds).min())
 
-    def _decide(self, request: Request, groups: list[GroupConnection], scheduling_class: EligibleGroups) -> Decision:
-        # Groups of one model have the same block hashes; one walk along the chain matches them all.
-        matched: dict[tuple[str, str, int], dict[str, PrefixMatch]] = {}
-        candidates: list[Candidate] = []
-        for group in groups:
-            model = group.model
-            hashed_as = (model.name, model.fingerprint, model.block_size)
-            if hashed_as not in matched:
-                # With prompt_logprobs the whole prompt is computed, whatever is cached.
-                is_scored = request.sampling.prompt_logprobs is not None
-                matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.block_hashes(model))
-            candidates.append(group.load.candidate(group.name, matched[hashed_as].get(group.name, NO_MATCH)))
+    def _decide(self, request: Request, groups: EligibleGroups, scheduling_class: EligibleGroups) -> Decision:
+        tokens = np.zeros((3, len(groups)))  # on device, on host, expected
+        if request.sampling.prompt_logprobs is None:  # else the whole prompt is computed, whatever is cached
+            for model, places in groups.models:
+                matches = self._groups.index.match(request.block_hashes(model))
+                tokens[:, places] = np.array(matches)[:, groups.slots[places]] * model.block_size
+        candidates = self._groups.loads.candidates(groups.names, groups.slots, *tokens)
         decision = choose_group(
             candidates,
             len(request.prompt_token_ids),
@@ -249,3 +233,9 @@ class Dispatcher:
             session=request.session_id,
         )
         return apply_policy(self._policy, decision, candidates, self._last_group, self._rng)
+
+
+def _preferred(groups: EligibleGroups, exclude: AbstractSet[str]) -> EligibleGroups:
+    """The groups that are not in `exclude`, or all if there is no other."""
+    keep = np.array([group.name not in exclude for group in groups.groups])
+    return groups if keep.all() or not keep.any() else groups.only(keep)

@@ -38,7 +38,6 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_entries, has_long_prompt
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.groups.eligibility import max_sequence_tokens
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
@@ -303,8 +302,7 @@ class GenerateService:
 
     def _max_sequence_tokens(self, model: GetModelResponse) -> int:
         """Max tokens of one sequence on any group."""
-        serving = self._groups.serving()
-        return max((max_sequence_tokens(group) for group in serving), default=model.max_model_len)
+        return self._dispatcher.serving.max_sequence_tokens or model.max_model_len
 
     def _model(self) -> GetModelResponse:
         if self._groups.model is None:

@@ -81,7 +81,7 @@ class RequestLifecycle:
             chosen = decision.chosen
             self._spans.set_attributes(
                 group=decision.group,
-                candidates=len(decision.costs),
+                candidates=len(decision.table.groups),
                 cost_seconds=chosen.total_seconds,
                 cached_tokens=chosen.cached_tokens,
             )

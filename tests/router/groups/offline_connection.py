@@ -12,7 +12,7 @@ from coatcheck.router.groups.open_submissions import OpenSubmissions
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_index import PrefixIndex
-from coatcheck.router.routing.routing_cost import Candidate, choose_group
+from coatcheck.router.routing.routing_cost import Candidate, Candidates, choose_group
 
 MODEL = GetModelResponse(name="tiny", block_size=4)
 
@@ -37,7 +37,7 @@ class OfflineConnection(GroupConnection):
     def open(self, id: int = 1, *, choices: int = 1, prompt_tokens: int = 13) -> Submission:
         """A request of which nothing is cached."""
         request = Request(str(id), range(prompt_tokens), SamplingParams(n=choices, max_tokens=1, seed=1))
-        decision = choose_group([Candidate("g")], prompt_tokens, random.Random(1))
+        decision = choose_group(Candidates.of([Candidate("g")]), prompt_tokens, random.Random(1))
         submission = Submission(self, request, decision, id)
         self.submissions.add(submission)
         return submission

@@ -14,6 +14,7 @@ from coatcheck.router.groups import group_connection
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupFailures
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -115,6 +116,7 @@ def connection_to(
         address,
         config,
         PrefixIndex(),
+        LoadTable(),
         GroupFailures(),
         on_change=changed.set,
         on_room=lambda: None,

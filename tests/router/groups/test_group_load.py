@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.stubs.worker_pb2 import Load, Registration
 from coatcheck.router.groups.group_load import GroupLoad
-from coatcheck.router.routing.prefix_match import PrefixMatch
+from coatcheck.router.groups.load_table import LoadTable
 from tests.examples import examples
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
@@ -48,21 +48,20 @@ def test_requests_of_other_routers_are_those_that_this_one_did_not_send() -> Non
 
 
 def test_free_blocks_are_those_registered_until_the_first_report() -> None:
-    """Free and evictable blocks are counted in tokens, and so are the prompt's blocks."""
+    """Free and evictable blocks are counted in tokens."""
     load = GroupLoad(REGISTRATION)
     assert load.candidate("a").free_tokens == 1600
     load.report(
         Load(status=GroupStatus(blocks_total=100, blocks_used=30, blocks_cached=60, restore_tokens_per_second=9)),
         now=1.0,
     )
-    seen = load.candidate("a", PrefixMatch(3, 2, 1))
+    seen = load.candidate("a")
     assert (seen.free_tokens, seen.evictable_tokens, seen.max_batch_tokens, seen.restore_tokens_per_second) == (
         160,
         960,
         512,
         9,
     )
-    assert (seen.device_tokens, seen.host_tokens, seen.expected_tokens) == (48, 32, 16)
 
 
 def test_the_busy_share_follows_the_reported_prefill_seconds() -> None:
@@ -154,7 +153,9 @@ class OneStream(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load = GroupLoad(Registration(max_num_seqs=SLOTS))
+        self.table = LoadTable()
+        self.load = GroupLoad(Registration(max_num_seqs=SLOTS), self.table, 2)
+        self.had_room = True
         self.sent: dict[int, int] = {}  # id -> number in the load
         self.last_id = 0
         self.down: deque[tuple[str, int]] = deque()
@@ -230,7 +231,10 @@ class OneStream(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.load.check()
+        self.load.check()  # the table has the same figures
+        assert self.table.has_room.tolist()[:3] == [False, False, self.load.has_room]
+        assert self.table.gained_room or self.had_room or not self.load.has_room, "room that nobody learns of"
+        self.table.gained_room, self.had_room = False, self.load.has_room
         assert len(self.waiting) + len(self.running) <= SLOTS + MAX_WAITING, "the group has more than it has room for"
 
     def teardown(self) -> None:

@@ -1,8 +1,13 @@
 """Groups as candidates for choose_group: a plain one, and any that hypothesis draws."""
 
+import random
+from collections.abc import Sequence
+from typing import Any
+
 from hypothesis import strategies as st
 
-from coatcheck.router.routing.routing_cost import Candidate
+from coatcheck.router.routing import routing_cost
+from coatcheck.router.routing.routing_cost import Candidate, Candidates, Decision
 
 TOKENS = st.integers(0, 100_000)
 CANDIDATES = st.lists(
@@ -33,3 +38,8 @@ CANDIDATES = st.lists(
 def a_group(name: str, **known: float) -> Candidate:
     """A group that computes 1,000 tokens a second and has room, unless `known` says otherwise."""
     return Candidate(name, **{"prefill_tokens_per_second": 1000.0, "free_tokens": 100_000, **known})  # type: ignore[arg-type]
+
+
+def choose_group(candidates: Sequence[Candidate], prompt_tokens: int, rng: random.Random, **context: Any) -> Decision:
+    """As routing_cost.choose_group, for candidates one by one."""
+    return routing_cost.choose_group(Candidates.of(candidates), prompt_tokens, rng, **context)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.router.routing.prefix_replication import PrefixReplication
-from coatcheck.router.routing.routing_cost import Candidate, choose_group
+from coatcheck.router.routing.routing_cost import Candidate
 from tests.examples import examples
-from tests.router.routing.candidates import a_group
+from tests.router.routing.candidates import a_group, choose_group
 
 BLOCK = 100
 CHAIN = [bytes([place]) * 16 for place in range(10)]  # a prompt of 1,000 tokens

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from coatcheck.router.routing.routing_cost import Candidate, Decision, choose_group
-from tests.router.routing.candidates import a_group
+from coatcheck.router.routing.routing_cost import Candidate, Decision
+from tests.router.routing.candidates import a_group, choose_group
 
 DICE = random.Random(0)
 
@@ -266,3 +266,15 @@ def test_prompts_without_work_are_spread_over_equal_groups() -> None:
     rng = random.Random(1)
     counts = Counter(choose_group(groups, 1000, rng).group for _ in range(1000))
     assert all(400 < counts[name] < 600 for name in "ab")
+
+
+def test_a_kept_decision_has_the_cheapest_groups() -> None:
+    """A decision among many groups is kept with the chosen group and the 32 that are cheapest, and still says why."""
+    groups = [a_group(f"g{place:03}", queued_prefill_tokens=10 * place, has_room=place > 50) for place in range(200)]
+    decision = choose_group(random.Random(1).sample(groups, 200), 1000, DICE)
+    kept = decision.shortened()
+    assert decision.group == kept.group == "g051" and kept.chosen == decision.chosen and len(kept.costs) == 33
+    assert {cost.group for cost in kept.costs} == {"g051", *(f"g{place:03}" for place in range(32))}
+    assert kept.why == decision.why and kept.why.endswith("without room: g000, g001, g002")
+    few = choose_group(groups[:33], 1000, DICE)
+    assert few.shortened() is few

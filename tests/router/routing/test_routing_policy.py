@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.routing.routing_cost import Candidate, Decision, choose_group
+from coatcheck.router.routing.routing_cost import Candidate, Candidates, Decision
 from coatcheck.router.routing.routing_policy import apply_policy
 from tests.examples import examples
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
-from tests.router.routing.candidates import CANDIDATES, a_group
+from tests.router.routing.candidates import CANDIDATES, a_group, choose_group
 from tests.router.routing.reported_prefix import PROMPT, blocks
 
 DICE = random.Random(0)
@@ -23,7 +23,7 @@ BASELINES = ("least-loaded", "round-robin")
 
 def decide(policy: str, groups: list[Candidate], last: str = "") -> Decision:
     """The decision of a policy for a prompt of 1,000 tokens."""
-    return apply_policy(policy, choose_group(groups, 1000, DICE), groups, last, DICE)
+    return apply_policy(policy, choose_group(groups, 1000, DICE), Candidates.of(groups), last, DICE)
 
 
 def test_least_loaded_counts_requests_and_not_tokens() -> None:
@@ -71,9 +71,9 @@ def test_the_explanation_names_the_policy() -> None:
 def test_the_default_changes_nothing(groups: list[Candidate]) -> None:
     """prefix-aware is the decision by cost itself. A baseline has the same costs, and a group with room if any has."""
     decision = choose_group(groups, 1000, DICE)
-    assert apply_policy("prefix-aware", decision, groups, "a", DICE) is decision
+    assert apply_policy("prefix-aware", decision, Candidates.of(groups), "a", DICE) is decision
     for policy in BASELINES:
-        chosen = apply_policy(policy, decision, groups, "a", DICE)
+        chosen = apply_policy(policy, decision, Candidates.of(groups), "a", DICE)
         assert chosen.costs == decision.costs
         assert chosen.chosen.has_room or not any(group.has_room for group in groups)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coatcheck.router.routing.routing_cost import Candidate, choose_group
+from coatcheck.router.routing.routing_cost import Candidate
 from tests.examples import examples
-from tests.router.routing.candidates import CANDIDATES
+from tests.router.routing.candidates import CANDIDATES, choose_group
 
 DICE = random.Random(0)
 
@@ -133,3 +133,17 @@ def test_a_spread_choice_passes_the_gate(candidates: list[Candidate], prompt: in
     work = max(cost.prefill_seconds + cost.restore_seconds for cost in allowed) * unseen
     assert decision.chosen in allowed
     assert decision.chosen.total_seconds <= (cheapest.total_seconds + work) * (1 + 1e-9)
+
+
+@settings(max_examples=examples(50))
+@given(CANDIDATES, st.integers(1, 10_000), st.integers(0, 100), st.randoms())
+def test_the_order_of_the_groups_does_not_matter(
+    candidates: list[Candidate], prompt: int, queued: int, rng: random.Random
+) -> None:
+    """Each group has the same cost wherever it stands among the others."""
+    shuffled = rng.sample(candidates, len(candidates))
+    one = choose_group(candidates, prompt, DICE, queued_in_router=queued)
+    other = choose_group(shuffled, prompt, DICE, queued_in_router=queued)
+    costs = {cost.group: cost for cost in other.costs}
+    for cost in one.costs:
+        assert costs[cost.group][1:9] == pytest.approx(cost[1:9]) and costs[cost.group][9:] == cost[9:]

@@ -11,7 +11,9 @@ from prometheus_client import CollectorRegistry
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
+from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_registry import GroupRegistry
+from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Submission
 from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt
@@ -23,11 +25,22 @@ from tests.examples import examples
 CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
 
-class NoConnections:
-    """A GroupRegistry that serves and has no connections."""
+class NamedGroups(EligibleGroups):
+    """Groups of which only the names count."""
 
-    def serving(self) -> list[str]:
-        return ["one"]
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__([])
+        self.members = names
+
+
+class NoConnections:
+    """A GroupRegistry without connections."""
+
+    def __init__(self) -> None:
+        self.loads = LoadTable()
+
+    def serving(self) -> list[GroupConnection]:
+        return []
 
 
 class RecordingDispatcher(Dispatcher):
@@ -39,22 +52,27 @@ class RecordingDispatcher(Dispatcher):
         self.up = set(CAPACITY)
         self.sent: list[tuple[int, str]] = []
         self.attempts = 0
+        self._classes = dict[frozenset[str], NamedGroups]()
 
-    def eligible(self, length: int) -> EligibleGroups:
+    def eligible(self, length: int) -> NamedGroups:
         """The groups that can hold `length` tokens."""
-        return EligibleGroups(frozenset(name for name in self.up if CAPACITY[name] >= length))
+        names = frozenset(name for name in self.up if CAPACITY[name] >= length)
+        return self._classes.setdefault(names, NamedGroups(names))
+
+    async def _wait_for_group(self, wait_seconds: float) -> None:
+        """Some group always serves."""
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
         """Sends to the smallest group that has room and can hold the request."""
         self.attempts += 1
-        for name in sorted(self._scheduling_class(attempt).names, key=CAPACITY.__getitem__):
+        for name in sorted(self.eligible(attempt.request.max_len).members, key=CAPACITY.__getitem__):
             if self.room[name]:
                 self.room[name] -= 1
                 self.sent.append((int(attempt.request.request_id), name))
                 return cast(Submission, object())
         return None
 
-    def _scheduling_class(self, attempt: Attempt) -> EligibleGroups:
+    def _scheduling_class(self, attempt: Attempt) -> NamedGroups:
         return self.eligible(attempt.request.max_len)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
@@ -105,12 +123,12 @@ def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> Non
                 dispatcher.send_waiting()
             else:
                 dispatcher.up = what
-                dispatcher.reclassify_waiting()
+                dispatcher.update_serving()
             dispatcher.queue.check()
             went = {number for number, _ in dispatcher.sent}
             waits = [number for number in lengths if number not in went]
             assert len(waits) == len(dispatcher.queue)
-            assert not any(dispatcher.room[name] for n in waits for name in dispatcher.eligible(lengths[n]).names)
+            assert not any(dispatcher.room[name] for n in waits for name in dispatcher.eligible(lengths[n]).members)
             classes = {dispatcher.eligible(length) for length in lengths.values()}
             # A new request may be tried alone, and again with the first of each other class.
             assert dispatcher.attempts <= len(dispatcher.sent) - before + (came + 1) * (len(classes) + 1)

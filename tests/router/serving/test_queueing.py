@@ -16,7 +16,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     TokenIds,
 )
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
-from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.serving.admission_queue import due_at
 from coatcheck.router.serving.generate_service import CallOptions
 from tests.router.fake_group import FakeGroup
@@ -248,7 +247,7 @@ async def test_a_request_that_cannot_be_next_in_time_is_refused(start_router: St
     group = full_group(max_num_seqs=4, hold_after=0)
     router = await open_full(start_router, group)
     queue, now = router.server.dispatcher.queue, asyncio.get_running_loop().time
-    anywhere = EligibleGroups.of(router.server.groups.serving())
+    anywhere = router.server.dispatcher.serving.eligible()
     asked = [send(router, ask(100)) for _ in range(12)]
     await waiting(router, 12)
     queue.require_room(ANONYMOUS, 0, now() + 80, now() + 80, anywhere)  # no grants yet
@@ -345,10 +344,10 @@ async def test_requests_for_other_groups_are_not_ahead(start_router: StartRouter
     await waiting(router, 12)  # eight grants
     queue, now = router.server.dispatcher.queue, asyncio.get_running_loop().time() + 100
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
-        queue.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
+        queue.require_room(ANONYMOUS, 0, now, now + 1, router.server.dispatcher.serving.eligible())
     router.groups.append(small)
     await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
-    queue.require_room(ANONYMOUS, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
+    queue.require_room(ANONYMOUS, 0, now, now + 1, router.server.dispatcher.serving.eligible())
     large.go()
     await asyncio.gather(*asked)
