@@ -15,9 +15,9 @@ tables of what the file has and runs nothing. public_traces.py says where the tr
 
 import json
 import multiprocessing
+import random
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -61,7 +61,7 @@ def main(
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
     if not tables:
-        wanted = [Task(cell, rule, traces) for cell in cells for rule in RULES]
+        wanted = [Task(cell, rule, traces) for cell in _shuffled(cells) for rule in RULES]
         _run(wanted, known, json_path, processes)
     results: dict[str, dict[str, SimulationResult]] = {}
     for measured in known.values():
@@ -80,6 +80,11 @@ def _cells(only: str) -> list[Cell]:
         names = f"{CELLS[0].name} to {CELLS[-1].name}"
         raise InvalidConfig(f"no cell's name begins with {only!r}; they are workload/blocks/load, {names}")
     return cells
+
+
+def _shuffled(cells: list[Cell]) -> list[Cell]:
+    """The cells in an order in which the first of them are of all kinds, for a run that is stopped early."""
+    return random.Random(0).sample(cells, len(cells))
 
 
 Known = dict[tuple[str, str], Measured]  # by cell and rule
@@ -106,7 +111,7 @@ def _read(path: Path | None, keep: bool) -> Known:
 
 
 def _line(measured: Measured) -> str:
-    figures = {name: float(f"{value:.6g}") for name, value in asdict(measured.result).items()}
+    figures = {name: float(f"{value:.6g}") for name, value in measured.result._asdict().items()}
     row = {"cell": measured.cell, "rule": measured.rule, "weight": measured.weight, "code": measured.code}
     return json.dumps({**row, "figures": figures}) + "\n"
 

@@ -82,7 +82,6 @@ def _sizes(workload: str) -> tuple[int, ...]:
     return (3000,) if workload == "azure" else SIZES
 
 
-# In the order in which they are run.
 CELLS = (
     *(Cell(name, blocks, load) for blocks in SIZES for name in _FAMILIES if blocks in _sizes(name) for load in LOADS),
     *(Cell(name, 3000, load, routers=routers) for name in _VARIED for routers in ROUTERS for load in (0.5, 0.85)),

@@ -84,7 +84,7 @@ def _behaviour(rule: str) -> str:
     name = rule.removesuffix(TUNED).removesuffix(QUEUED)
     weights: tuple[float | None, ...] = TUNABLE[name].weights if rule.endswith(TUNED) else (None,)
     figures = [
-        asdict(_run(cell, name, _probe(), rule.endswith(QUEUED), weight)) for cell in _PROBES for weight in weights
+        _run(cell, name, _probe(), rule.endswith(QUEUED), weight)._asdict() for cell in _PROBES for weight in weights
     ]
     return repr((asdict(ServiceModel()), weights, figures))
 

@@ -10,7 +10,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from coatcheck.bench.routing_simulation.cells import CHANGES, GROUPS, Cell, Change, Cluster
 from coatcheck.bench.routing_simulation.rules import Rule
@@ -21,8 +21,7 @@ from coatcheck.bench.routing_simulation.simulated_router import Placed, Simulate
 from coatcheck.bench.routing_simulation.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
+class SimulationResult(NamedTuple):
     """Figures of one rule in one cell. TTFT in seconds; `goodput` and `success` are shares of all requests.
 
     Good is a first token within 2 s and twice what its whole prompt takes alone, then at most 100 ms a token; a success
