@@ -4,19 +4,34 @@ As published they place each request when it comes. Behind our queue they have o
 prompts in flight. Tuned they have these too, and the weight with the least TTFT p90 on the workload's training part.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from coatcheck.bench.routing_simulation.cells import Cell, Cluster
-from coatcheck.bench.routing_simulation.rules import TUNABLE, rules
+from coatcheck.bench.routing_simulation.rules import Rule, dynamo, llm_d, ray_serve, rules, sglang
 from coatcheck.bench.routing_simulation.service_model import ServiceModel
 from coatcheck.bench.routing_simulation.simulation import SimulationResult, run
 from coatcheck.bench.routing_simulation.workload import Part, Workload, load_part
 from coatcheck.bench.routing_simulation.workloads import tenants
 
+
+class Tunable(NamedTuple):
+    """A rule with a weight, and the weights to choose from: first the published one."""
+
+    make: Callable[[float], Rule]
+    weights: tuple[float, ...]
+
+
+TUNABLE: Final[dict[str, Tunable]] = {
+    "dynamo": Tunable(dynamo, (1.0, 0.25, 4.0, 16.0, 64.0)),
+    "sglang": Tunable(sglang, (64, 2, 4, 16, 256)),
+    "llm-d": Tunable(llm_d, (2.0, 0.25, 0.5, 1.0, 8.0)),
+    "ray serve": Tunable(ray_serve, (10, 2, 5, 40, 160)),
+}
 OURS: Final = "coatcheck"
 QUEUED: Final = " + our queue"
 TUNED: Final = ", tuned" + QUEUED

@@ -7,8 +7,7 @@ from statistics import fmean, median
 from typing import Final, NamedTuple
 
 from coatcheck.bench.routing_simulation.cells import CELLS, Cluster
-from coatcheck.bench.routing_simulation.comparison import OURS, QUEUED, RULES, TUNED
-from coatcheck.bench.routing_simulation.rules import TUNABLE
+from coatcheck.bench.routing_simulation.comparison import OURS, QUEUED, RULES, TUNABLE, TUNED
 from coatcheck.bench.routing_simulation.simulation import SimulationResult
 
 Results = Mapping[str, Mapping[str, SimulationResult]]  # cell -> rule -> figures

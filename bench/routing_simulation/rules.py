@@ -7,7 +7,6 @@ import random
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final, NamedTuple
 
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
@@ -184,18 +183,3 @@ def rules() -> dict[str, Rule]:
         "llm-d": llm_d(),
         "ray serve": ray_serve(),
     }
-
-
-class Tunable(NamedTuple):
-    """A rule with a weight, and the weights to choose from: first the published one."""
-
-    make: Callable[[float], Rule]
-    weights: tuple[float, ...]
-
-
-TUNABLE: Final[dict[str, Tunable]] = {
-    "dynamo": Tunable(dynamo, (1.0, 0.25, 0.5, 2.0, 4.0)),
-    "sglang": Tunable(sglang, (64, 4, 8, 16, 32)),
-    "llm-d": Tunable(llm_d, (2.0, 0.5, 1.0, 4.0, 8.0)),
-    "ray serve": Tunable(ray_serve, (10, 2, 5, 20, 40)),
-}

@@ -8,9 +8,18 @@ import pytest
 from coatcheck.bench import routing
 from coatcheck.bench.routing_simulation import comparison
 from coatcheck.bench.routing_simulation.cells import CELLS, Cell
-from coatcheck.bench.routing_simulation.comparison import OURS, QUEUED, RULES, TUNED, Measured, fingerprint, measure
+from coatcheck.bench.routing_simulation.comparison import (
+    OURS,
+    QUEUED,
+    RULES,
+    TUNABLE,
+    TUNED,
+    Measured,
+    fingerprint,
+    measure,
+)
 from coatcheck.bench.routing_simulation.comparison_tables import OTHERS, compare, summary, worst
-from coatcheck.bench.routing_simulation.rules import TUNABLE, rules
+from coatcheck.bench.routing_simulation.rules import rules
 from coatcheck.bench.routing_simulation.simulation import SimulationResult, run
 from coatcheck.bench.routing_simulation.workload import Part
 from coatcheck.bench.setup.public_traces import AZURE
