@@ -47,6 +47,7 @@ class RouterConfig:
     routing: Routing = "prefix-aware"  # see router/routing/routing_policy.py
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
+    model_aliases: tuple[str, ...] = ()  # further names of the model for clients
     # "auto": the format in which the model's chat template writes tool calls.
     tool_parser: ToolParserName = "auto"
     # A group that sends nothing for this long is lost; it reports its load at least once a second. Checked five times
@@ -92,6 +93,11 @@ class RouterConfig:
         """Whether HTTP requests must name this host, because no credentials are required (see RequestGate)."""
         loopback = self.http_host in ("localhost", "::1") or self.http_host.startswith("127.")
         return loopback and not (self.key_file or self.tls_client_ca or self.insecure)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model for clients."""
+        return (self.model_name, *self.model_aliases)
 
     @property
     def model_name(self) -> str:

@@ -39,6 +39,7 @@ def router_config(
     return RouterConfig(
         model=config.model_source,
         served_model_name=config.model_name,
+        model_aliases=config.model_aliases,
         name=name,
         host=config.grpc_host,
         port=port,

@@ -43,7 +43,10 @@ class ServeConfig(Settings):
     model: NonEmpty = Field(description="A checkpoint directory or a Hugging Face model id.")
 
     served_model_name: ModelName | None = setting(
-        "Model", "The model's name for clients.", None, in_words="the directory's name or the Hugging Face model id"
+        "Model",
+        "The model's name for clients, or several with commas; responses have the first.",
+        None,
+        in_words="the directory's name or the Hugging Face model id",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("Model", "cpu, cuda, or auto: GPUs if there are any.", "auto")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
@@ -231,10 +234,15 @@ class ServeConfig(Settings):
         return self.http_port
 
     @property
+    def model_aliases(self) -> tuple[str, ...]:
+        """Further names of the model for clients."""
+        return tuple(filter(None, map(str.strip, (self.served_model_name or "").split(",")[1:])))
+
+    @property
     def model_name(self) -> str:
         """The model's name in requests: as configured, else the directory's name or the Hugging Face model id."""
         if self.served_model_name:
-            return self.served_model_name
+            return self.served_model_name.partition(",")[0].strip()
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() else self.model
 

@@ -12,6 +12,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateReque
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
 from coatcheck.router.openai.tools import (
+    AllowedTools,
     Function,
     NamedTool,
     Tool,
@@ -85,7 +86,6 @@ class ChatRequest(SamplingFields):
 
     accepted_values: ClassVar = {
         "modalities": (["text"],),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "echo": (False,),
         "stream_reasoning": (True,),
@@ -101,9 +101,10 @@ class ChatRequest(SamplingFields):
     logprobs: bool = False
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     include_reasoning: bool = True
@@ -116,7 +117,19 @@ class ChatRequest(SamplingFields):
             return "none"
         if isinstance(self.tool_choice, NamedTool):
             return "named"
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice or "auto"
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model sees and may call."""
+        if self.tool_mode == "none":
+            return []
+        if not isinstance(self.tool_choice, AllowedTools):
+            return self.tools
+        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return [tool for tool in self.tools if tool.function.name in allowed]
 
     @property
     def named_function(self) -> str:
@@ -144,7 +157,6 @@ class ChatRequest(SamplingFields):
         if len(limits) > 1:
             raise InvalidParameter("max_tokens", "and max_completion_tokens differ; send one of them")
         self._check_tool_names()
-        tools = self.tools if self.tool_mode != "none" else []
         sampling = self.to_sampling_params(
             limits.pop() if limits else None,
             (self.top_logprobs or 0) if self.logprobs else None,
@@ -153,7 +165,13 @@ class ChatRequest(SamplingFields):
         )
         if plan.form.shows_special_tokens and not plan.is_plain:
             sampling.skip_special_tokens = False  # the parser takes them out
-        chat = to_chat_proto(self.messages, tools, self.template_arguments, self.add_generation_prompt)
+        chat = to_chat_proto(self.messages, self.offered_tools, self.template_arguments, self.add_generation_prompt)
+        if self.continue_final_message:
+            if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+                raise InvalidParameter(
+                    "continue_final_message", "does not go with add_generation_prompt; set one of them"
+                )
+            chat.continue_final_message = True
         return self.make_generate_request(request_id, sampling, chat=chat)
 
     def _check_tool_names(self) -> None:
@@ -172,6 +190,8 @@ class ChatRequest(SamplingFields):
         grammar = self.to_grammar()
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidParameter("tool_choice", "needs tools; give them, or remove it")
+        if isinstance(self.tool_choice, AllowedTools) and not self.offered_tools:
+            raise InvalidParameter("tool_choice", "allows no function that is among the tools")
         constrained = [function for _, function in self.constrained_functions()]
         if self.tool_mode == "named" and not constrained:
             raise InvalidParameter("tool_choice", f"names {self.named_function[:80]!r}, which is not among the tools")
@@ -190,11 +210,13 @@ class ChatRequest(SamplingFields):
                 "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
                 "remove strict"
             )
-        return strict_calls_grammar([tool.function for tool in self.tools])
+        return strict_calls_grammar([tool.function for tool in self.offered_tools])
 
     def constrained_functions(self) -> list[tuple[str, Function]]:
         """(path in the body, function) of the functions whose schemas are part of the grammar."""
-        found = [(f"tools[{index}].function", tool.function) for index, tool in enumerate(self.tools)]
+        offered = {tool.function.name for tool in self.offered_tools}
+        tools = [(index, tool) for index, tool in enumerate(self.tools) if tool.function.name in offered]
+        found = [(f"tools[{index}].function", tool.function) for index, tool in tools]
         match self.tool_mode:
             case "none":
                 return []

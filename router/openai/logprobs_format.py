@@ -20,14 +20,22 @@ _MIN_LOGPROB = -9999.0
 class LogprobsFormatter:
     """Can be pickled if the tokenizer was loaded from a directory; another process then loads the same one."""
 
-    def __init__(self, tokenizer: TokenizerJson) -> None:
+    def __init__(self, tokenizer: TokenizerJson, *, shows_ids: bool = False) -> None:
+        """`shows_ids`: tokens are written as "token_id:5", whatever their text is."""
         self._tokenizer = tokenizer
+        self._shows_ids = shows_ids
 
-    def __reduce__(self) -> "tuple[Callable[[str], LogprobsFormatter], tuple[str | None]]":
-        return _from_directory, (self._tokenizer.directory,)
+    def __reduce__(self) -> "tuple[Callable[[str, bool], LogprobsFormatter], tuple[str | None, bool]]":
+        return _from_directory, (self._tokenizer.directory, self._shows_ids)
+
+    def with_ids(self) -> "LogprobsFormatter":
+        """The formatter that shows ids."""
+        return LogprobsFormatter(self._tokenizer, shows_ids=True)
 
     def token_text(self, token_id: int) -> str:
         """The token's text. Bytes that are not valid UTF-8 are written out, so that different tokens stay different."""
+        if self._shows_ids:
+            return f"token_id:{token_id}"
         raw = self._tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
@@ -77,7 +85,8 @@ class LogprobsFormatter:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
+        text = self.token_text(token_id) if self._shows_ids else raw.decode(errors="replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
 
 def _top_logprobs(token: TokenLogprob, text: str, text_of: Callable[[int], str]) -> dict[str, float]:
@@ -88,8 +97,8 @@ def _top_logprobs(token: TokenLogprob, text: str, text_of: Callable[[int], str])
     return made
 
 
-def _from_directory(directory: str) -> LogprobsFormatter:
-    return LogprobsFormatter(load_tokenizer(directory))
+def _from_directory(directory: str, shows_ids: bool) -> LogprobsFormatter:
+    return LogprobsFormatter(load_tokenizer(directory), shows_ids=shows_ids)
 
 
 def finite(logprob: float) -> float:

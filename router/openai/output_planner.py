@@ -52,7 +52,7 @@ class OutputPlanner:
         form, template = self.form.reasoning, self._template
         if form is None or template is None:
             return ReasoningStart.UNDECIDED
-        if not body.add_generation_prompt:
+        if not body.add_generation_prompt or body.continue_final_message:
             return ReasoningStart.CLOSED
         arguments = body.template_arguments
         key = json.dumps(arguments, sort_keys=True)

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from coatcheck.proto.errors import CoatcheckError, InvalidRequest, NotFound
+from coatcheck.proto.errors import CoatcheckError, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, TokenizeRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
@@ -29,9 +29,11 @@ from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import EchoedPrompt, count_text
 from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses
+from coatcheck.router.openai.sampling_fields import SamplingFields
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.serving.request_validation import check_model_name
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -76,6 +78,7 @@ class OpenAIRoutes:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/version", self.version),
+            ("GET", "/load", self.load),
         ):
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
         for path, page in Dashboard(admin.report).endpoints.items():
@@ -104,25 +107,26 @@ class OpenAIRoutes:
             for prompt, ids in zip(prompts, token_ids, strict=True)
         ]
         options = body.model_copy(update={"prompt": ""})  # without the prompt it is small to keep and to pickle
-        response = CompletionResponse(self.chats.response_head(f"cmpl-{request_id}"), options, echoed, self._formatter)
+        response = CompletionResponse(
+            self.chats.response_head(f"cmpl-{request_id}"), options, echoed, self._formatter_of(body)
+        )
         return await self._responder.respond(request, messages, response, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""
         head = self.chats.response_head(f"chatcmpl-{request.scope['request_id']}")
         return await self.chats.run(
-            request, body, lambda plan, token_ids: ChatResponse(head, body, self._formatter, plan, token_ids)
+            request, body, lambda plan, token_ids: ChatResponse(head, body, self._formatter_of(body), plan, token_ids)
         )
 
     async def models(self) -> dict[str, Any]:
-        """Lists the model that is served."""
-        return {"object": "list", "data": [self._model_object()]}
+        """Lists the names of the model that is served."""
+        return {"object": "list", "data": [self._model_object(name) for name in self._generation.model_names]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """Describes the model that is served, by its name."""
-        if name != self._generation.model_name:
-            raise NotFound(f"The model {name!r} does not exist; this server has {self._generation.model_name!r}")
-        return self._model_object()
+        """Describes the model that is served, by one of its names."""
+        check_model_name(name, self._generation.model_names)
+        return self._model_object(name)
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """Returns the token ids of a text or a chat."""
@@ -142,6 +146,10 @@ class OpenAIRoutes:
         """Responds 200 if a new request would be accepted, else 503."""
         state = self._admin.state
         return AsciiJsonResponse({"status": state}, 200 if state == "serving" else 503)
+
+    async def load(self) -> dict[str, int]:
+        """Returns the number of open requests, in vLLM's form."""
+        return {"server_load": self._admin.open_requests}
 
     async def version(self) -> dict[str, str]:
         """Returns the version of this package."""
@@ -165,10 +173,13 @@ class OpenAIRoutes:
         message = DetokenizeRequest(token_ids=prompt, skip_special_tokens=False)
         return (await self._generation.detokenize(message)).text
 
-    def _model_object(self) -> dict[str, Any]:
+    def _formatter_of(self, body: SamplingFields) -> LogprobsFormatter:
+        return self._formatter.with_ids() if body.return_tokens_as_token_ids else self._formatter
+
+    def _model_object(self, name: str) -> dict[str, Any]:
         model = self._generation.model
         return {
-            "id": self._generation.model_name,
+            "id": name,
             "object": "model",
             "created": self._generation.created,
             "owned_by": "coatcheck",

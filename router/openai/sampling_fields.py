@@ -11,13 +11,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
+from llguidance import StructTag
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
-from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.grammar import JSON_STYLE, Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 
 # Fields for naming, billing, storing or speed; the response is the same without them.
 IGNORED_FIELDS: Final = frozenset({
@@ -35,7 +37,6 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "logits_processors": ([],),
     "bad_words": ([],),
     "watermarking": (False,),
-    "return_tokens_as_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
@@ -141,13 +142,41 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`; "text" does not constrain."""
+class TagStructure(BaseModel):
+    """Text between `begin` and `end` fits the schema."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: Annotated[str, Field(min_length=1)]
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    end: str
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`; "text" does not constrain. "structural_tag" is vLLM's and SGLang's: any text, in
+    which what follows one of `triggers` fits the structure that begins with the trigger."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: Annotated[list[TagStructure], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    triggers: Annotated[list[str], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+
+    def to_tag_grammar(self) -> Grammar:
+        """Raises InvalidParameter."""
+        tags = []
+        for structure in self.structures:
+            trigger = next((one for one in self.triggers if one and structure.begin.startswith(one)), None)
+            if trigger is None:
+                raise InvalidParameter(
+                    "response_format.triggers", f"has no beginning of {structure.begin[:80]!r}; add one"
+                )
+            schema = {**structure.schema_, "x-guidance": dict(JSON_STYLE)}
+            tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
+        if not tags:
+            raise InvalidParameter("response_format.structures", "is empty; give at least one structure")
+        return Grammar("grammar", StructTag.to_grammar(tags, assume_special=False))
 
 
 class SamplingFields(RequestBody):
@@ -181,6 +210,7 @@ class SamplingFields(RequestBody):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     session_id: str = ""
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: _SchemaField = None
     guided_regex: _RegexField = None
@@ -218,6 +248,8 @@ class SamplingFields(RequestBody):
                     "response_format.json_schema.schema", "is missing; give the schema, or use json_object"
                 )
             found.append(schema_grammar(schema))
+        if wanted is not None and wanted.type == "structural_tag":
+            found.append(wanted.to_tag_grammar())
         if (outputs is not None and outputs.json_object) or (wanted is not None and wanted.type == "json_object"):
             found.append(schema_grammar({"type": "object"}))
         if len(found) > 1:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
+from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import RequestBody, schema_grammar
 
 _ANY: Final[dict[str, Any]] = {"type": "object"}
@@ -44,6 +45,18 @@ class NamedTool(RequestBody):
 
     type: Literal["function"] = "function"
     function: NamedFunction
+
+
+class AllowedFunctions(RequestBody):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, max_length=MAX_TOOLS, min_length=1)]
+
+
+class AllowedTools(RequestBody):
+    """`tool_choice` that offers only some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
 
 
 def named_call_grammar(function: Function) -> Grammar:

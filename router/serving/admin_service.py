@@ -98,6 +98,11 @@ class AdminService:
         return self._traffic.is_draining and not self._traffic.active
 
     @property
+    def open_requests(self) -> int:
+        """Requests that this router has open."""
+        return self._traffic.active
+
+    @property
     def state(self) -> str:
         """ "serving", "draining", "drained" or "unavailable"."""
         if self._traffic.is_draining:

@@ -118,6 +118,11 @@ class GenerateService:
         return self._config.model_name
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model for clients."""
+        return self._config.model_names
+
+    @property
     def max_tokenized(self) -> int:
         """Max tokens of a call to `tokenize` or `detokenize`: the model's context length, but at least 262,144."""
         return max(_MAX_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
@@ -210,7 +215,7 @@ class GenerateService:
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """The token ids of a text or a chat."""
         await self._check_entries(message)
-        check_model_name(message.model, self._config.model_name)
+        check_model_name(message.model, self._config.model_names)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens needs a text: a chat template writes its own; remove it")
         ids = await self._prompt_ids(message, self.max_tokenized)
@@ -218,13 +223,13 @@ class GenerateService:
 
     async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
         """The token ids of a prompt to generate from. Raises ContextLengthExceeded if it is far over the context."""
-        check_model_name(message.model, self._config.model_name)
+        check_model_name(message.model, self._config.model_names)
         return list(await self._ids_within_context(message, self._max_sequence_tokens(self._model())))
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids; raises NeverFits for more than `max_tokenized`."""
         await self._check_entries(message)
-        check_model_name(message.model, self._config.model_name)
+        check_model_name(message.model, self._config.model_names)
         if len(message.token_ids) > self.max_tokenized:
             raise NeverFits(f"there are {len(message.token_ids)} token ids; the maximum is {self.max_tokenized}")
         check_token_ids(message.token_ids, self._vocab_size())
@@ -253,7 +258,7 @@ class GenerateService:
 
     async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
         await self._check_entries(message)
-        check_model_name(message.model, self._config.model_name)
+        check_model_name(message.model, self._config.model_names)
         token_ids = await self._ids_within_context(message, self._max_sequence_tokens(self._model()))
         model = self._model()
         request = validate_request(

@@ -34,10 +34,11 @@ _EMPTY = "the prompt is empty; give at least one token"
 load_tokenizer = cache(TokenizerJson.load)  # in a side process, which serves one model
 
 
-def check_model_name(asked: str, served: str) -> None:
+def check_model_name(asked: str, served: Sequence[str]) -> None:
     """Raises NotFound if a client asks for a model that is not served here."""
-    if asked and asked != served:
-        raise NotFound(f"The model {asked[:_LONGEST_NAME]!r} does not exist; this server has {served!r}")
+    if asked and asked not in served:
+        names = ", ".join(map(repr, served))
+        raise NotFound(f"The model {asked[:_LONGEST_NAME]!r} does not exist; this server has {names}")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:

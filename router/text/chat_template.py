@@ -29,11 +29,25 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
         raise InvalidRequest("this model has no chat template; send the prompt as text or token_ids")
     if not chat.messages:
         raise InvalidRequest("the chat has no messages; give at least one")
-    return template.render(
+    is_continued = chat.continue_final_message
+    adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    text = template.render(
         [_template_message(message) for message in chat.messages],
-        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        adds_prompt and not is_continued,
         [_parse_object("tools", tool) for tool in chat.tools],
         _parse_object("template_arguments", chat.template_arguments or "{}"),
+    )
+    return _cut_after(text, chat.messages[-1].content) if is_continued else text
+
+
+def _cut_after(text: str, content: str) -> str:
+    """The text up to the end of `content`, which templates may strip. Raises InvalidRequest."""
+    for shown in (content, content.rstrip(), content.strip()):
+        if shown.strip() and (start := text.rfind(shown)) >= 0:
+            return text[: start + len(shown)]
+    raise InvalidRequest(
+        "continue_final_message needs a last message with content that the chat template shows; give it content, or "
+        "remove continue_final_message"
     )
 
 

@@ -1,0 +1,112 @@
+"""Options of chats and completions that other engines have too."""
+
+import json
+from typing import Any
+
+import pytest
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.proto.grammar import Grammar
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.fake_group import FakeGroup
+from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying
+from tests.router.tiny_tokenizer import write_model
+
+CHAT = "/v1/chat/completions"
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
+    """A model whose template knows tools."""
+    return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("tools"), TOOL_TEMPLATE)))
+
+
+async def prompt_of(router: HttpRouter, body: dict[str, Any]) -> str:
+    """The text of the prompt that the group gets for a chat."""
+    status, _, text = await router.request("POST", CHAT, {"max_tokens": 1, **body})
+    assert status == 200, text
+    ids = list(router.groups[0].submits[-1].prompt_token_ids)
+    shown: str = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
+    return shown
+
+
+async def test_allowed_tools(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
+    """The model sees the allowed tools alone, and with the mode `required` it must call one of them."""
+    router = await start_http_router(saying("so"), tokenizer=tool_model)
+    named = [{"type": "function", "function": {"name": "weather"}}]
+
+    def body(mode: str, tools: list[Any]) -> dict[str, Any]:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        return {"messages": HELLO, "tools": [WEATHER, CLOCK], "tool_choice": choice}
+
+    prompt = await prompt_of(router, body("auto", named))
+    assert '"weather"' in prompt and '"clock"' not in prompt
+    assert not router.groups[0].submits[-1].sampling.HasField("structured")
+    await prompt_of(router, body("required", named))
+    grammar = Grammar.from_message(router.groups[0].submits[-1].sampling.structured)
+    assert allows(grammar, '[{"name": "weather", ') and not allows(grammar, '[{"name": "clock", ')
+    error = await router.expect_refusal(CHAT, body("auto", [{"type": "function", "function": {"name": "no"}}]))
+    assert error["param"] == "tool_choice"
+
+
+async def test_the_last_message_can_be_continued(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
+    """The prompt ends with the last message's content, without the template's end of it."""
+    router = await start_http_router(saying("so"), tokenizer=tool_model)
+    messages = [*HELLO, {"role": "assistant", "content": "well "}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert (await prompt_of(router, body)).endswith("<assistant>well ")
+    for wrong in ({"add_generation_prompt": True}, {"messages": [{"role": "user", "content": ""}]}):
+        error = await router.expect_refusal(CHAT, body | wrong)
+        assert error["message"].startswith("continue_final_message"), error
+
+
+async def test_tokens_can_be_shown_as_ids(start_http_router: StartHttpRouter) -> None:
+    """Log-probabilities name tokens by id, in chats and completions."""
+    router = await start_http_router(FakeGroup())
+    options: dict[str, Any] = dict(model="tiny", max_tokens=3, extra_body={"return_tokens_as_token_ids": True})
+    chat = await router.openai.chat.completions.create(messages=HELLO, logprobs=True, **options)
+    scored = chat.choices[0].logprobs
+    assert scored is not None and all(token.token.startswith("token_id:") for token in scored.content or [])
+    text = await router.openai.completions.create(prompt="a", logprobs=1, **options)
+    made = text.choices[0].logprobs
+    assert made is not None and all(token.startswith("token_id:") for token in made.tokens or [])
+
+
+async def test_structural_tags(start_http_router: StartHttpRouter) -> None:
+    """Any text is allowed, but after a trigger it must fit the schema."""
+    router = await start_http_router(FakeGroup())
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tag = {"begin": "<f=x>", "schema": schema, "end": "</f>"}
+    form = {"type": "structural_tag", "structures": [tag], "triggers": ["<f="]}
+    status, _, text = await router.request(
+        "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1, "response_format": form}
+    )
+    assert status == 200, text
+    grammar = Grammar.from_message(router.groups[0].submits[-1].sampling.structured)
+    assert allows(grammar, 'so <f=x>{"a": 1}</f> and') and not allows(grammar, 'so <f=x>{"b"')
+    mistakes: list[dict[str, Any]] = [{"triggers": ["<g="]}, {"structures": []}]
+    for wrong in mistakes:
+        error = await router.expect_refusal("/v1/completions", {"prompt": "a", "response_format": form | wrong})
+        assert error["param"].startswith("response_format."), error
+
+
+async def test_a_model_may_have_several_names(start_http_router: StartHttpRouter) -> None:
+    """Each is accepted and listed; responses have the first."""
+    config = ServeConfig(model="some/model", served_model_name="tiny, small,wee")
+    assert (config.model_name, config.model_aliases) == ("tiny", ("small", "wee"))
+    router = await start_http_router(FakeGroup(), model_aliases=config.model_aliases)
+    answer = await router.openai.completions.create(model="small", prompt="a", max_tokens=1)
+    assert answer.model == "tiny"
+    assert [model.id async for model in router.openai.models.list()] == ["tiny", "small", "wee"]
+    assert (await router.openai.models.retrieve("wee")).id == "wee"
+    error = await router.expect_refusal("/v1/completions", {"model": "big", "prompt": "a"}, 404)
+    assert error["message"] == "The model 'big' does not exist; this server has 'tiny', 'small', 'wee'"
+
+
+async def test_load_is_the_number_of_open_requests(start_http_router: StartHttpRouter) -> None:
+    """As vLLM's /load."""
+    router = await start_http_router(FakeGroup())
+    status, _, text = await router.request("GET", "/load")
+    assert (status, json.loads(text)) == (200, {"server_load": 0})
