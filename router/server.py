@@ -33,6 +33,7 @@ from coatcheck.router.access.connection_limits import GRPC_SHARE, HTTP_SHARE, ma
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.anthropic.routes import AnthropicRoutes
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
+from coatcheck.router.connect_handlers import ConnectHandlers
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_list import GroupListUpdate, GroupListVersion
@@ -123,6 +124,7 @@ class Router:
         routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, config.tool_parser)
         AnthropicRoutes(routes.app, routes.chats)
         ResponsesRoutes(routes.app, routes.chats)
+        ConnectHandlers(routes.app, self.generation, self._side)
         app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal

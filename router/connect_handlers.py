@@ -1,0 +1,166 @@
+"""ConnectHandlers: the service Generation for clients of the Connect protocol, on the HTTP port.
+
+A unary call is a POST with a message as the body, in JSON or in protobuf. The request of a streaming call, and each
+message of its response, is in an envelope: a byte of flags, and the length in four bytes. gRPC's port does not speak
+this protocol. Specification: https://connectrpc.com/docs/protocol
+"""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from fastapi import FastAPI, Request
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from starlette.responses import Response, StreamingResponse
+
+from coatcheck.proto.errors import InvalidRequest, status_of
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
+from coatcheck.router.event_loop.message_limits import check_bytes, parse_message
+from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.http.errors import error_body
+from coatcheck.router.http.json_response import AsciiJsonResponse
+from coatcheck.router.openai.response_sender import ClientDisconnected, while_connected
+from coatcheck.router.serving.generate_service import CallOptions, GenerateService
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+_LONG_BYTES: Final = 256 << 10  # parsing a longer body could block the event loop for more than 20 ms
+_HEADER: Final = struct.Struct(">BI")
+_COMPRESSED, _END_STREAM = 1, 2
+# The HTTP status of a unary call's error is Connect's for its code, which is not always OpenAI's.
+_STATUS: Final = {"aborted": 409, "failed_precondition": 400}
+
+_Kind = TypeVar("_Kind", bound=Message)
+
+
+class ConnectHandlers:
+    """Adds its endpoints to `app`."""
+
+    def __init__(self, app: FastAPI, generation: GenerateService, side: SideProcesses) -> None:
+        self._side = side
+        self._stream = generation.generate_stream
+        unary: dict[str, Any] = {
+            "Generate": self._unary(pb.GenerateRequest, generation.generate),
+            "Tokenize": self._unary(pb.TokenizeRequest, lambda message, _: generation.tokenize(message)),
+            "Detokenize": self._unary(pb.DetokenizeRequest, lambda message, _: generation.detokenize(message)),
+            "GetModel": self._unary(pb.GetModelRequest, lambda message, _: generation.get_model(message)),
+            "GenerateStream": self._generate_stream,
+        }
+        for name, endpoint in unary.items():
+            app.add_api_route(
+                f"/{_SERVICE}/{name}", endpoint, methods=["POST"], response_model=None, include_in_schema=False
+            )
+
+    def _unary(
+        self, kind: type[_Kind], method: Callable[[_Kind, CallOptions], Awaitable[Message]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            subtype = _codec(request, "application/")
+            if subtype is None:
+                return Response(status_code=415)
+            try:
+                message = await self._parse(kind, await request.body(), subtype)
+                made = await while_connected(request.receive, _awaited(method(message, _options(request))))
+                return Response(_encode(made, subtype), media_type=f"application/{subtype}")
+            except ClientDisconnected:
+                raise
+            except Exception as error:
+                body = _error(error)
+                _, status = status_of(error)
+                return AsciiJsonResponse(body, _STATUS.get(body["code"], status))
+
+        return handle
+
+    async def _generate_stream(self, request: Request) -> Response:
+        """The streaming call. Its errors are in its last message, because its status is always 200."""
+        subtype = _codec(request, "application/connect+")
+        if subtype is None:
+            return Response(status_code=415)
+        body = await request.body()
+
+        async def messages() -> AsyncGenerator[bytes, None]:
+            end: dict[str, Any] = {}
+            try:
+                message = await self._parse(pb.GenerateRequest, _open_envelope(body), subtype)
+                async with aclosing(self._stream(message, _options(request))) as events:
+                    async for event in events:
+                        yield _envelope(_encode(event, subtype))
+            except Exception as error:
+                end = {"error": _error(error)}
+            yield _envelope(json.dumps(end).encode(), _END_STREAM)
+
+        return StreamingResponse(messages(), media_type=f"application/connect+{subtype}")
+
+    async def _parse(self, kind: type[_Kind], data: bytes, subtype: str) -> _Kind:
+        """Raises InvalidRequest if the data is no message of this kind, or has too many entries."""
+        if subtype == "json":
+            if len(data) > _LONG_BYTES:
+                data = await self._side.run(_to_binary, kind, data)
+            else:
+                data = _to_binary(kind, data)
+        elif len(data) > _LONG_BYTES:
+            await self._side.run(check_bytes, kind, data)
+        return parse_message(kind, data)
+
+
+async def _awaited(made: Awaitable[Message]) -> Message:
+    return await made
+
+
+def _codec(request: Request, prefix: str) -> str | None:
+    """The codec of the content type: json or proto; None for another."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    subtype = kind.removeprefix(prefix)
+    return subtype if kind.startswith(prefix) and subtype in ("json", "proto") else None
+
+
+def _options(request: Request) -> CallOptions:
+    """The tenant, the trace context, and the deadline of connect-timeout-ms."""
+    trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
+    timeout = request.headers.get("connect-timeout-ms", "")
+    if not (timeout.isascii() and timeout.isdigit() and len(timeout) <= 10):
+        return CallOptions(request.scope["tenant"], trace_context)
+    deadline = asyncio.get_running_loop().time() + int(timeout) / 1000
+    return CallOptions(request.scope["tenant"], trace_context, deadline)
+
+
+def _open_envelope(body: bytes) -> bytes:
+    """The only message of a streaming call. Raises InvalidRequest."""
+    if len(body) < _HEADER.size:
+        raise InvalidRequest("the call ended without its message; send one")
+    flags, length = _HEADER.unpack_from(body)
+    if flags & _COMPRESSED:
+        raise InvalidRequest("the message is compressed; send it uncompressed")
+    if len(body) != _HEADER.size + length:
+        sent = len(body) - _HEADER.size
+        raise InvalidRequest(f"the envelope has {sent} bytes, and its header says {length}; send one message")
+    return body[_HEADER.size :]
+
+
+def _envelope(data: bytes, flags: int = 0) -> bytes:
+    return _HEADER.pack(flags, len(data)) + data
+
+
+def _encode(message: Message, subtype: str) -> bytes:
+    if subtype == "proto":
+        return message.SerializeToString()
+    return json_format.MessageToJson(message, indent=None, ensure_ascii=True).encode()
+
+
+def _to_binary(kind: type[Message], data: bytes) -> bytes:
+    """The binary form of a message in JSON. Raises InvalidRequest."""
+    try:
+        return json_format.Parse(data or b"{}", kind()).SerializeToString()
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not a {kind.DESCRIPTOR.full_name} in JSON: {error}") from None
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    """Connect's error object."""
+    code, _ = status_of(error)
+    _, body = error_body(error)
+    return {"code": code.name.lower(), "message": body["error"]["message"]}
