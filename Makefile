@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 BENCH_OUT ?= bench/out
-NATIVE := $(wildcard kernels/*.[ch] kernels/*/*.[ch])
+NATIVE := $(wildcard kernels/csrc/*.[ch] kernels/csrc/*/*.[ch])
 # Tests start hundreds of Python processes. Without cached bytecode each one would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests marked full repeat what others show for more cases; `make test-all` empties this, runs them too, and gives

@@ -1,33 +1,80 @@
 """Builds the C kernels of kernels/csrc into one plain shared library beside the Python files.
 
-Everything else about the package is in pyproject.toml. The library needs neither Python's nor torch's headers (it is
-loaded with ctypes), and is optional: without a compiler the install goes on, and the torch references serve.
+Everything else about the package is in pyproject.toml. The kernels are compiled once for each instruction class that
+the compiler knows; kernels/native.py picks a class when it loads the library. The library needs neither Python's nor
+torch's headers (it is loaded with ctypes), and is optional: without a compiler the install goes on, and the torch
+references serve.
 """
 
-from setuptools import Extension, setup
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 
-SOURCES = [
-    "attention_avx512",
-    "attention_plain",
-    "cpu",
-    "decoder_layers",
-    "linear",
-    "rows",
-    "sampling",
-    "shared_memory",
-    "transfer_blocks",
-]
-HEADERS = ["attention", "kv_cache", "rows", "scalar", "widen_avx512"]
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+INCLUDE = "kernels/csrc"
+# No -ffast-math: it may drop the infinities that masks are made of.
+FLAGS = ["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+
+# A class without a kernel of its own takes that of the class before it.
+KERNELS = ["attention", "linear", "rows", "sampling", "shared_memory", "transfer_blocks"]
+CLASSES = {"generic": (KERNELS, [])}
+if platform.machine() in ("x86_64", "AMD64"):
+    avx2 = ["-mavx2", "-mfma", "-mf16c"]
+    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+    avx512_bf16 = [*avx512, "-mavx512bf16"]
+    CLASSES |= {
+        "avx2": (KERNELS, avx2),
+        "avx512": (KERNELS, avx512),
+        "avx512_bf16": (["attention", "linear"], avx512_bf16),
+        "amx": (["linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
+    }
+
+
+class BuildKernels(build_ext):
+    """Compiles the files of all classes side by side. A class that the compiler does not know is left out."""
+
+    def build_extension(self, ext: Extension) -> None:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            tasks = {
+                name: [pool.submit(self._compile, name, source, flags) for source in sources]
+                for name, (sources, flags) in CLASSES.items()
+            }
+        for name, compiled in tasks.items():
+            try:
+                ext.extra_objects += [task.result() for task in compiled]
+            except CompileError as error:
+                if name == "generic":
+                    raise
+                self.warn(f"the C kernels are built without those for {name}: {error}")
+        super().build_extension(ext)
+
+    def _compile(self, name: str, source: str, flags: list[str]) -> str:
+        folder = os.path.join(self.build_temp, name)
+        os.makedirs(os.path.join(folder, "kernels", "csrc"), exist_ok=True)
+        (compiled,) = self.compiler.compile(
+            [f"kernels/csrc/{source}.c"],
+            output_dir=folder,
+            macros=[("CPU_CLASS", name)],
+            include_dirs=[INCLUDE],
+            extra_postargs=[*FLAGS, *flags],
+        )
+        return compiled
+
 
 setup(
     script_name="setup.py",  # so that this file, which lies in the root of the package, is no module of it
+    cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(
             "coatcheck.kernels._native",
-            sources=[f"kernels/csrc/{name}.c" for name in SOURCES],
-            depends=[f"kernels/csrc/{name}.h" for name in HEADERS],
-            # No -ffast-math: it may drop the infinities that masks are made of.
-            extra_compile_args=["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"],
+            sources=[f"kernels/csrc/{name}.c" for name in ("cpu", "decoder_layers", "pack_weight")],
+            depends=glob("kernels/csrc/**/*.[ch]", recursive=True),
+            include_dirs=[INCLUDE],
+            extra_compile_args=FLAGS,
             extra_link_args=["-fopenmp"],
             optional=True,
         )

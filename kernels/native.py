@@ -1,7 +1,9 @@
-"""The C library of kernels/csrc, loaded once.
+"""The C library of kernels/csrc, loaded once, and the instruction class whose kernels run.
 
-The library is built at install and is optional. The launchers use the torch references if it is missing, was built from
-another version of the sources, or needs instructions that the processor lacks. `native_status()` says which form runs.
+The library holds each kernel once for every class of CLASSES. The best class that the processor and its operating
+system allow is used; COATCHECK_CPU names another one. The library is built at install and is optional: the launchers
+use the torch references if it is missing or was built from another version of the sources. `native_status()` says which
+form runs.
 
 torch must be imported before the library is loaded. torch brings its own libgomp, and the loader then resolves ours to
 that copy; two OpenMP pools would compete for the same cores. The library uses torch's thread count, which is a setting
@@ -11,6 +13,7 @@ of each thread: a thread that calls kernels must have called `torch.set_num_thre
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -21,39 +24,45 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 9
+VERSION = 10
+CPU_CLASS_VARIABLE = "COATCHECK_CPU"
+
+# Each class has the instructions of those before it. A kernel that a class lacks is that of the class before.
+CLASSES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
-_SIGNATURES = {
-    "attention_plain": "p:r",
-    "rms_norm": "p:v",
-    "rotary": "p:v",
-    "silu_mul": "pqpqqqq:v",
+_CLASS_SIGNATURES = {
+    "attention_bf16": "p:r",
+    "attention_f32": "p:r",
     "copy_blocks": "pqppqq:v",
-    "transfer_blocks": "pqppqpqqp:v",
-    "sample": "pqqqpppppppp:r",
+    "linear_bf16": "p:v",
+    "linear_f32": "p:v",
+    "logprobs": "pqqqpqpppp:v",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",
-    "logprobs": "pqqqpqpppp:v",
-    "shared_all_reduce": "ppqq:r",
+    "rms_norm": "p:v",
+    "rotary": "p:v",
+    "sample": "pqqqpppppppp:r",
     "shared_all_gather": "ppqp:r",
+    "shared_all_reduce": "ppqq:r",
     "shared_broadcast": "ppq:r",
+    "silu_mul": "pqpqqqq:v",
     "token_mask": "pqqpqpq:v",
+    "transfer_blocks": "pqppqpqqp:v",
 }
-_AVX512_SIGNATURES = {
-    "attention_bf16_avx512": "p:r",
-    "linear_bf16": "pqqppqqpqp:v",
-    "linear_f32": "pqqppqqpqp:v",
-    "attention_sublayer": "pppp:r",
-    "fused_layers": "ppqpp:r",
-    "mlp_sublayer": "pp:v",
-    "pack_bf16": "pqqp:v",
-    "pack_f32": "pqqp:v",
+_SIGNATURES = {
+    "attention_sublayer": "ppppp:r",
+    "fused_layers": "pppqpp:r",
+    "has_class": "p:r",
+    "mlp_sublayer": "ppp:v",
+    "native_version": ":r",
+    "pack_weight": "pqqpq:v",
 }
 
 # The C structs, with the fields of the headers.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
+LINEAR = struct.Struct("@PqqPPqqPqP")
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
@@ -64,46 +73,71 @@ TYPES = {torch.bfloat16: 0, torch.float32: 1}
 ELEMENTS = {**TYPES, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4, torch.uint8: 5}
 
 
-class Library:
-    """The loaded library. Every C function of `_SIGNATURES` is an attribute.
+class CpuClassRefused(ValueError):
+    """COATCHECK_CPU names a class that does not exist, or that cannot run here."""
 
-    `attention`: the function of paged attention for each dtype of the queries.
+
+class Library:
+    """The loaded library with the kernels of `cpu_class`, by default the best one. Every C function is an attribute.
+
+    `is_chosen`: the class was asked for by name. `attention`, `linear`: the function for each dtype. `kernels`: the C
+    struct Kernels of decoder_layers.c.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cpu_class: str = "") -> None:
         self.path = path
         self._dll = ctypes.CDLL(str(path))
         if self._dll.native_version() != VERSION:
             raise OSError(f"{path.name} was built from other sources (version {self._dll.native_version()})")
-        self.avx512_bf16 = bool(self._dll.has_avx512_bf16())
-        for name, signature in {**_SIGNATURES, **(_AVX512_SIGNATURES if self.avx512_bf16 else {})}.items():
-            function = self._dll[name]
-            arguments, result = signature.split(":")
-            function.argtypes = [_POINTER if letter == "p" else _INT for letter in arguments]
-            function.restype = ctypes.c_int if result == "r" else None
-            setattr(self, name, function)
-        self.attention = {
-            torch.float32: self.attention_plain,
-            torch.bfloat16: self.attention_bf16_avx512 if self.avx512_bf16 else self.attention_plain,
-        }
+        self.available = [name for name in CLASSES if self._has(name)]
+        if cpu_class and cpu_class not in self.available:
+            raise CpuClassRefused(
+                f"{CPU_CLASS_VARIABLE}: expected one of {', '.join(self.available)}, which this processor and this "
+                f"build have, got {cpu_class!r}"
+            )
+        self.cpu_class, self.is_chosen = cpu_class or self.available[-1], bool(cpu_class)
+        usable = CLASSES[CLASSES.index(self.cpu_class) :: -1]
+        for name, signature in _SIGNATURES.items():
+            setattr(self, name, _typed(self._dll[name], signature))
+        for name, signature in _CLASS_SIGNATURES.items():
+            built = next(one for one in usable if self.has_own(one, name))
+            setattr(self, name, _typed(self._dll[f"{name}_{built}"], signature))
+        self.attention = {torch.bfloat16: self.attention_bf16, torch.float32: self.attention_f32}
+        self.linear = {torch.bfloat16: self.linear_bf16, torch.float32: self.linear_f32}
+        operations = (*self.linear.values(), *self.attention.values(), self.rms_norm, self.rotary, self.silu_mul)
+        self.kernels = struct.pack("@7P", *(ctypes.cast(function, _POINTER).value for function in operations))
+
+    def has_own(self, cpu_class: str, *kernels: str) -> bool:
+        """Whether one of `kernels` was compiled for a class."""
+        return any(hasattr(self._dll, f"{kernel}_{cpu_class}") for kernel in kernels)
+
+    def _has(self, name: str) -> bool:
+        """Whether the processor has a class, and the compiler had."""
+        return bool(self._dll.has_class(name.encode())) and self.has_own(name, "linear_bf16")
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
-        """Called for functions that need a newer processor, and for no others."""
-        raise AttributeError(f"{self.path.name} has no {name} for this processor")
+        raise AttributeError(f"{self.path.name} has no {name}")
+
+
+def _typed(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFuncPointer:
+    arguments, result = signature.split(":")
+    function.argtypes = [_POINTER if letter == "p" else _INT for letter in arguments]
+    function.restype = ctypes.c_int if result == "r" else None
+    return function
 
 
 @cache
 def _load() -> tuple[Library | None, str]:
-    here = Path(__file__).parent
+    here, wanted = Path(__file__).parent, os.environ.get(CPU_CLASS_VARIABLE, "")
     for suffix in EXTENSION_SUFFIXES:
         path = here / f"_native{suffix}"
         if not path.exists():
             continue
         try:
-            loaded = Library(path)
+            loaded = Library(path, wanted)
         except (OSError, AttributeError) as error:
             return None, f"torch reference (native library refused: {error})"
-        return loaded, f"native ({'AVX512-BF16' if loaded.avx512_bf16 else 'portable'})"
+        return loaded, f"native ({loaded.cpu_class})"
     return None, "torch reference (native library not built)"
 
 

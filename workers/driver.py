@@ -46,6 +46,7 @@ class Driver:
         count_late_compiles: Callable[[], int],
     ) -> None:
         spec, memory = loaded.spec, loaded.memory
+        self.kernels = "triton" if memory.pool.device.type == "cuda" else native_status()
         self._name = name
         self._record = record
         self._tp_runner = TpRunner(loaded.runner, communicator) if communicator.size > 1 else None
@@ -54,7 +55,7 @@ class Driver:
         report = GroupReport(
             _registration(config, spec, self.engine, memory),
             ranks,
-            kernels="triton" if memory.pool.device.type == "cuda" else native_status(),
+            kernels=self.kernels,
             bytes_per_block=memory.layout.bytes_per_block,
             count_late_compiles=count_late_compiles,
         )

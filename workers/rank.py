@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.kernels.native import CpuClassRefused, library
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.workers.core.group_config import GroupConfig
@@ -126,6 +127,7 @@ class Rank:
             max_model_len=driver.engine.max_model_len,
             model_len=loaded.spec.max_model_len,
             dtype=loaded.spec.dtype,
+            kernels=driver.kernels,
         )
         self._driver = driver
         if not self._is_stopping:
@@ -137,10 +139,15 @@ class Rank:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda". Raises InvalidConfig for "cuda" on a host without a usable GPU."""
+    """The device for "auto", "cpu" or "cuda". Raises InvalidConfig for "cuda" on a host without a usable GPU, and on a
+    CPU for a COATCHECK_CPU that the processor lacks."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig("device is cuda, and this host has no usable GPU; use --device cpu or fix the driver")
     if name == "cpu" or not torch.cuda.is_available():
+        try:
+            library()
+        except CpuClassRefused as error:
+            raise InvalidConfig(str(error)) from None
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # NCCL needs the index
 

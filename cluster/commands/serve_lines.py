@@ -28,8 +28,8 @@ def ready_line(config: ServeConfig, state: ClusterState) -> str:
     are_equal = len({group.ranks[0].num_blocks for group in state.groups}) == 1
     each = "" if len(state.groups) == 1 else "each with " if are_equal else "each with at least "
     return (
-        f"ready: {config.model_name} ({rank.dtype}) at {state.grpc_addresses[0]}{http}, {groups} x tp {config.tp}, "
-        f"{each}{holds}{_describe_numa(state)}"
+        f"ready: {config.model_name} ({rank.dtype}, {rank.kernels}) at {state.grpc_addresses[0]}{http}, "
+        f"{groups} x tp {config.tp}, {each}{holds}{_describe_numa(state)}"
     )
 
 

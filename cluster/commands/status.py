@@ -122,6 +122,8 @@ def _print(answer: pb.StatusResponse) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if kernels := sorted({group.kernels for group in answer.groups if group.kernels}):
+        console.print(f"kernels: {', '.join(kernels)}", highlight=False, soft_wrap=True)
     for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot), ("ITL", answer.itl), ("queue", answer.queue)):
         if latency.count:
             p50, p90, p99 = latency.p50_seconds * 1000, latency.p90_seconds * 1000, latency.p99_seconds * 1000

@@ -20,6 +20,3 @@ typedef struct {
 /* Keys per split. Splits begin at absolute positions and are combined in order: the same order in
  * decode and in prefill, with any other sequences in the batch. */
 #define SPLIT 1024
-
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }

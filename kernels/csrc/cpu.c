@@ -1,15 +1,51 @@
-/* The library's version, and whether this processor can run its AVX512-BF16 functions. */
+/* The library's version, and which instruction classes this processor and its operating system can run. */
+#include <string.h>
 
 /* Raised with every change of a signature or a struct: the Python side refuses a library that was built before. */
-int native_version(void) { return 9; }
+int native_version(void) { return 10; }
 
-int has_avx512_bf16(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16");
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+static int has_avx512_bf16(void) { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+/* Linux gives the tiles' state, 8 KiB for each thread, only to processes that ask for it. */
+static int may_use_tiles(void) {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
     return 0;
 #endif
 }
+
+static int has_amx(void) {
+    unsigned a, b, c, d;
+    const unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
+    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    return (d & amx_bf16) && (d & amx_tile) && may_use_tiles();
+}
+
+/* Whether the kernels of a class of setup.py can run here. Asks for AMX's state if `name` is "amx". */
+int has_class(const char *name) {
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx2")) return has_avx2();
+    if (!strcmp(name, "avx512")) return has_avx512();
+    if (!strcmp(name, "avx512_bf16")) return has_avx512_bf16();
+    if (!strcmp(name, "amx")) return has_amx();
+    return !strcmp(name, "generic");
+}
+#else
+int has_class(const char *name) { return !strcmp(name, "generic"); }
+#endif

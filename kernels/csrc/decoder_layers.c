@@ -1,16 +1,19 @@
 /* A sublayer of a decoder layer, attention or MLP, as one call, and consecutive whole layers as one. They call the
  * operations of the other files and keep the rows between them in one scratch buffer, which stays in the cache. The
- * results have the same bits as the separate calls. AVX-512 only, as the packed linears are. */
-#if defined(__x86_64__) && defined(__GNUC__)
+ * results have the same bits as the separate calls. */
 #include "attention.h"
+#include "linear.h"
 #include "rows.h"
 
-void linear_bf16(const void *x, int64_t ldx, int64_t rows, const void *packed, const void *bias, int64_t features,
-                 int64_t depth, void *y, int64_t ldy, void *scratch);
-void linear_f32(const void *x, int64_t ldx, int64_t rows, const void *packed, const void *bias, int64_t features,
-                int64_t depth, void *y, int64_t ldy, void *scratch);
-int attention_bf16_avx512(const Attention *a);
-int attention_plain(const Attention *a);
+/* The operations of the class in use, for bfloat16 and float32. */
+typedef struct {
+    void (*linear[2])(const Linear *l);
+    int (*attention[2])(const Attention *a);
+    void (*rms_norm)(const Norm *n);
+    void (*rotary)(const Rotary *r);
+    void (*silu_mul)(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu,
+                     int64_t type);
+} Kernels;
 
 typedef struct {
     const void *weight; /* null: no norm here */
@@ -20,7 +23,7 @@ typedef struct {
 typedef struct {
     const void *packed, *bias;
     int64_t features, depth;
-} Linear;
+} Weight;
 
 /* The input and output of a sublayer, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused
  * in a first layer, where `residual` is null. `out` gets the sublayer's result. */
@@ -32,13 +35,13 @@ typedef struct {
 
 typedef struct {
     Scale norm;
-    Linear gate_up, down;
+    Weight gate_up, down;
     int64_t gelu, type;
 } Mlp;
 
 typedef struct {
     Scale norm, q_norm, k_norm;
-    Linear qkv, output;
+    Weight qkv, output;
     int64_t heads, kv_heads, dim, window;
     float scale, softcap;
     int64_t type;
@@ -64,36 +67,35 @@ static void *allocate(char **scratch, int64_t size) {
     return allocated;
 }
 
-static void normed(const Scale *s, const Stream *stream, int64_t width, int64_t type, void *out) {
-    rms_norm(&(Norm){stream->x, stream->residual, s->weight, out, stream->sum, stream->tokens, 1, width, width, 0,
+static void normed(const Kernels *f, const Scale *s, const Stream *stream, int64_t width, int64_t type, void *out) {
+    f->rms_norm(&(Norm){stream->x, stream->residual, s->weight, out, stream->sum, stream->tokens, 1, width, width, 0,
                      width, 0, s->eps, s->offset, s->offset == 0.0f, type});
 }
 
 /* Heads of rows that lie `stride` apart, in place. */
-static void norm_heads(const Scale *s, char *x, int64_t tokens, int64_t heads, int64_t dim, int64_t stride,
-                       int64_t type, void *out) {
-    rms_norm(&(Norm){x, 0, s->weight, out, 0, tokens, heads, dim, stride, dim, 0, 0, s->eps, s->offset,
+static void norm_heads(const Kernels *f, const Scale *s, char *x, int64_t tokens, int64_t heads, int64_t dim,
+                       int64_t stride, int64_t type, void *out) {
+    f->rms_norm(&(Norm){x, 0, s->weight, out, 0, tokens, heads, dim, stride, dim, 0, 0, s->eps, s->offset,
                      s->offset == 0.0f, type});
 }
 
-static void product(const Linear *l, const void *x, int64_t rows, int64_t type, void *y, char *scratch) {
-    (type == 0 ? linear_bf16 : linear_f32)(x, l->depth, rows, l->packed, l->bias, l->features, l->depth, y, l->features,
-                                           scratch);
+static void product(const Kernels *f, const Weight *w, const void *x, int64_t rows, int64_t type, void *y, char *scratch) {
+    f->linear[type](&(Linear){x, w->depth, rows, w->packed, w->bias, w->features, w->depth, y, w->features, scratch});
 }
 
-void mlp_sublayer(const Mlp *m, const Stream *s) {
+void mlp_sublayer(const Kernels *f, const Mlp *m, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t width = m->gate_up.depth, inner = m->down.depth, size = bytes(m->type);
     void *x = allocate(&scratch, s->tokens * width * size), *wide = allocate(&scratch, s->tokens * 2 * inner * size);
     void *gated = allocate(&scratch, s->tokens * inner * size);
-    normed(&m->norm, s, width, m->type, x);
-    product(&m->gate_up, x, s->tokens, m->type, wide, scratch);
-    silu_mul(wide, 2 * inner, gated, s->tokens, inner, m->gelu, m->type);
-    product(&m->down, gated, s->tokens, m->type, s->out, scratch);
+    normed(f, &m->norm, s, width, m->type, x);
+    product(f, &m->gate_up, x, s->tokens, m->type, wide, scratch);
+    f->silu_mul(wide, 2 * inner, gated, s->tokens, inner, m->gelu, m->type);
+    product(f, &m->down, gated, s->tokens, m->type, s->out, scratch);
 }
 
 /* Returns 0, or -1 if attention cannot allocate its list of work items. */
-int attention_sublayer(const Attend *a, const KvCache *cache, const Step *step, const Stream *s) {
+int attention_sublayer(const Kernels *f, const Attend *a, const KvCache *cache, const Step *step, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
     const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
@@ -102,21 +104,21 @@ int attention_sublayer(const Attend *a, const KvCache *cache, const Step *step, 
     char *attended = allocate(&scratch, tokens * q_width * size);
     char *q = qkv, *k = qkv + q_width * size, *v = k + k_width * size;
     int64_t q_stride = all, k_stride = all;
-    normed(&a->norm, s, width, a->type, x);
-    product(&a->qkv, x, tokens, a->type, qkv, scratch);
+    normed(f, &a->norm, s, width, a->type, x);
+    product(f, &a->qkv, x, tokens, a->type, qkv, scratch);
     if (a->q_norm.weight) {
         char *dense_q = allocate(&scratch, tokens * q_width * size);
         char *dense_k = allocate(&scratch, tokens * k_width * size);
-        norm_heads(&a->q_norm, q, tokens, a->heads, a->dim, all, a->type, dense_q);
-        norm_heads(&a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
+        norm_heads(f, &a->q_norm, q, tokens, a->heads, a->dim, all, a->type, dense_q);
+        norm_heads(f, &a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
         q = dense_q, q_stride = q_width, k = dense_k, k_stride = k_width;
     }
-    rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, cache, step->slots, tokens, a->heads, a->kv_heads,
+    f->rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, cache, step->slots, tokens, a->heads, a->kv_heads,
                      a->dim, step->rot_dim, q_stride, k_stride, all, q_width, a->type, step->table_type});
     Attention call = {rotated, q_width, cache, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
                       step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended};
-    if ((a->type == 0 ? attention_bf16_avx512 : attention_plain)(&call)) return -1;
-    product(&a->output, attended, tokens, a->type, s->out, scratch);
+    if (f->attention[a->type](&call)) return -1;
+    product(f, &a->output, attended, tokens, a->type, s->out, scratch);
     return 0;
 }
 
@@ -130,25 +132,25 @@ typedef struct {
     int64_t table_index;
 } Layer;
 
-static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, int64_t type) {
+static void scale_rows(const Kernels *f, const Scale *s, void *x, int64_t tokens, int64_t width, int64_t type) {
     if (s->weight)
-        rms_norm(&(Norm){x, 0, s->weight, x, 0, tokens, 1, width, width, 0, 0, 0, s->eps, s->offset, s->offset == 0.0f,
+        f->rms_norm(&(Norm){x, 0, s->weight, x, 0, tokens, 1, width, width, 0, 0, 0, s->eps, s->offset, s->offset == 0.0f,
                          type});
 }
 
 /* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next one. The residual
  * is added to in place. Returns 0, or -1 as attention_sublayer does. */
-int fused_layers(const Layer *layers, const KvCache *caches, int64_t count, const Step *steps, const Stream *s) {
+int fused_layers(const Kernels *f, const Layer *layers, const KvCache *caches, int64_t count, const Step *steps,
+                 const Stream *s) {
     Stream now = *s;
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = layers + i;
         const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
-        if (attention_sublayer(&l->attention, caches + i, steps + l->table_index, &now)) return -1;
-        scale_rows(&l->after_attention, now.out, now.tokens, width, type);
+        if (attention_sublayer(f, &l->attention, caches + i, steps + l->table_index, &now)) return -1;
+        scale_rows(f, &l->after_attention, now.out, now.tokens, width, type);
         now.x = now.out, now.residual = now.sum;
-        mlp_sublayer(&l->mlp, &now);
-        scale_rows(&l->after_mlp, now.out, now.tokens, width, type);
+        mlp_sublayer(f, &l->mlp, &now);
+        scale_rows(f, &l->after_mlp, now.out, now.tokens, width, type);
     }
     return 0;
 }
-#endif

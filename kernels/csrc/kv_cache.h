@@ -1,7 +1,7 @@
 /* One layer's part of the KV pool, as KVCache packs it (formats: kernels/kv/quantise.py). Rows are [kv_heads][block_size]
  * inside a block, and a block's rows are dense; blocks lie anywhere. */
 #pragma once
-#include "scalar.h"
+#include "simd/scalar.h"
 
 typedef struct {
     uint8_t *k, *v;
@@ -22,41 +22,6 @@ INLINE float element(const void *row, int64_t i, int kind) {
     case FP8: return from_e4m3(((const uint8_t *)row)[i]);
     default: return get(row, i, kind);
     }
-}
-
-/* sum(q * row) without the row's scale. */
-INLINE float dot_row(const float *q, const void *row, int64_t dim, int kind) {
-    float total = 0;
-    if (kind == INT4) {
-        const uint8_t *x = row;
-        float other = 0;
-        dim /= 2;
-#pragma omp simd reduction(+ : total, other)
-        for (int64_t i = 0; i < dim; i++) {
-            total += q[i] * (float)((x[i] & 15) - 8);
-            other += q[i + dim] * (float)((x[i] >> 4) - 8);
-        }
-        return total + other;
-    }
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < dim; i++) total += q[i] * element(row, i, kind);
-    return total;
-}
-
-/* o += weight * row, the row's scale being in the weight. */
-INLINE void add_row(float *o, const void *row, float weight, int64_t dim, int kind) {
-    if (kind == INT4) {
-        const uint8_t *x = row;
-        dim /= 2;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) {
-            o[i] += weight * (float)((x[i] & 15) - 8);
-            o[i + dim] += weight * (float)((x[i] >> 4) - 8);
-        }
-        return;
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < dim; i++) o[i] += weight * element(row, i, kind);
 }
 
 /* Stores one row of floats; quantised kinds get their scale too. */

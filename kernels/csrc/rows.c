@@ -2,7 +2,7 @@
  * in the Python file of each. Small calls stay on one thread: waking the others would cost more than the work. */
 #include "rows.h"
 
-#include "scalar.h"
+#include "simd/cpu_class.h"
 
 #define PARALLEL_FROM 16384 /* elements */
 #define MAX_DIM 512         /* of heads that are stored as another kind */
@@ -34,14 +34,14 @@ INLINE void norm_row(const Norm *n, int64_t row, int type) {
     }
 }
 
-CLONES static void norm_rows(const Norm *n, int64_t from, int64_t to) {
+static void norm_rows(const Norm *n, int64_t from, int64_t to) {
     if (n->type == BF16)
         for (int64_t row = from; row < to; row++) norm_row(n, row, BF16);
     else
         for (int64_t row = from; row < to; row++) norm_row(n, row, F32);
 }
 
-void rms_norm(const Norm *n) {
+void FOR_CLASS(rms_norm)(const Norm *n) {
     int64_t rows = n->outer * n->inner;
 #pragma omp parallel for schedule(static) if (rows * n->width >= PARALLEL_FROM)
     for (int64_t part = 0; part < 16; part++) norm_rows(n, rows * part / 16, rows * (part + 1) / 16);
@@ -67,7 +67,7 @@ INLINE void gated(const void *gate_up, int64_t stride, void *out, int64_t width,
     }
 }
 
-CLONES static void gated_rows(const void *gate_up, int64_t stride, void *out, int64_t width, int64_t gelu, int64_t type,
+static void gated_rows(const void *gate_up, int64_t stride, void *out, int64_t width, int64_t gelu, int64_t type,
                               int64_t row, int64_t from, int64_t to) {
     if (type == BF16) {
         if (gelu) gated(gate_up, stride, out, width, 1, BF16, row, from, to);
@@ -78,7 +78,7 @@ CLONES static void gated_rows(const void *gate_up, int64_t stride, void *out, in
     }
 }
 
-void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type) {
+void FOR_CLASS(silu_mul)(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type) {
     /* Parts of 1024 elements, so that one long row keeps every thread busy too. */
     int64_t parts = (width + 1023) / 1024;
 #pragma omp parallel for schedule(static) if (rows * width >= PARALLEL_FROM)
@@ -147,7 +147,7 @@ INLINE void rotate_token(const Rotary *r, int64_t token, int type, int table) {
     }
 }
 
-CLONES static void rotate_tokens(const Rotary *r, int64_t from, int64_t to) {
+static void rotate_tokens(const Rotary *r, int64_t from, int64_t to) {
     for (int64_t token = from; token < to; token++) {
         if (r->type == F32) rotate_token(r, token, F32, F32);
         else if (r->table_type == BF16) rotate_token(r, token, BF16, BF16);
@@ -156,14 +156,14 @@ CLONES static void rotate_tokens(const Rotary *r, int64_t from, int64_t to) {
 }
 
 /* rotary_and_store, and store_kv if q and cos are null. */
-void rotary(const Rotary *r) {
+void FOR_CLASS(rotary)(const Rotary *r) {
 #pragma omp parallel for schedule(static) if (r->tokens * (r->heads + 2 * r->kv_heads) * r->dim >= PARALLEL_FROM)
     for (int64_t part = 0; part < 16; part++)
         rotate_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
 }
 
 /* Copies block from[i] of a pool to block to[i]. */
-void copy_blocks(char *pool, int64_t stride, const int64_t *from, const int64_t *to, int64_t bytes, int64_t count) {
+void FOR_CLASS(copy_blocks)(char *pool, int64_t stride, const int64_t *from, const int64_t *to, int64_t bytes, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes >= PARALLEL_FROM * 4)
     for (int64_t i = 0; i < count; i++)
         memcpy(pool + to[i] * stride, pool + from[i] * stride, bytes);

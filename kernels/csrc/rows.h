@@ -20,7 +20,3 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride, q_out_stride;
     int64_t type, table_type;
 } Rotary;
-
-void rms_norm(const Norm *n);
-void rotary(const Rotary *r);
-void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type);

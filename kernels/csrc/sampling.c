@@ -3,7 +3,8 @@
  * histograms over the float's ordered bits, 11 + 11 + 10 of them. */
 #include <stdlib.h>
 
-#include "scalar.h"
+#include "simd/cpu_class.h"
+#include "simd/scalar.h"
 
 #define NOISE_TILE 256 /* noise is made for this many tokens at a time */
 
@@ -104,7 +105,7 @@ INLINE float mass_floor(const float *x, const float *weight, int64_t n, double s
 }
 
 /* `scratch` holds 3 * vocab floats. */
-CLONES static int64_t sample_row(const float *logits, int64_t vocab, float temperature, int64_t top_k, float top_p,
+static int64_t sample_row(const float *logits, int64_t vocab, float temperature, int64_t top_k, float top_p,
                                  float min_p, uint64_t key, float *scratch) {
     if (!(temperature > 0)) return first_of(logits, vocab, highest(logits, vocab));
     float *x = scratch, *kept = scratch + vocab, *weight = kept + vocab;
@@ -150,7 +151,7 @@ CLONES static int64_t sample_row(const float *logits, int64_t vocab, float tempe
 }
 
 /* Returns 0, or -1 if the working rows cannot be allocated. */
-int sample(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
+int FOR_CLASS(sample)(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
            const int32_t *top_k, const float *top_p, const float *min_p, const int64_t *seed, const int32_t *choice,
            const int64_t *position, int64_t *out) {
     int failed = 0;
@@ -168,19 +169,19 @@ int sample(const float *logits, int64_t stride, int64_t rows, int64_t vocab, con
     return failed ? -1 : 0;
 }
 
-CLONES static void bits_row(uint64_t key, const int64_t *tokens, int64_t count, int64_t *out) {
+static void bits_row(uint64_t key, const int64_t *tokens, int64_t count, int64_t *out) {
     for (int64_t i = 0; i < count; i++) out[i] = token_bits(key, (uint32_t)tokens[i]);
 }
 
 /* The hash alone, for the test that all forms give the same bits. */
-void noise_bits(const int64_t *seed, const int32_t *choice, const int64_t *position, int64_t rows, const int64_t *tokens,
+void FOR_CLASS(noise_bits)(const int64_t *seed, const int32_t *choice, const int64_t *position, int64_t rows, const int64_t *tokens,
                 int64_t count, int64_t *out) {
     for (int64_t row = 0; row < rows; row++)
         bits_row(row_key(seed[row], choice[row], position[row]), tokens, count, out + row * count);
 }
 
 /* Touches only the logits of tokens that the row has seen. */
-int penalties(float *logits, int64_t stride, int64_t rows, int64_t vocab, const int32_t *tokens, int64_t token_stride,
+int FOR_CLASS(penalties)(float *logits, int64_t stride, int64_t rows, int64_t vocab, const int32_t *tokens, int64_t token_stride,
               const int32_t *prompt_lens, const int32_t *total_lens, const float *repetition, const float *presence,
               const float *frequency) {
     int failed = 0;
@@ -211,7 +212,7 @@ int penalties(float *logits, int64_t stride, int64_t rows, int64_t vocab, const 
     return failed ? -1 : 0;
 }
 
-CLONES static void logprobs_row(const float *x, int64_t vocab, int64_t token, int64_t k, float *chosen, int64_t *rank,
+static void logprobs_row(const float *x, int64_t vocab, int64_t token, int64_t k, float *chosen, int64_t *rank,
                                 int64_t *ids, float *values) {
     float top = highest(x, vocab);
     double sum = 0;
@@ -247,7 +248,7 @@ CLONES static void logprobs_row(const float *x, int64_t vocab, int64_t token, in
     for (int64_t j = 0; j < filled; j++) values[j] -= normaliser;
 }
 
-void logprobs(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t *tokens, int64_t k,
+void FOR_CLASS(logprobs)(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t *tokens, int64_t k,
               float *chosen, int64_t *rank, int64_t *ids, float *values) {
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
     for (int64_t row = 0; row < rows; row++)
@@ -255,7 +256,7 @@ void logprobs(const float *logits, int64_t stride, int64_t rows, int64_t vocab, 
                      values + row * k);
 }
 
-void token_mask(float *logits, int64_t stride, int64_t vocab, const int64_t *rows, int64_t count, const uint32_t *mask,
+void FOR_CLASS(token_mask)(float *logits, int64_t stride, int64_t vocab, const int64_t *rows, int64_t count, const uint32_t *mask,
                 int64_t words) {
 #pragma omp parallel for schedule(static, 1) if (count > 1)
     for (int64_t i = 0; i < count; i++) {

@@ -10,7 +10,8 @@
 #include <signal.h>
 #include <time.h>
 
-#include "scalar.h"
+#include "simd/cpu_class.h"
+#include "simd/scalar.h"
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -134,13 +135,13 @@ INLINE void add_up(const Shared *s, void *x, int64_t count, int type) {
     }
 }
 
-CLONES static void add_up_typed(const Shared *s, void *x, int64_t count, int64_t type) {
+static void add_up_typed(const Shared *s, void *x, int64_t count, int64_t type) {
     if (type == BF16) add_up(s, x, count, BF16);
     else add_up(s, x, count, F32);
 }
 
 /* x, on every rank, becomes the sum of all ranks' x. */
-int shared_all_reduce(Shared *s, void *x, int64_t count, int64_t type) {
+int FOR_CLASS(shared_all_reduce)(Shared *s, void *x, int64_t count, int64_t type) {
     const int64_t width = type == BF16 ? 2 : 4, chunk_elements = s->chunk / width;
     int failed;
     for (int64_t from = 0; from < count; from += chunk_elements) {
@@ -156,7 +157,7 @@ int shared_all_reduce(Shared *s, void *x, int64_t count, int64_t type) {
 }
 
 /* out [size][bytes]: every rank's x. */
-int shared_all_gather(Shared *s, const void *x, int64_t bytes, void *out) {
+int FOR_CLASS(shared_all_gather)(Shared *s, const void *x, int64_t bytes, void *out) {
     int failed;
     for (int64_t from = 0; from < bytes; from += s->chunk) {
         int64_t n = bytes - from < s->chunk ? bytes - from : s->chunk;
@@ -171,7 +172,7 @@ int shared_all_gather(Shared *s, const void *x, int64_t bytes, void *out) {
 }
 
 /* Copies rank 0's x to every rank's x. All ranks pass the same `bytes`. Rank 0 does not wait for the others to read. */
-int shared_broadcast(Shared *s, void *x, int64_t bytes) {
+int FOR_CLASS(shared_broadcast)(Shared *s, void *x, int64_t bytes) {
     int failed;
     for (int64_t from = 0; from < bytes; from += s->chunk) {
         int64_t n = bytes - from < s->chunk ? bytes - from : s->chunk;

@@ -1,12 +1,13 @@
 /* Copies whole blocks from one pool to another, with a checksum of each (formula: kernels/kv/transfer_blocks.py).
  * Without `to`, computes the checksums alone. */
-#include "scalar.h"
+#include "simd/cpu_class.h"
+#include "simd/scalar.h"
 
 #define LANES 8
 #define LINE (LANES * (int64_t)sizeof(uint64_t))
 #define PARALLEL_FROM 131072 /* bytes */
 
-CLONES static uint64_t transfer_block(const char *from, char *to, int64_t lines) {
+static uint64_t transfer_block(const char *from, char *to, int64_t lines) {
     uint64_t plain[LANES] = {0}, weighted[LANES] = {0}, sum = 0;
     for (int64_t i = 0; i < lines; i++) {
         uint64_t words[LANES];
@@ -19,7 +20,7 @@ CLONES static uint64_t transfer_block(const char *from, char *to, int64_t lines)
     return sum;
 }
 
-void transfer_blocks(const void *from, int64_t from_stride, const int64_t *from_rows, void *to, int64_t to_stride,
+void FOR_CLASS(transfer_blocks)(const void *from, int64_t from_stride, const int64_t *from_rows, void *to, int64_t to_stride,
                      const int64_t *to_rows, int64_t bytes, int64_t count, int64_t *sums) {
 #pragma omp parallel for schedule(static) if (count > 1 && count * bytes >= PARALLEL_FROM)
     for (int64_t i = 0; i < count; i++)

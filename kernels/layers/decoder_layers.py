@@ -26,7 +26,7 @@ from coatcheck.kernels.attention.paged_attention import check_tables
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
-from coatcheck.kernels.layers.linear import PackedLinear, scratch
+from coatcheck.kernels.layers.linear import PackedLinear, scratch, scratch_size
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 
 _SCALE = struct.Struct("@Pff")
@@ -98,7 +98,7 @@ class AttentionSublayer:
         )  # fmt: skip
         rows = self.hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
         self.row_bytes = _row_bytes(rows, self.dtype, qkv, output)
-        self._call = _library().attention_sublayer
+        self._kernels, self._call = _library().kernels, _library().attention_sublayer
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0]
@@ -108,7 +108,8 @@ class AttentionSublayer:
         packed_cache = self.pack_cache(cache)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((tokens, self._out), dtype=self.dtype)
-        if self._call(self.packed, packed_cache, step.packed, _stream(x, residual, total, out, self.row_bytes)):
+        stream = _stream(x, residual, total, out, self.row_bytes)
+        if self._call(self._kernels, self.packed, packed_cache, step.packed, stream):
             raise native.out_of_memory("attention_sublayer")
         return out, total
 
@@ -133,13 +134,13 @@ class MlpSublayer:
             + _MLP.pack(activation == "gelu_tanh", native.TYPES[self.dtype])
         )  # fmt: skip
         self.row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
-        self._call = _library().mlp_sublayer
+        self._kernels, self._call = _library().kernels, _library().mlp_sublayer
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         _check_stream(x, residual, self.hidden, self.dtype)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((x.shape[0], self._out), dtype=self.dtype)
-        self._call(self.packed, _stream(x, residual, total, out, self.row_bytes))
+        self._call(self._kernels, self.packed, _stream(x, residual, total, out, self.row_bytes))
         return out, total
 
 
@@ -175,7 +176,7 @@ class FusedLayers:
         self._head_dim = min(layer.attention.head_dim for layer in layers)
         self._caches: Sequence[KVCache] = ()
         self._packed_caches = b""
-        self._call = _library().fused_layers
+        self._kernels, self._call = _library().kernels, _library().fused_layers
 
     def __call__(
         self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[KVCache]
@@ -195,15 +196,16 @@ class FusedLayers:
             self._caches = caches
         out = torch.empty_like(x)
         tables = b"".join(step.packed for step in steps)
-        if self._call(self._packed, self._packed_caches, count, tables, _stream(x, None, x, out, self._row_bytes)):
+        stream = _stream(x, None, x, out, self._row_bytes)
+        if self._call(self._kernels, self._packed, self._packed_caches, count, tables, stream):
             raise native.out_of_memory("fused_layers")
         return out, x
 
 
 def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_bytes: int) -> bytes:
     tokens = x.shape[0]
-    # At most eight buffers, each rounded up to a cache line, and a misaligned start.
-    buffer = scratch(tokens * row_bytes + 9 * 64)
+    # At most eight buffers, each rounded up to a cache line, and a misaligned start. Linears pad their input with rows.
+    buffer = scratch((tokens + 15) * row_bytes + 9 * 64)
     return _STREAM.pack(
         x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), buffer, tokens
     )
@@ -211,7 +213,7 @@ def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_
 
 def _row_bytes(elements: int, dtype: torch.dtype, *linears: PackedLinear) -> int:
     """Scratch for one token: its rows between the operations, and the larger of the linears' repacked inputs."""
-    return elements * dtype.itemsize + max(linear.weight_shape[1] + 1 for linear in linears) * 4
+    return elements * dtype.itemsize + scratch_size(1, max(linear.weight_shape[1] for linear in linears)) // 16
 
 
 def _scale(norm: RmsNorm | None) -> bytes:

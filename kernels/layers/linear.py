@@ -3,8 +3,8 @@
 Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features] (rows may be strided),
 y [..., out_features], dense. The weight is packed once and the plain weight dropped, so that memory holds it once:
 
-    native   CPU with AVX512-BF16 and no AMX, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.c)
-    onednn   other CPUs, bfloat16 or float32: oneDNN's blocked form
+    native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
+    onednn   CPU without it, or of a kind for which it has no instruction class: oneDNN's blocked form
     plain    everything else: `F.linear`
 
 In the native form a row's result does not depend on the other rows of the call. Libraries choose the order of a sum by
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         self._pointer = self._weight.data_ptr() if self.form == "native" else 0
         library = native.library()
         if self.form == "native" and library is not None:
-            self._call = library.linear_bf16 if weight.dtype == torch.bfloat16 else library.linear_f32
+            self._call = library.linear[weight.dtype]
 
     def forward(self, x: Tensor) -> Tensor:
         features, depth = self.weight_shape
@@ -64,8 +64,10 @@ class PackedLinear(nn.Module):
         count = rows.shape[0]
         y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)
         self._call(
-            rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth, y.data_ptr(),
-            features, scratch(count * (depth + 1) * 4),
+            native.LINEAR.pack(
+                rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth,
+                y.data_ptr(), features, scratch(scratch_size(count, depth)),
+            )
         )  # fmt: skip
         return y
 
@@ -94,10 +96,9 @@ def pick_form(weight: Tensor) -> str:
     if weight.device.type != "cpu" or weight.dtype not in native.TYPES:
         return "plain"
     library = native.library()
-    # Where there is AMX, oneDNN's tiles multiply several times as fast as vdpbf16ps can.
-    if library is not None and library.avx512_bf16 and not torch.cpu._is_amx_tile_supported():
+    if library is not None and (library.cpu_class != "generic" or library.is_chosen):
         return "native"
-    return "onednn" if torch._C._has_mkldnn else "plain"
+    return "onednn" if torch._C._has_mkldnn else "native" if library is not None else "plain"
 
 
 def _pack(weight: Tensor, form: str) -> Tensor:
@@ -110,11 +111,16 @@ def _pack(weight: Tensor, form: str) -> Tensor:
     library = native.library()
     assert library is not None, "the native form is only picked where the library is"
     features, depth = weight.shape
-    bf16 = weight.dtype == torch.bfloat16
-    words = (depth + 1) // 2 if bf16 else depth
-    packed = huge_pages.empty((-(-features // 16), words, 16), torch.int32)
-    (library.pack_bf16 if bf16 else library.pack_f32)(weight.data_ptr(), features, depth, packed.data_ptr())
+    # As panels_of and words_of in kernels/csrc/linear.h.
+    panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16
+    packed = huge_pages.empty((panels, words, 16), torch.int32)
+    library.pack_weight(weight.data_ptr(), features, depth, packed.data_ptr(), native.TYPES[weight.dtype])
     return packed
+
+
+def scratch_size(rows: int, depth: int) -> int:
+    """Bytes in which the native form repacks x."""
+    return (rows + 15) * (depth + 31) * 4
 
 
 _local = threading.local()

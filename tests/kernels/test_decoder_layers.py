@@ -18,7 +18,9 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from tests.kernels.caches import pool_of, strided_cache
-from tests.kernels.processor import needs_avx512_bf16
+from tests.kernels.cpu_classes import each_class
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 96, 6, 2, 32, 16
 
@@ -67,7 +69,6 @@ class Batch:
         )  # fmt: skip
 
 
-@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("head_norms", [False, True])
@@ -105,7 +106,6 @@ def test_an_attention_sublayer_is_its_operations_in_a_row(
     assert torch.equal(pool_of(batch.cache), pool_of(batch.copy))
 
 
-@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
@@ -119,7 +119,6 @@ def test_an_mlp_sublayer_is_its_operations_in_a_row(dtype: torch.dtype, activati
     assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
 
 
-@needs_avx512_bf16
 def test_wrong_arguments_are_refused_by_name() -> None:
     """A wrong shape, dtype or stride of any tensor is refused before anything is computed.
 
@@ -158,7 +157,6 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     assert torch.equal(pool_of(cache), kept)
 
 
-@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.parametrize("count", [1, 3])

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.linear import PackedLinear
-from tests.kernels.processor import needs_avx512_bf16
+from tests.kernels.cpu_classes import each_class
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
 ROWS = [0, 1, 2, 3, 6, 7, 12, 13, 16, 24, 25, 33, 100]
 
@@ -41,7 +43,6 @@ def test_leading_dimensions_are_kept() -> None:
     assert linear(x[:, :0]).shape == (2, 0, 32)
 
 
-@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype) -> None:
     """In the native form the result of a row has the same bits alone and in any batch."""

@@ -11,6 +11,9 @@ from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.launch_check import LaunchRefused
 from tests.kernels.attention_batch import Batch, close
 from tests.kernels.caches import QUANTISED
+from tests.kernels.cpu_classes import each_class
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("attention_bf16")]
 
 OTHER_SHAPES = [(4, 4, 16), (4, 2, 96), (7, 1, 128)]  # heads, KV heads, head size
 MIXED = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 257), (33, 40), (130, 200)]

@@ -17,6 +17,9 @@ from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from tests.kernels.caches import QUANTISED, pool_of, strided_cache
+from tests.kernels.cpu_classes import each_class
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("rms_norm")]
 
 SENTINEL = 7.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

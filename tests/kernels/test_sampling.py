@@ -18,6 +18,9 @@ from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import filter_reference, noise_bits_reference, sample, sample_reference
 from coatcheck.kernels.sampling.token_mask import apply_token_mask, apply_token_mask_reference
 from tests.examples import examples
+from tests.kernels.cpu_classes import each_class
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("sample")]
 
 
 def knobs(rows: int, **given: Any) -> dict[str, Tensor]:

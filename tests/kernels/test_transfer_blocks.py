@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from coatcheck.kernels import native
 from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks, transfer_blocks_reference
 from coatcheck.kernels.launch_check import LaunchRefused
+from tests.kernels.cpu_classes import each_class
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("transfer_blocks")]
 
 
 def pools(width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,9 +19,10 @@ class RankProgress:
     """`address` and the fields after it are set once the group serves.
 
     `address`: of rank 0. `max_model_len`: the longest sequence that the group accepts. `model_len`: the longest that it
-    would accept with a larger KV pool. `full_disk`: the result of describe_full_disk for the rank's host; "" if there
-    is room. `niceness`: of the rank's process, from -20 (scheduled first) to 19. `numa_nodes`: of the rank's host, 1 on
-    GPUs. `numa_node`: the one that the rank is bound to; None: it is not bound.
+    would accept with a larger KV pool. `kernels`: those in use, as GroupStatus has them. `full_disk`: the result of
+    describe_full_disk for the rank's host; "" if there is room. `niceness`: of the rank's process, from -20 (scheduled
+    first) to 19. `numa_nodes`: of the rank's host, 1 on GPUs. `numa_node`: the one that the rank is bound to; None: it
+    is not bound.
     """
 
     phase: Phase = Phase.STARTING
@@ -32,6 +33,7 @@ class RankProgress:
     max_model_len: int = 0
     model_len: int = 0
     dtype: str = ""
+    kernels: str = ""
     full_disk: str = ""
     niceness: int = 0
     numa_nodes: int = 1

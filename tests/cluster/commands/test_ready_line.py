@@ -30,6 +30,7 @@ def line(
                     dtype="bfloat16",
                     numa_nodes=numa_nodes,
                     numa_node=numa_node,
+                    kernels="native (avx2)",
                 ),
             ),
         )
@@ -41,8 +42,8 @@ def line(
 def test_the_line_has_addresses_and_sizes() -> None:
     """The group with the fewest blocks says how many sequences fit at once."""
     assert line(256, 2048, http=("10.0.0.1:8000",)) == (
-        "ready: some/llama (bfloat16) at 10.0.0.1:50051 and http://10.0.0.1:8000, 2 groups x tp 1, each with "
-        "at least 256 blocks of 16 tokens, 2 sequences of 2048 tokens at once"
+        "ready: some/llama (bfloat16, native (avx2)) at 10.0.0.1:50051 and http://10.0.0.1:8000, 2 groups x tp 1, "
+        "each with at least 256 blocks of 16 tokens, 2 sequences of 2048 tokens at once"
     )
 
 

@@ -6,16 +6,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One body, several instruction sets, chosen as the library is loaded. Bodies hold no OpenMP: a parallel region is
- * outlined into a function of its own, which would not be cloned. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-
 /* Element types of tensors (the first two) and of KV caches (all), numbered as in kernels/native.py. */
 enum { BF16 = 0, F32 = 1, F16 = 2, FP8 = 3, INT8 = 4, INT4 = 5 };
+
+INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 INLINE float from_bits(uint32_t bits) {
     float x;

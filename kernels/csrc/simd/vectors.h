@@ -1,0 +1,108 @@
+/* Vectors in the widest registers of the class, by the vector types of GCC and clang: +, *, comparisons and shifts are
+ * the compiler's, which fuses a * b + c where the class can. So one source serves AVX-512, AVX2, SSE2 and NEON. */
+#pragma once
+#include "simd/scalar.h"
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#define LANES (VECTOR_BYTES / 4)
+
+/* How many accumulators a tile may have: the registers, less some for the operands. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define ACCUMULATORS 24
+#else
+#define ACCUMULATORS 12
+#endif
+
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+INLINE Floats load_floats(const void *from) {
+    Floats x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE Words load_words(const void *from) {
+    Words x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE void store_floats(void *to, Floats x) { memcpy(to, &x, sizeof x); }
+
+/* bfloat16 is the upper half of a float32. */
+INLINE Floats load_bf16(const void *from) {
+    Halves x;
+    memcpy(&x, from, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+/* The neighbours of each pair of bfloat16: the one at the lower address, and the other. */
+INLINE Floats low_of(Words pairs) { return (Floats)(pairs << 16); }
+INLINE Floats high_of(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#define HAS_DOT 1
+/* Rounds to nearest, ties to even, as to_bf16 does; numbers below 2^-126 become 0. */
+INLINE void store_bf16(void *to, Floats x) { _mm256_storeu_si256(to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+
+/* sum + the product of the low elements + the product of the high ones: half as many instructions as widening. */
+INLINE Floats add_dot(Floats sum, Words a, Words b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define HAS_DOT 0
+/* Rounds to nearest, ties to even, as to_bf16 does. */
+INLINE void store_bf16(void *to, Floats x) {
+    Words bits = (Words)x, rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    Words nan = (Words)((bits & 0x7FFFFFFF) > 0x7F800000);
+    Halves y = __builtin_convertvector((nan & ((bits >> 16) | 0x40)) | (~nan & rounded), Halves);
+    memcpy(to, &y, sizeof y);
+}
+
+INLINE Floats add_dot(Floats sum, Words a, Words b) {
+    return sum + low_of(a) * low_of(b) + high_of(a) * high_of(b);
+}
+#endif
+
+INLINE Floats larger_of(Floats a, Floats b) {
+    Ints first = a > b;
+    return (Floats)((first & (Ints)a) | (~first & (Ints)b));
+}
+
+INLINE float largest_lane(Floats x) {
+    float top = x[0];
+    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+INLINE float sum_of_lanes(Floats x) {
+    float sum = x[0];
+    for (int i = 1; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* 2^x for x <= 128, to 2 ulp; below -126 it is exactly 0. The magic number leaves round(x) in the low bits of the sum,
+ * from where a shift adds it to the exponent. */
+INLINE Floats exp2_of(Floats x) {
+    const Floats magic = (Floats){} + 12582912.0f;
+    const Ints positive = x >= -126.0f;
+    x = (Floats)((Ints)x & positive);
+    Floats shifted = x + magic, f = x - (shifted - magic);
+    Floats y = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    y = y * f + 9.618437357674640e-3f;
+    y = y * f + 5.550332471162809e-2f;
+    y = y * f + 2.402264791363012e-1f;
+    y = y * f + 6.931472028550421e-1f;
+    y = y * f + 1.0f;
+    return (Floats)(((Ints)y + ((Ints)shifted << 23)) & positive);
+}
