@@ -5,14 +5,17 @@
  * time, calls of at most 16 rows one tile by four panels. Every output is one accumulator over the depth in order, with
  * any other rows in the call: a row's bits never depend on its neighbours. */
 #include <immintrin.h>
+#include <omp.h>
 
 #include "simd/cpu_class.h"
 #include "linear.h"
 
 #define TILE_ROWS 16
 #define TILE (TILE_ROWS * TILE_WORDS) /* words of a tile, of x and of weights alike */
-#define AHEAD 8
-#define BLOCK 16                      /* tiles of rows that share panels in an item of work */
+#define BLOCK 32                      /* most tiles of rows that pass by the same weights in the first cache */
+#define BLOCK_TILES 1024              /* most tiles of x in them, 1 MiB: they stay in the second cache */
+#define PART 8                        /* tiles of the depth of these weights */
+#define AHEAD 8                       /* lines prefetched for each step along the depth */
 
 /* The layout that ldtilecfg reads: eight tiles of 16 rows of 64 bytes. */
 typedef struct {
@@ -41,15 +44,22 @@ static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *pa
     }
 }
 
-/* Two tiles of rows, x and x + words * 16, by two panels: sums [32 rows][32 features]. Prefetches `ahead`, one line for
- * each line of x. */
-static void multiply_two(const uint32_t *x, const uint32_t *w, int64_t words, const char *ahead, float *sums) {
-    const uint32_t *more_x = x + words * TILE_ROWS, *more_w = w + words * PANEL;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < words * TILE_ROWS; k += TILE) {
+/* sums [32 rows][32 features] (+)= two tiles of rows, x and more_x, by two panels, over `steps` tiles of the depth.
+ * Prefetches `ahead`, AHEAD lines a step. */
+static void multiply_two(const uint32_t *x, const uint32_t *more_x, const uint32_t *w, const uint32_t *more_w,
+                         int64_t steps, int is_first, const char *ahead, float *sums) {
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 128);
+        _tile_loadd(1, sums + PANEL, 128);
+        _tile_loadd(2, sums + 2 * TILE, 128);
+        _tile_loadd(3, sums + 2 * TILE + PANEL, 128);
+    }
+    for (int64_t k = 0; k < steps * TILE; k += TILE) {
         _tile_loadd(6, w + k, 64);
         _tile_loadd(4, x + k, 64);
         _tile_loadd(7, more_w + k, 64);
@@ -58,8 +68,7 @@ static void multiply_two(const uint32_t *x, const uint32_t *w, int64_t words, co
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-        if (ahead)
-            for (int i = 0; i < AHEAD; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int i = 0; i < AHEAD && ahead; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     }
     _tile_stored(0, sums, 128);
     _tile_stored(1, sums + PANEL, 128);
@@ -67,14 +76,14 @@ static void multiply_two(const uint32_t *x, const uint32_t *w, int64_t words, co
     _tile_stored(3, sums + 2 * TILE + PANEL, 128);
 }
 
-/* One tile of rows by four panels: sums [16 rows][64 features]. */
-static void multiply_one(const uint32_t *x, const uint32_t *w, int64_t words, float *sums) {
-    const int64_t panel = words * PANEL;
+/* sums [16 rows][64 features] = one tile of rows by four panels. */
+static void multiply_one(const uint32_t *x, const uint32_t *w, int64_t steps, float *sums) {
+    const int64_t panel = steps * TILE;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < words * TILE_ROWS; k += TILE, w += TILE) {
+    for (int64_t k = 0; k < steps * TILE; k += TILE, w += TILE) {
         _tile_loadd(4, x + k, 64);
         _tile_loadd(5, w, 64);
         _tile_loadd(6, w + panel, 64);
@@ -91,30 +100,53 @@ static void multiply_one(const uint32_t *x, const uint32_t *w, int64_t words, fl
     _tile_stored(3, sums + 3 * PANEL, 256);
 }
 
+/* Rows of the tiles [from, to), two tiles at a time, by two panels. The panels are read in parts of the depth that stay in
+ * the first cache while all rows pass. Prefetches the next panels, which lie behind. */
+static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int64_t to, int64_t panel, int has_next) {
+    const int64_t steps = words_of(l->depth, BF16) / TILE_WORDS, parts = (steps + PART - 1) / PART;
+    const uint32_t *w = l->packed + panel * steps * TILE;
+    const char *ahead = has_next ? (const char *)(w + 2 * steps * TILE) : NULL;
+    float sums[BLOCK / 2][4 * TILE] __attribute__((aligned(64)));
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t k = steps * part / parts, count = steps * (part + 1) / parts - k;
+        for (int64_t tile = from; tile < to; tile += 2) {
+            const uint32_t *tile_x = x + (tile * steps + k) * TILE, *tile_w = w + k * TILE;
+            multiply_two(tile_x, tile_x + steps * TILE, tile_w, tile_w + steps * TILE, count, part == 0, ahead,
+                         sums[(tile - from) / 2]);
+            if (ahead) ahead += count * AHEAD * 64;
+        }
+    }
+    for (int64_t tile = from; tile < to; tile += 2)
+        put_rows(l, tile * TILE_ROWS, min_i64(2 * TILE_ROWS, l->rows - tile * TILE_ROWS), panel * PANEL, 2 * PANEL,
+                 sums[(tile - from) / 2], 2 * PANEL, BF16);
+}
+
 void FOR_CLASS(linear_bf16)(const Linear *l) {
-    const int64_t words = words_of(l->depth, BF16), rows = l->rows, step = rows <= TILE_ROWS ? 1 : 2, group = 4 / step;
-    const int64_t tiles = (rows + step * TILE_ROWS - 1) / (step * TILE_ROWS) * step;
-    const int64_t groups = panels_of(l->features) / group, blocks = (tiles + BLOCK - 1) / BLOCK;
+    const int64_t steps = words_of(l->depth, BF16) / TILE_WORDS, rows = l->rows, is_thin = rows <= TILE_ROWS;
+    const int64_t tiles = is_thin ? 1 : (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
+    const int64_t groups = panels_of(l->features) / GROUP, block = max_i64(2, min_i64(BLOCK, BLOCK_TILES / steps / 2 * 2));
+    const int64_t blocks = (tiles + block - 1) / block;
+    /* A thread takes consecutive panels, so that it can prefetch the next ones. */
+    const int64_t chunk = max_i64(1, min_i64(4, groups * blocks / (4 * omp_get_max_threads())));
     uint32_t *x = l->scratch;
+    if (rows == 0) return;
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles; tile++) pack_tile(l, tile, words, x + tile * words * TILE_ROWS);
+        for (int64_t tile = 0; tile < tiles; tile++) pack_tile(l, tile, steps * TILE_WORDS, x + tile * steps * TILE);
         _tile_loadconfig(&whole_tiles);
-#pragma omp for schedule(dynamic, 4) nowait
+        /* A block of rows stays in the second cache while all panels pass. */
+#pragma omp for schedule(dynamic, chunk) nowait
         for (int64_t item = 0; item < groups * blocks; item++) {
-            const int64_t panel = item / blocks * group, block = item % blocks * BLOCK;
-            const uint32_t *w = l->packed + panel * words * PANEL;
-            const char *ahead = (const char *)(w + group * words * PANEL);
-            if (item % 4 == 3) ahead = NULL;
-            for (int64_t tile = block; tile < min_i64(block + BLOCK, tiles); tile += step) {
+            const int64_t panel = item % groups * GROUP, from = item / groups * block;
+            if (is_thin) {
                 float sums[4 * TILE] __attribute__((aligned(64)));
-                if (step == 1) multiply_one(x + tile * words * TILE_ROWS, w, words, sums);
-                else multiply_two(x + tile * words * TILE_ROWS, w, words, ahead, sums);
-                ahead = ahead ? ahead + words / 16 * 64 * AHEAD : NULL;
-                put_rows(l, tile * TILE_ROWS, min_i64(step * TILE_ROWS, rows - tile * TILE_ROWS), panel * PANEL,
-                         group * PANEL, sums, group * PANEL, BF16);
+                multiply_one(x, l->packed + panel * steps * TILE, steps, sums);
+                put_rows(l, 0, rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
+                continue;
             }
+            multiply_block(l, x, from, min_i64(from + block, tiles), panel, 1);
+            multiply_block(l, x, from, min_i64(from + block, tiles), panel + 2, (item + 1) % chunk != 0);
         }
         _tile_release();
     }
