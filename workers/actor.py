@@ -20,7 +20,7 @@ from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.host.disk_space import describe_full_disk
 from coatcheck.workers.host.fast_imports import import_transformers
 from coatcheck.workers.host.numa import bind_rank
-from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
+from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment, show_assigned_gpus
 
 if TYPE_CHECKING:
     from coatcheck.workers.rank import Rank
@@ -56,6 +56,7 @@ class RankActor:
         # Ray writes stdout and stderr of this process to files in its session directory.
         configure_logging(config.log_format, rank=f"{config.name}/{rank}")
         set_thread_environment(threads=divide_cores(self._config.threads, ranks_on_host), host=self._host)
+        show_assigned_gpus(ray.get_runtime_context().get_accelerator_ids().get("GPU", []), os.environ)
 
     def rendezvous(self) -> str:
         """For rank 0: bind a port where the ranks will connect to each other. Return host:port."""

@@ -16,6 +16,7 @@ from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
+from coatcheck.workers.engine.step_watchdog import StepWatchdog, longest_step_seconds
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.process_setup import exit_process
 from coatcheck.workers.rank_loading import LoadedRank, build_engine
@@ -66,6 +67,8 @@ class Driver:
             max_open=config.max_num_seqs + config.max_waiting,
         )
         self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=self._die)
+        self._config = config
+        self._watchdog = StepWatchdog(self._loop, self._hang_seconds, self._die)
         address = self._service.start(self._loop, f"{host}:0")
         self.address = f"{host}:{address.rpartition(':')[2]}"
         _log.info(
@@ -79,7 +82,9 @@ class Driver:
 
     def run(self) -> None:
         """Step in this thread until `stop`. Call this in the thread that ran the warm-up (see EngineLoop)."""
+        self._watchdog.start()
         self._loop.run()
+        self._watchdog.stop()
 
     def stop(self) -> None:
         """Make `run` return after the current step."""
@@ -92,6 +97,11 @@ class Driver:
         self._service.stop()
         if self._tracing is not None:
             self._tracing.close()
+
+    def _hang_seconds(self) -> float:
+        """After how long a step hangs. In a captured graph nothing ends a collective after its own timeout."""
+        longest = longest_step_seconds(self._loop.prefill_tokens_per_second, self._config.max_batch_tokens)
+        return self._config.collective_timeout_seconds + longest
 
     def _die(self, error: BaseException) -> NoReturn:
         """End the process, and thereby the group, after the engine has failed. If the cause is known, tell the routers

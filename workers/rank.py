@@ -89,6 +89,7 @@ class Rank:
         except BaseException as error:
             self._record.record_error(error)
             exit_process(self.name, error)
+        loaded.runner.close()
         communicator.close()
         self._update_progress(phase=Phase.ENDED)
 
@@ -149,6 +150,9 @@ def choose_device(name: str) -> torch.device:
         except CpuClassRefused as error:
             raise InvalidConfig(str(error)) from None
         return torch.device("cpu")
+    # Some container images allow TF32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. It has 10 bits of mantissa, and transformers
+    # multiplies positions by frequencies with it: from position 2,048 on RoPE would take positions for others.
+    torch.backends.cuda.matmul.allow_tf32 = False
     return torch.device("cuda", torch.cuda.current_device())  # NCCL needs the index
 
 

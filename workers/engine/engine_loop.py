@@ -40,6 +40,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = False
         self.last_step_at = time.monotonic()
+        self.prefill_tokens_per_second = 0.0  # measured until the last step
 
     def submit_request(
         self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
@@ -82,8 +83,10 @@ class EngineLoop:
             while not self._is_stopping:
                 self._run_commands()
                 output = self._engine.step()
+                stats = self._engine.stats()
                 self.last_step_at = time.monotonic()
-                self._on_step(output, self._engine.stats())
+                self.prefill_tokens_per_second = stats.prefill_tokens_per_second
+                self._on_step(output, stats)
         except BaseException as error:  # whatever ends the engine ends its group
             self._on_death(error)
 

@@ -5,6 +5,7 @@ OpenMP reads its environment once, when torch loads it. This module therefore im
 
 import logging
 import os
+from collections.abc import MutableMapping, Sequence
 from typing import NoReturn
 
 _log = logging.getLogger(__name__)
@@ -35,3 +36,13 @@ def exit_process(name: str, error: BaseException) -> NoReturn:
     _log.critical("%s ends: %s: %s", name, type(error).__name__, error, exc_info=error)
     logging.shutdown()
     os._exit(1)
+
+
+def show_assigned_gpus(assigned: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Make only this process's GPUs visible if Ray was told not to do so. Call this before CUDA starts.
+
+    `assigned`: the ids that Ray gave the process. Without this every rank of a host would take the first GPU.
+    """
+    for vendor in ("CUDA", "HIP"):
+        if assigned and environment.get(f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES", "") not in ("", "0"):
+            environment[f"{vendor}_VISIBLE_DEVICES"] = ",".join(assigned)

@@ -110,6 +110,10 @@ class CudaGraphs:
         self._replays[size]()
         return self._logits[: len(rows)]
 
+    def close(self) -> None:
+        """Free the graphs; later steps run without."""
+        self._replays = {}
+
     def _write_inputs(self, rows: Sequence[ScheduledSequence], size: int) -> None:
         padding = size - len(rows)
         columns = [[row.slot for row in rows] + [0] * padding, [row.start for row in rows] + [-1] * padding]

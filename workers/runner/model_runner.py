@@ -93,6 +93,10 @@ class ModelRunner:
         step.num_compiled = self._grammar_compiler.report_compiled()
         return step
 
+    def close(self) -> None:
+        """Free the CUDA graphs. NCCL ends a process group only after the graphs that were captured with it."""
+        self.graphs.close()
+
     def _update_state(self, plan: StepPlan) -> None:
         for new in plan.new_sequences:
             self._token_ids[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)

@@ -13,13 +13,12 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason
 from coatcheck.workers.core.step_output import EngineStats
 from coatcheck.workers.engine.engine_loop import HEARTBEAT_SECONDS
+from coatcheck.workers.engine.step_watchdog import longest_step_seconds
 
 LOAD_SECONDS: Final = 0.1
 _IDLE_LOAD_SECONDS: Final = 1.0
-# A step is long, but not stuck, up to `_SHORTEST_STUCK_SECONDS` plus several times the seconds of a full prefill.
+# A step is long, but not stuck, up to `_SHORTEST_STUCK_SECONDS` plus longest_step_seconds.
 _SHORTEST_STUCK_SECONDS: Final = 3.0
-_UNMEASURED_STEP_SECONDS: Final = 60.0
-_PREFILL_TOLERANCE: Final = 4.0  # attention over a long context makes some prefills slower than the average
 
 # The counts that EngineStats and GroupStatus have under the same name.
 _COUNTS: Final = (
@@ -118,6 +117,5 @@ class LoadReportSchedule:
     def _is_long_step(self, stats: EngineStats, age: float) -> bool:
         """Whether the present step takes longer than a heartbeat and may still end: a full prefill on a CPU
         takes seconds."""
-        rate = stats.prefill_tokens_per_second
-        longest = _PREFILL_TOLERANCE * self._max_batch_tokens / rate if rate else _UNMEASURED_STEP_SECONDS
+        longest = longest_step_seconds(stats.prefill_tokens_per_second, self._max_batch_tokens)
         return 2 * HEARTBEAT_SECONDS < age < _SHORTEST_STUCK_SECONDS + longest

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path
     """A runner with capture sizes runs without graphs until they are captured."""
     runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), (2, 8))
     assert serve(runner)[1] == []
+
+
+def test_a_closed_runner_holds_no_graph(checkpoint_directory: Path) -> None:
+    """NCCL ends only after the graphs that were captured with it, so `close` frees them; steps go on without."""
+    runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), (2, 8))
+    runner.graphs.capture()
+    graphs = [weakref.ref(replay) for replay in runner.graphs._replays.values()]
+    tokens, sizes = serve(runner)
+    assert any(sizes) and len(graphs) == 2
+    runner.close()
+    assert not any(graph() for graph in graphs)
+    assert serve(runner) == (tokens, [])
 
 
 def test_only_fused_dense_models_are_captured(checkpoint_directory: Path) -> None:

@@ -1,0 +1,71 @@
+"""StepWatchdog: ends a group whose step does not end.
+
+A captured collective waits without limit for a rank that hangs or is gone, and the processes of the other ranks still
+answer their supervisor. So rank 0 watches its own steps. A group that ends is started again.
+"""
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+from coatcheck.workers.engine.engine_loop import EngineLoop
+
+_CHECK_SECONDS: Final = 1.0
+_UNMEASURED_STEP_SECONDS: Final = 60.0
+_PREFILL_TOLERANCE: Final = 4.0  # attention over a long context makes some prefills slower than the average
+
+
+class StepHangs(Exception):
+    """No step has ended for longer than any step takes."""
+
+
+class StepWatchdog:
+    """`limit_seconds`: returns the time after which a step hangs. `on_hang`: called at most once, in the watchdog's
+    thread, with a StepHangs. Call `start` before the loop runs, and `stop` after."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        limit_seconds: Callable[[], float],
+        on_hang: Callable[[StepHangs], None],
+        *,
+        check_seconds: float = _CHECK_SECONDS,
+    ) -> None:
+        self._loop = loop
+        self._limit_seconds = limit_seconds
+        self._on_hang = on_hang
+        self._check_seconds = check_seconds
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="step-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return once the watchdog's thread has ended."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        woke_at = monotonic()
+        suspended = 0.0  # seconds since the last step in which this process did not run
+        last_step_at = self._loop.last_step_at
+        while not self._is_stopped.wait(self._check_seconds):
+            now = monotonic()
+            if last_step_at != self._loop.last_step_at:
+                last_step_at, suspended = self._loop.last_step_at, 0.0
+            # After SIGSTOP, or on a host that was paused, the steps had no time either.
+            suspended += max(now - woke_at - 2 * self._check_seconds, 0.0)
+            woke_at = now
+            age, limit = now - last_step_at - suspended, self._limit_seconds()
+            if age > limit:
+                self._on_hang(StepHangs(f"no step has ended for {age:.0f} s; a rank of this group hangs"))
+                return
+
+
+def longest_step_seconds(prefill_tokens_per_second: float, max_batch_tokens: int) -> float:
+    """How long a step may take that does not hang. `prefill_tokens_per_second`: as measured; 0 before that."""
+    if not prefill_tokens_per_second:
+        return _UNMEASURED_STEP_SECONDS
+    return _PREFILL_TOLERANCE * max_batch_tokens / prefill_tokens_per_second
