@@ -20,6 +20,7 @@ COMMANDS = {
     "restart": "commands.restart",
     "scale": "commands.scale",
     "explain": "commands.explain",
+    "batch": "client.batch",
     "bench": "benchmark.bench",
     "plan": "planner.plan",
     "keys": "commands.keys",

@@ -1,0 +1,196 @@
+"""`coatcheck batch`: sends the requests of a file to a running server, and writes the answers to another file.
+
+The files have OpenAI's batch format: one JSON object a line. Answers are written as they come, in any order. A run that
+was interrupted goes on: answers that are in the output are kept, and only the other requests are sent.
+"""
+
+import json
+import os
+import ssl
+import sys
+import threading
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from coatcheck.cluster.plural import counted
+from coatcheck.proto.errors import InvalidConfig, Unavailable
+
+_URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_ATTEMPTS: Final = 8  # of a request that finds the server full or gone
+_MAX_WAIT_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def batch(
+    input_file: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests in OpenAI's batch format (.jsonl).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file for the answers. Its answers are kept.")],
+    server: Annotated[str, typer.Option(help="The address of the server for HTTP.")] = "http://127.0.0.1:8000",
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")] = 64,
+    tls_ca: Annotated[
+        Path | None, typer.Option(envvar="COATCHECK_TLS_CA", help="The authority of the server's certificate (PEM).")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="COATCHECK_API_KEY", help="The API key. Prefer the environment.", show_envvar=True),
+    ] = None,
+) -> None:
+    """Send the requests of a file, with a progress bar, and write the answers. Run it again to go on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    requests = read_requests(input_file)
+    done = keep_answers(output)
+    left = [request for request in requests if request.custom_id not in done]
+    if len(left) < len(requests):
+        print(f"{counted(len(requests) - len(left), 'answer')} in {output} already", file=sys.stderr)
+    sender = Sender(server, api_key, tls_ca)
+    failed = 0
+    console = Console(stderr=True)
+    with (
+        output.open("a", encoding="utf-8") as file,
+        ThreadPoolExecutor(concurrency) as threads,
+        Progress(console=console, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("requests", total=len(requests), completed=len(requests) - len(left))
+        answers = [threads.submit(sender.send, request) for request in left]
+        try:
+            for answer in as_completed(answers):
+                line = answer.result()
+                failed += not _is_success(line)
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                bar.advance(task)
+        except BaseException:
+            sender.stop()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    print(f"{counted(len(left), 'request')} sent, {failed} failed; the answers are in {output}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """Raises InvalidConfig, naming the line, for a line that is no request or repeats a custom_id."""
+    found: dict[str, BatchRequest] = {}
+    for number, value in _lines(path):
+        custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
+        if not isinstance(custom_id, str) or not isinstance(body, dict):
+            raise InvalidConfig(f"{path}, line {number}: it needs custom_id (a text) and body (an object)")
+        if url not in _URLS:
+            raise InvalidConfig(f"{path}, line {number}: url is {url!r}; it must be one of {', '.join(_URLS)}")
+        if custom_id in found:
+            raise InvalidConfig(f"{path}, line {number}: custom_id {custom_id!r} is in an earlier line too")
+        found[custom_id] = BatchRequest(custom_id, url, body | {"stream": False})
+    return list(found.values())
+
+
+def keep_answers(path: Path) -> set[str]:
+    """The custom_ids that the output has an answer for. Removes other lines: failures, and a line that was cut."""
+    if not path.exists():
+        return set()
+    kept: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and _is_success(value) and isinstance(value.get("custom_id"), str):
+            kept[value["custom_id"]] = line
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept.values()), encoding="utf-8")
+    temporary.replace(path)
+    return set(kept)
+
+
+class Sender:
+    """Sends requests from several threads."""
+
+    def __init__(self, server: str, api_key: str | None, tls_ca: Path | None) -> None:
+        if not server.startswith(("http://", "https://")):
+            raise InvalidConfig(f"--server is {server!r}; it must begin with http:// or https://")
+        self._server = server.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._tls = ssl.create_default_context(cafile=str(tls_ca)) if server.startswith("https://") else None
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Lets no request wait for another attempt."""
+        self._stopped.set()
+
+    def send(self, request: BatchRequest) -> dict[str, Any]:
+        """The line of the output. A server that is full or restarts is asked again. Raises Unavailable if there is no
+        server."""
+        data = json.dumps(request.body).encode()
+        message = urllib.request.Request(self._server + request.url, data, self._headers)
+        for attempt in range(_ATTEMPTS):
+            is_last = attempt == _ATTEMPTS - 1
+            try:
+                with urllib.request.urlopen(message, context=self._tls) as response:
+                    return _line(request, response.status, response.headers, response.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code not in (429, 503) or is_last:
+                        return _line(request, error.code, error.headers, error.read())
+                    asked = error.headers.get("retry-after", "")
+            except OSError as error:
+                if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
+                    raise Unavailable(f"no answer from {self._server}: {getattr(error, 'reason', error)}") from None
+                asked = ""
+            wait = float(asked) if asked.isdigit() else 0.5 * 2.0**attempt
+            if self._stopped.wait(min(wait, _MAX_WAIT_SECONDS)):
+                raise Unavailable("interrupted")
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _line(request: BatchRequest, status: int, headers: Any, data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except ValueError:
+        body = {"error": {"message": data[:1000].decode(errors="replace")}}
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": request.custom_id,
+        "response": {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body},
+        "error": None,
+    }
+
+
+def _is_success(line: dict[str, Any]) -> bool:
+    response = line.get("response")
+    return isinstance(response, dict) and response.get("status_code") == 200
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, object) of each line that is not empty. Raises InvalidConfig."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InvalidConfig(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise InvalidConfig(f"{path}, line {number} is no JSON object")
+        yield number, value

@@ -1,0 +1,136 @@
+"""`coatcheck batch`: its files, its answers, and how a run goes on."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatcheck.cluster.client.batch import Sender, keep_answers, read_requests
+from coatcheck.proto.errors import InvalidConfig
+from tests.cluster.command_line import run_here
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the prompt in capitals; refuses the prompt `bad`; is full for the first `full` requests."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.full = 0
+        self.seen: list[tuple[str, dict[str, Any], str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        """As a router would."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.seen.append((self.path, body, self.headers.get("authorization", "")))
+        status = 400 if body["prompt"] == "bad" else 200
+        if self.server.full:
+            self.server.full -= 1
+            status = 429
+        data = json.dumps({"text": body["prompt"].upper()}).encode()
+        self.send_response(status)
+        if status == 429:
+            self.send_header("retry-after", "0")
+        self.send_header("x-request-id", "r1")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Logs nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server on a free port."""
+    made = Server()
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def write_requests(path: Path, *prompts: str) -> Path:
+    lines = [
+        {"custom_id": f"q{n}", "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+        for n, prompt in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def answers(path: Path) -> dict[str, tuple[int, Any]]:
+    """(status, body) of each answer by its custom_id."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in found}) == len(found)
+    return {line["custom_id"]: (line["response"]["status_code"], line["response"]["body"]) for line in found}
+
+
+def test_each_request_gets_an_answer(server: Server, tmp_path: Path) -> None:
+    """Answers have the request's custom_id, in OpenAI's form. A server that is full is asked again. A failure is an
+    answer too, and the exit code is 1."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a", "b", "bad"), tmp_path / "out.jsonl"
+    server.full = 2
+    done = run_here("batch", str(source), "-o", str(output), "--server", f"{server.url}/v1", "--api-key", "k")
+    assert done.code == 1 and "3 requests sent, 1 failed" in done.err
+    assert answers(output) == {"q0": (200, {"text": "A"}), "q1": (200, {"text": "B"}), "q2": (400, {"text": "BAD"})}
+    line = json.loads(output.read_text().splitlines()[0])
+    assert line["error"] is None and line["response"]["request_id"] == "r1" and line["id"].startswith("batch_req_")
+    assert {(path, key) for path, _, key in server.seen} == {("/v1/completions", "Bearer k")}
+
+
+def test_a_run_goes_on(server: Server, tmp_path: Path) -> None:
+    """Answers are kept; failures and a line that was cut are asked again."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a", "bad"), tmp_path / "out.jsonl"
+    assert run_here("batch", str(source), "-o", str(output), "--server", server.url).code == 1
+    with output.open("a") as file:
+        file.write('{"custom_id": "q2", "respon')
+    write_requests(source, "a", "good", "c")
+    server.seen.clear()
+    done = run_here("batch", str(source), "-o", str(output), "--server", server.url)
+    assert done.code == 0 and "1 answer in" in done.err
+    assert {body["prompt"] for _, body, _ in server.seen} == {"good", "c"}
+    assert answers(output) == {"q0": (200, {"text": "A"}), "q1": (200, {"text": "GOOD"}), "q2": (200, {"text": "C"})}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[1]", "line 1 is no JSON object"),
+        ('\n{"custom_id": 1, "body": {}}', "line 2: it needs custom_id"),
+        (
+            '{"custom_id": "a", "body": {}, "url": "/v1/embeddings"}',
+            "url is '/v1/embeddings'; it must be one of /v1/chat",
+        ),
+        ('{"custom_id": "a", "body": {}, "url": "/v1/messages"}\n' * 2, "line 2: custom_id 'a' is in an earlier line"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, text: str, words: str) -> None:
+    """Nothing is sent if a line of the input is wrong."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidConfig, match=words):
+        read_requests(path)
+
+
+def test_what_else_is_refused(tmp_path: Path) -> None:
+    """A missing input and a server that is no URL; an output that does not exist yet has no answers."""
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        read_requests(tmp_path / "missing")
+    with pytest.raises(InvalidConfig, match="must begin with http"):
+        Sender("127.0.0.1:8000", None, None)
+    assert keep_answers(tmp_path / "missing") == set()
