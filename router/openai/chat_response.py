@@ -54,6 +54,8 @@ class ChatResponse(OpenAIResponse):
         choice = self._open.get(delta.choice)
         if choice is None:
             choice = self._open[delta.choice] = _OpenChoice(OutputParser(self._plan))
+        if self._is_plain and self._plan.is_plain and choice.has_started and not delta.finish_reason:
+            return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
         parts = choice.parser.feed(delta.text)
         if delta.finish_reason:
             parts += choice.parser.finish()
