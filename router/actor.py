@@ -77,6 +77,10 @@ class RouterActor:
         routers; Ray would do it for each."""
         return await self._started().update_groups(pickle.loads(update))
 
+    async def set_configuration(self, text: str) -> None:
+        """See Router.set_configuration."""
+        self._started().set_configuration(text)
+
     async def status(self) -> StatusResponse:
         """See Router.status."""
         return await self._started().status()

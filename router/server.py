@@ -150,6 +150,10 @@ class Router:
         """Changes the groups as a supervisor says; see GroupRegistry.apply_update."""
         return await self.groups.apply_update(update)
 
+    def set_configuration(self, text: str) -> None:
+        """The status says `text` from now on; see StatusResponse.configuration."""
+        self.admin.configuration = text
+
     async def status(self) -> StatusResponse:
         """What Admin.Status returns."""
         return await self.admin.status(StatusRequest())

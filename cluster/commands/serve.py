@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from coatcheck.cluster.commands.apply_settings import ApplySettings
 from coatcheck.cluster.commands.local_session import LocalSession
 from coatcheck.cluster.commands.serve_session import ServeSession
 from coatcheck.cluster.commands.stop_signals import StopSignals
@@ -22,6 +23,7 @@ from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.machine import check_gpus, check_memory, check_ports
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
+from coatcheck.proto.errors import InvalidConfig
 
 EPILOG = """\
 Examples:
@@ -41,11 +43,29 @@ coatcheck serve MODEL --groups 8 --tp 4 --ray-address auto
 @with_flags(ServeConfig)
 def serve(
     config: Annotated[Path | None, typer.Option(help="A YAML file of these settings. Flags override it.")] = None,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help="With --ray-address: give a cluster that runs already these settings, and again whenever the --config "
+            "file changes. Groups and routers that need it start again, one after another.",
+        ),
+    ] = False,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(help="With --apply: a file that exists while the cluster serves with these settings."),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Serve MODEL until SIGINT or SIGTERM. The first one drains (running requests end), a second one stops at once."""
     signals = StopSignals()
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
     settings = ServeConfig.build(flags, config)
+    if (apply or ready_file) and settings.ray_address is None:
+        raise InvalidConfig("--apply and --ready-file are for a cluster that outlives this command; give --ray-address")
+    if ready_file and not apply:
+        raise InvalidConfig("--ready-file tells whether settings are applied; give --apply too")
     settings.check_model_directory()
     check_model(settings)
     check_memory(settings)
@@ -56,5 +76,9 @@ def serve(
     check_architecture(settings, Console(stderr=True, highlight=False))
     if settings.ray_address is not None:
         settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
-    session = LocalSession(settings, signals) if settings.no_ray else ServeSession(settings, signals)
-    raise typer.Exit(session.run())
+    if settings.no_ray:
+        raise typer.Exit(LocalSession(settings, signals).run())
+    applies = None
+    if apply:
+        applies = ApplySettings(config, lambda: ServeConfig.build(flags, config), ready_file)
+    raise typer.Exit(ServeSession(settings, signals, applies).run())

@@ -6,10 +6,12 @@ Ray is imported by the methods, not here: the command sets Ray's environment var
 import math
 import time
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
+from coatcheck.cluster.commands.apply_settings import ApplySettings
 from coatcheck.cluster.commands.ray_watch import RayWatch
 from coatcheck.cluster.commands.serve_lines import GroupLines, ProgressBars, niceness_warning, ready_line
 from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
@@ -52,8 +54,10 @@ _CONNECT_SECONDS = 3.0  # a router normally needs less to connect to a serving g
 class ServeSession:
     """Connects to Ray, starts or finds the supervisor, waits until everything serves, waits for a signal, and stops."""
 
-    def __init__(self, config: ServeConfig, signals: StopSignals) -> None:
+    def __init__(self, config: ServeConfig, signals: StopSignals, applies: ApplySettings | None = None) -> None:
+        """`applies`: changes the settings of a running cluster. Without it a cluster with other settings is refused."""
         self._config = config
+        self._applies = applies
         self._signals = signals
         self._starts_ray = config.ray_address is None
         self._console = Console(stderr=True, highlight=False)
@@ -131,6 +135,9 @@ class ServeSession:
         contract, version = self._call(supervisor.get_contract)
         if difference := contract_mismatch("the running cluster", contract, version):
             raise InvalidConfig(difference)
+        if self._applies is not None:
+            self._applies.send(supervisor, self._config, self._send_config, self._print)
+            return
         running = self._call(supervisor.get_config)
         check_same_settings(running, self._config)
         if running.groups != self._config.groups:
@@ -138,6 +145,11 @@ class ServeSession:
                 f"this cluster has {counted(running.groups, 'group')}, which stay; "
                 f"`coatcheck scale --groups {self._config.groups}` changes it"
             )
+
+    def _send_config(self, supervisor: "SupervisorHandle", config: ServeConfig) -> str:
+        """Have the supervisor give the cluster these settings. Returns why it refuses them, or ""."""
+        refusal: str = self._call(SimpleNamespace(remote=lambda: supervisor.apply_config.remote(config)))
+        return refusal
 
     def _publish_token(self) -> None:
         """Let other commands of this user find a local Ray. Called after `ends_at_once` is cleared, so that the file is
@@ -161,6 +173,8 @@ class ServeSession:
                 bars.update_bars(state)
                 if state.failure:
                     raise Unavailable(state.failure)
+                if self._applies is not None:
+                    self._applies.poll(supervisor, state, self._send_config, self._print, has_served=False)
                 if not (warned or self._starts_ray) and (warning := niceness_warning(state)):
                     warned = True
                     self._print(f"warning: {warning}")
@@ -191,6 +205,8 @@ class ServeSession:
             state = self._call(supervisor.get_state)
             if state.failure:
                 raise Unavailable(state.failure)
+            if self._applies is not None:
+                self._applies.poll(supervisor, state, self._send_config, self._print, has_served=True)
             for line in groups.describe_changes(state):
                 self._print(line)
 

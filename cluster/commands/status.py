@@ -124,6 +124,10 @@ def _print(answer: pb.StatusResponse) -> None:
     )
     if kernels := sorted({group.kernels for group in answer.groups if group.kernels}):
         console.print(f"kernels: {', '.join(kernels)}", highlight=False, soft_wrap=True)
+    if answer.configuration:
+        console.print(
+            f"settings: {answer.configuration}", style="yellow", highlight=False, soft_wrap=True, markup=False
+        )
     for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot), ("ITL", answer.itl), ("queue", answer.queue)):
         if latency.count:
             p50, p90, p99 = latency.p50_seconds * 1000, latency.p90_seconds * 1000, latency.p99_seconds * 1000

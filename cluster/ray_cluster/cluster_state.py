@@ -35,13 +35,14 @@ class GroupState:
 class ClusterState:
     """`grpc_addresses` and `http_addresses`: host:port of each router. The first is empty until every router serves.
 
-    `failure`: why the cluster will never serve, else "".
+    `failure`: why the cluster will never serve, else "". `configuration`: see ConfigRollout.status.
     """
 
     groups: tuple[GroupState, ...] = ()
     grpc_addresses: tuple[str, ...] = ()
     failure: str = ""
     http_addresses: tuple[str, ...] = ()
+    configuration: str = ""
 
     @property
     def is_ready(self) -> bool:

@@ -24,6 +24,7 @@ from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.proto.internal_tls import ClusterCertificate
+from coatcheck.workers.core.group_config import GroupConfig
 
 _RESERVE_SECONDS = 60
 _CHECK_SECONDS = 0.5  # between two checks of a group's ranks
@@ -97,6 +98,12 @@ class GroupSet:
             for supervisor in self._supervisors:
                 self._supervise(supervisor)
             task_group.create_task(self._check_missing_groups())
+
+    def set_config(self, config: ServeConfig) -> None:
+        """Start groups with these settings from now on. Groups that run keep theirs until they start again."""
+        self._config = config
+        for supervisor in self._supervisors:
+            supervisor.set_config(self._group_config(supervisor.state.name))
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:
         """Drain a group, replace its ranks, and wait until every router uses it; see Supervisor.restart_group."""
@@ -232,10 +239,13 @@ class GroupSet:
         self._hosts.set_hosts(name, launch.bundle_nodes(placement_group))
 
     def _make_supervisor(self, name: str, *, has_served: bool) -> GroupSupervisor:
-        config = group_config(self._config, name, self._plan.device, self._certificate)
+        config = self._group_config(name)
         loopback = self._config.ray_address is None
         ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
         return GroupSupervisor(ranks, self._poll_interval, has_served=has_served, on_change=self._publish_states)
+
+    def _group_config(self, name: str) -> GroupConfig:
+        return group_config(self._config, name, self._plan.device, self._certificate)
 
     def _find_supervisor(self, name: str) -> GroupSupervisor | None:
         return next((supervisor for supervisor in self._supervisors if supervisor.state.name == name), None)

@@ -84,6 +84,10 @@ class RankActors:
         """Whether `run_ranks` or `adopt_ranks` has succeeded and the ranks were not killed since."""
         return bool(self._exits)
 
+    def set_config(self, config: GroupConfig) -> None:
+        """Use these settings from the next start on. Neither the name nor `tp` may be others."""
+        self._config = config
+
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
         """Find the ranks that a former supervisor has started. If all of them serve, take them over; else kill them.
 

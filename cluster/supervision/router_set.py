@@ -18,6 +18,7 @@ from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupLis
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
+from coatcheck.router.config import RouterConfig
 
 _WATCH_SECONDS = 0.5  # between two looks at a router
 _NODE_SECONDS = 1.0  # between two reads of the cluster's nodes
@@ -41,6 +42,7 @@ class RouterSet:
         self._groups: list[GroupState] = []
         self._group_list = VersionedGroupList()
         self._poll_interval = PollInterval(_WATCH_SECONDS)
+        self._configuration = ""
 
     @property
     def addresses(self) -> list[str]:
@@ -76,6 +78,18 @@ class RouterSet:
         if self._group_list.set_states(states):
             for router in self._supervisors.values():
                 router.send_groups()
+
+    def set_config(self, config: ServeConfig) -> None:
+        """Start routers with these settings from now on. Routers that run keep theirs until they start again."""
+        self._config = config
+        for name, router in self._supervisors.items():
+            router.set_config(self._router_config(name))
+
+    def set_configuration(self, text: str) -> None:
+        """Have the routers' status say `text`; see StatusResponse.configuration. Does not wait for answers."""
+        self._configuration = text
+        for router in self._supervisors.values():
+            router.set_configuration(text)
 
     async def drain_routers(self) -> bool:
         """Refuse new requests and wait for those that run. Returns whether every router is drained."""
@@ -159,16 +173,20 @@ class RouterSet:
     def _add_router(self, tasks: asyncio.TaskGroup, name: str, node: str | None) -> None:
         # Once any router has served, a router that cannot start is retried and does not fail the cluster.
         has_served = self._has_served or any(router.has_served for router in self._supervisors.values())
-        config = router_config(self._config, name, self._config.grpc_port, self._certificate)
+        config = self._router_config(name)
         resource = None if node else self._config.router_resource
         router = RouterSupervisor(
             config, self._group_list, self._poll_interval, has_served=has_served, resource=resource, node=node
         )
         if self._has_served:
             router.restore_ports()
+        router.set_configuration(self._configuration)
         self._supervisors[name] = router
         self._poll_interval.actors = len(self._supervisors)
         self._tasks[name] = tasks.create_task(router.supervise_router())
+
+    def _router_config(self, name: str) -> RouterConfig:
+        return router_config(self._config, name, self._config.grpc_port, self._certificate)
 
 
 def busy_groups(statuses: Mapping[str, StatusResponse | None]) -> set[str]:

@@ -53,6 +53,7 @@ class RouterSupervisor:
         self._actor: RouterHandle | None = None
         self._groups = groups
         self._poll_interval = poll_interval
+        self._configuration = ""
         self._held = NO_LIST  # the list that the router has, as far as is known
         self._is_stale = asyncio.Event()  # set when the router may lack a change
         self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
@@ -97,6 +98,16 @@ class RouterSupervisor:
     def send_groups(self) -> None:
         """Send the router what it lacks of the list of groups. Does not wait for an answer."""
         self._is_stale.set()
+
+    def set_config(self, config: RouterConfig) -> None:
+        """Use these settings from the next start on, at the same ports."""
+        self._config = replace(config, port=self._config.port, http_port=self._config.http_port)
+
+    def set_configuration(self, text: str) -> None:
+        """Have the router's status say `text`, also after its next start. Does not wait for an answer."""
+        if text != self._configuration:
+            self._configuration = text
+            self._send_configuration()
 
     async def drain_router(self) -> bool:
         """Refuse new requests and wait for those that run. Returns whether the router is drained."""
@@ -145,6 +156,7 @@ class RouterSupervisor:
         self.address = address
         self._serves.set()
         self.has_served = True
+        self._send_configuration()
         self._held = NO_LIST
         self.send_groups()
         return actor
@@ -194,6 +206,11 @@ class RouterSupervisor:
                         self._held = await actor.update_groups.remote(update)
             except (RayError, TimeoutError) as error:  # the next report tells which list the router has
                 _log.warning("%s did not take a change of its groups: %r", self._config.name, error)
+
+    def _send_configuration(self) -> None:
+        # A router of an older version has no such method.
+        if self._actor is not None and self.address and hasattr(self._actor, "set_configuration"):
+            self._actor.set_configuration.remote(self._configuration)
 
     def _kill(self) -> None:
         if self._actor is not None:

@@ -10,11 +10,12 @@ import os
 import ray
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster import launch
+from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 from coatcheck.cluster.ray_cluster.placement_plan import PlacementPlan
 from coatcheck.cluster.supervision.autoscaler import Autoscaler, AutoscaleRule
+from coatcheck.cluster.supervision.config_rollout import ConfigRollout, Pending, StoredRollout, read_rollout
 from coatcheck.cluster.supervision.group_set import GroupSet
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.contract import CONTRACT, VERSION
@@ -32,12 +33,18 @@ class Supervisor:
     # Ray awaits an async constructor on the event loop of the methods, also when Ray restarts the actor.
     async def __init__(self, config: ServeConfig, plan: PlacementPlan, certificates: CertificatesByRole) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
-        self._config = config
         self._plan = plan
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        if not is_restarted:
+            ray_kv.delete_text(ray_kv.ROLLOUT)
+        stored = read_rollout() or StoredRollout(config, Pending())
+        config = stored.config
         self._routers = RouterSet(config, certificates.router, has_served=is_restarted)
         self._groups = GroupSet(config, plan, certificates.group, self._routers, is_restarted=is_restarted)
+        self._rollout = ConfigRollout(stored, self._groups, self._routers, self._use_live)
         self._failure = ""
+        self._task_group: asyncio.TaskGroup | None = None
+        self._autoscaling: asyncio.Task[None] | None = None
         self._supervision = asyncio.create_task(self._supervise())
 
     async def get_contract(self) -> tuple[int, str]:
@@ -46,13 +53,18 @@ class Supervisor:
 
     async def get_config(self) -> ServeConfig:
         """The settings of the cluster. `groups` is the number after the last scaling."""
-        return self._config.model_copy(update={"groups": self._groups.size})
+        return self._rollout.config.model_copy(update={"groups": self._groups.size})
+
+    async def apply_config(self, config: ServeConfig) -> str:
+        """Begin to give the cluster other settings; see ConfigRollout. Returns why that is impossible, or ""."""
+        return self._rollout.apply(config)
 
     async def get_state(self) -> ClusterState:
         groups = tuple(self._groups.states)
         failure = self._failure or self._routers.failure or self._groups.failure
         addresses = tuple(self._routers.addresses) if self._routers.all_serve else ()
-        return ClusterState(groups, addresses, failure, tuple(self._routers.http_addresses))
+        http_addresses = tuple(self._routers.http_addresses)
+        return ClusterState(groups, addresses, failure, http_addresses, self._rollout.status)
 
     async def find_missing_connection(self) -> str:
         """See RouterSet. Until the result is "", routers may refuse requests for lack of capacity."""
@@ -96,7 +108,8 @@ class Supervisor:
         self._supervision.cancel()
         await asyncio.gather(self._supervision, return_exceptions=True)
         await asyncio.gather(self._routers.stop_routers(now=now), self._groups.stop_groups(now=now))
-        if self._config.max_groups is not None:
+        ray_kv.delete_text(ray_kv.ROLLOUT)
+        if self._rollout.config.max_groups is not None:
             launch.request_nodes(self._plan.bundle, 0)
 
     async def _supervise(self) -> None:
@@ -105,16 +118,25 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._routers.supervise_routers(tasks))
                 await self._groups.start_groups(tasks)
-                if self._config.max_groups is not None:
-                    tasks.create_task(self._make_autoscaler(self._config.max_groups).run_forever())
+                self._task_group = tasks
+                self._use_live(self._rollout.config)
+                tasks.create_task(self._rollout.run_forever())
         except* Exception as errors:
             _log.exception("the supervisor's own work has failed")
             self._failure = str(errors.exceptions[0])
             if any(group.state == "serving" for group in self._groups.states):
                 os._exit(1)  # Ray starts another supervisor, which adopts the groups that serve
 
-    def _make_autoscaler(self, max_groups: int) -> Autoscaler:
-        config = self._config
+    def _use_live(self, config: ServeConfig) -> None:
+        """Autoscale by these settings from now on."""
+        if self._autoscaling is not None:
+            self._autoscaling.cancel()
+            self._autoscaling = None
+        if self._task_group is not None and config.max_groups is not None:
+            autoscaler = self._make_autoscaler(config, config.max_groups)
+            self._autoscaling = self._task_group.create_task(autoscaler.run_forever())
+
+    def _make_autoscaler(self, config: ServeConfig, max_groups: int) -> Autoscaler:
         rule = AutoscaleRule(
             min_groups=config.groups,
             max_groups=max_groups,

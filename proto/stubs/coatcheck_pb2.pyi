@@ -550,7 +550,7 @@ class LatencyStatus(_message.Message):
     def __init__(self, p50_seconds: _Optional[float] = ..., p90_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("router", "state", "model", "groups", "ttft", "tpot", "active_streams", "hit_ratio", "itl", "queue", "version", "queue_seconds", "routing")
+    __slots__ = ("router", "state", "model", "groups", "ttft", "tpot", "active_streams", "hit_ratio", "itl", "queue", "version", "queue_seconds", "routing", "configuration")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -564,6 +564,7 @@ class StatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     router: str
     state: str
     model: GetModelResponse
@@ -577,7 +578,8 @@ class StatusResponse(_message.Message):
     version: str
     queue_seconds: float
     routing: str
-    def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., itl: _Optional[_Union[LatencyStatus, _Mapping]] = ..., queue: _Optional[_Union[LatencyStatus, _Mapping]] = ..., version: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., routing: _Optional[str] = ...) -> None: ...
+    configuration: str
+    def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., itl: _Optional[_Union[LatencyStatus, _Mapping]] = ..., queue: _Optional[_Union[LatencyStatus, _Mapping]] = ..., version: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., routing: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("group", "timeout_seconds", "undo")

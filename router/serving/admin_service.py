@@ -24,7 +24,7 @@ from coatcheck.router.telemetry.traffic import Traffic
 
 
 class AdminService:
-    """One for each router."""
+    """One for each router. `configuration`: see StatusResponse."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class AdminService:
         self._dispatcher = dispatcher
         self._traffic = traffic
         self._metrics = metrics
+        self.configuration = ""
 
     async def status(self, message: StatusRequest) -> StatusResponse:
         """The last reports of the groups, and the latencies of this router."""
@@ -65,6 +66,7 @@ class AdminService:
             hit_ratio=self._metrics.hit_ratio,
             version=VERSION,
             routing=self._config.routing,
+            configuration=self.configuration,
             queue_seconds=self._dispatcher.queue.queue_seconds(asyncio.get_running_loop().time()),
         )
         if self._groups.model is not None:

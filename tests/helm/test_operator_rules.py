@@ -95,3 +95,29 @@ def test_a_number_as_a_secret_stays_a_name(role: str) -> None:
             assert volume.get("secret", {}).get("secretName", "123") == "123"
             assert volume.get("persistentVolumeClaim", {}).get("claimName", "123") == "123"
         assert spec.get("priorityClassName", "7") == "7"
+
+
+def test_a_changed_value_reaches_the_cluster() -> None:
+    """The operator replaces no pod for a changed ConfigMap. `serve` follows the mounted file, which must be a folder's:
+    Kubernetes never updates a file that is mounted by itself. The head is not ready until all is applied."""
+    serve = render("two-nodes").templates[0]["spec"]["containers"][1]
+    (settings,) = (mount for mount in serve["volumeMounts"] if mount["name"] == "settings")
+    assert settings["mountPath"] == "/etc/coatcheck" and "subPath" not in settings
+    words = serve["args"][0].split()
+    assert words[words.index("--config") + 1] == "/etc/coatcheck/serve.yaml" and "--apply" in words
+    assert serve["readinessProbe"]["exec"]["command"] == ["test", "-f", words[words.index("--ready-file") + 1]]
+
+
+def test_workers_find_a_head_that_is_not_ready() -> None:
+    """Else no worker could join, and the head would never become ready."""
+    service = render("cpu").cluster["headGroupSpec"]["headService"]["spec"]
+    assert service == {"clusterIP": "None", "publishNotReadyAddresses": True}
+
+
+@pytest.mark.parametrize("changed", ["router.replicas=2", "autoscaling.enabled=true"])
+def test_scaling_changes_nothing_that_a_cluster_cannot_change(changed: str) -> None:
+    """A router more, or the autoscaler, leaves the settings as they are."""
+    before, after = (
+        render("cpu", *flags).one("ConfigMap")["data"] for flags in ((), (changed, "autoscaling.maxReplicas=2"))
+    )
+    assert before == after

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded
+from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 SERVING = RankProgress(Phase.SERVING, address="127.0.0.1:1")
@@ -32,6 +33,7 @@ class FakeRanks:
         self.graceful_stops = self.checks = 0
         self.is_running = bool(adopted[1])
         self._adopted = adopted
+        self.config: GroupConfig | None = None  # the newest that `set_config` was given
         self._script = list(script)
         self._records: dict[int, str] = {}
         self._kind = "serves"
@@ -44,6 +46,9 @@ class FakeRanks:
 
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
         return self._adopted
+
+    def set_config(self, config: GroupConfig) -> None:
+        self.config = config
 
     async def find_nodes(self) -> bool:
         return True

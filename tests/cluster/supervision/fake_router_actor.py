@@ -40,6 +40,7 @@ class FakeRouterActor:
         self._groups: dict[str, GroupEndpoint] = {}
         self.is_dead = self.has_stopped = False
         self.waiting = 0
+        self.configuration = ""
         self.drained: set[str] = set()
 
     @property
@@ -67,6 +68,9 @@ class FakeRouterActor:
             changed = {endpoint.name: endpoint for endpoint in update.endpoints}
             self._groups = {name: kept[name] for name in kept if name not in update.removed} | changed
         return self.held
+
+    async def _set_configuration(self, text: str) -> None:
+        self.configuration = text
 
     async def _status(self) -> StatusResponse:
         if self.is_dead:

@@ -30,6 +30,7 @@ class Cluster:
         self.ranks: dict[str, FakeRanks] = {}
         self.router: FakeRouterActor
         self.numbers: dict[str, int] = {}  # Ray's key-value store
+        self.texts: dict[str, str] = {}  # the same store
         self.placed: set[str] = set()  # groups that have a placement group
         self.supervisor: Supervisor
 
@@ -73,6 +74,9 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
         (ray_kv, "read_number", cluster.numbers.get),
         (ray_kv, "write_number", cluster.numbers.__setitem__),
         (ray_kv, "delete_number", lambda key: cluster.numbers.pop(key, None)),
+        (ray_kv, "read_text", cluster.texts.get),
+        (ray_kv, "write_text", cluster.texts.__setitem__),
+        (ray_kv, "delete_text", lambda key: cluster.texts.pop(key, None)),
     ]
     for owner, name, replacement in replacements:
         monkeypatch.setattr(owner, name, replacement)
@@ -172,3 +176,21 @@ async def test_a_group_is_restarted(cluster: Cluster) -> None:
     await actor.scale_groups(1, 1.0)
     with pytest.raises(Unavailable, match="no group but group-0 serves"):
         await actor.restart_group("group-0", 1.0)
+
+
+async def test_other_settings_reach_groups_and_routers(cluster: Cluster) -> None:
+    """Each group starts again with them, the router says nothing waits any more, and the next `serve` reads them. What
+    is impossible is said, and the store is empty once the cluster has ended."""
+    wanted = ServeConfig.build({"model": "m", "groups": 2, "tp": 2, "max_num_seqs": 7})
+    assert await cluster.supervisor.apply_config(wanted) == ""
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while (await cluster.supervisor.get_state()).configuration:  # noqa: ASYNC110  # the state has no event
+            await asyncio.sleep(0.01)
+    assert await cluster.supervisor.get_config() == wanted
+    for ranks in cluster.ranks.values():
+        assert ranks.config is not None and ranks.config.max_num_seqs == 7 and len(ranks.starts) == 2
+    refusal = await cluster.supervisor.apply_config(wanted.model_copy(update={"tp": 1}))
+    assert "tp from 2 to 1" in refusal and (await cluster.supervisor.get_state()).configuration == f"refused: {refusal}"
+    assert cluster.texts.keys() == {ray_kv.ROLLOUT}
+    await cluster.supervisor.stop_all(now=True)
+    assert not cluster.texts

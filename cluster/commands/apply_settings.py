@@ -1,0 +1,86 @@
+"""ApplySettings: `coatcheck serve --apply` gives a running cluster the settings, and again when their file changes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.proto.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle
+    from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
+
+
+class Send(Protocol):
+    """Sends the settings to the supervisor. Returns why they were refused, or ""."""
+
+    def __call__(self, supervisor: "SupervisorHandle", config: ServeConfig, /) -> str: ...
+
+
+class ApplySettings:
+    """`file`: the --config file, if one was given. `read`: reads flags and file again; raises InvalidConfig.
+    `ready_file` exists while the cluster serves with these settings; a readiness probe may look for it."""
+
+    def __init__(self, file: Path | None, read: Callable[[], ServeConfig], ready_file: Path | None) -> None:
+        self._file = file
+        self._read = read
+        self._ready_file = ready_file
+        self._text: str | None = None
+        self._text = self._read_text()
+        self._error = ""  # why the file that was read last is no valid configuration
+        self._said = ""
+
+    def send(self, supervisor: "SupervisorHandle", config: ServeConfig, send: Send, say: Callable[[str], None]) -> None:
+        """Send `config` to a running cluster. A refusal is said, and the cluster serves on as it is."""
+        if not hasattr(supervisor, "apply_config"):
+            raise InvalidConfig("the running cluster is of a version without --apply; run `coatcheck restart` first")
+        if refusal := send(supervisor, config):
+            say(f"error: {refusal}")
+
+    def poll(
+        self,
+        supervisor: "SupervisorHandle",
+        state: "ClusterState",
+        send: Send,
+        say: Callable[[str], None],
+        *,
+        has_served: bool,
+    ) -> None:
+        """Send the settings if their file has changed; say what keeps the cluster from having them, once.
+
+        `has_served`: every group has served since this command began. Before that the file of readiness is not made.
+        """
+        text = self._read_text()
+        if text != self._text:
+            self._text = text
+            self._error = ""
+            try:
+                config = self._read()
+            except InvalidConfig as error:
+                self._error = str(error)
+                say(f"error: {error}; the cluster keeps its settings")
+            else:
+                say("the settings have changed")
+                self.send(supervisor, config, send, say)
+                return  # `state` is from before
+        if state.configuration != self._said and not state.configuration.startswith("refused"):
+            say(f"settings: {state.configuration}" if state.configuration else "settings: all are in use")
+        self._said = state.configuration
+        self._mark_ready(has_served and not (state.configuration or self._error))
+
+    def _read_text(self) -> str | None:
+        """The content and not the time of change: Kubernetes replaces a link to a mounted file's folder."""
+        if self._file is None:
+            return None
+        try:
+            return self._file.read_text()
+        except (OSError, ValueError):  # such as in the moment in which it is replaced
+            return self._text
+
+    def _mark_ready(self, is_ready: bool) -> None:
+        if self._ready_file is not None:
+            if is_ready:
+                self._ready_file.touch()
+            else:
+                self._ready_file.unlink(missing_ok=True)

@@ -1,0 +1,95 @@
+"""compare_configs(): what a running cluster has to do to get other settings. Pure; ConfigRollout does it.
+
+Every setting has one effect:
+
+    LIVE      the supervisor uses the new value from now on
+    SCALE     groups are added or removed
+    GROUPS    each group starts again, one after another
+    ROUTERS   each router starts again, one after another
+    BOTH      groups, then routers
+    NEVER     only another cluster can have it: streams could not continue on a group that has it already, or processes
+              would have to be placed or certified anew
+    OWN       it concerns `coatcheck serve` itself
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+
+
+class Effect(Enum):
+    """What a change of a setting needs."""
+
+    LIVE = auto()
+    SCALE = auto()
+    GROUPS = auto()
+    ROUTERS = auto()
+    BOTH = auto()
+    NEVER = auto()
+    OWN = auto()
+
+
+EFFECTS: Final[Mapping[str, Effect]] = {
+    **dict.fromkeys(("max_groups", "queue_target", "scale_in_after"), Effect.LIVE),
+    "groups": Effect.SCALE,
+    **dict.fromkeys(("kv_memory", "host_kv_memory", "eviction"), Effect.GROUPS),
+    **dict.fromkeys(("max_num_seqs", "max_batch_tokens", "max_model_len"), Effect.GROUPS),
+    **dict.fromkeys(("max_queued", "routing", "generation_config", "tool_parser"), Effect.ROUTERS),
+    **dict.fromkeys(("log_format", "otlp_endpoint"), Effect.BOTH),
+    # A stream continues only on a group whose answer would be the same, and prefixes are found by blocks of one size.
+    **dict.fromkeys(("model", "served_model_name", "dtype", "kv_dtype", "block_size", "deterministic"), Effect.NEVER),
+    **dict.fromkeys(("device", "tp", "router_resource", "router_per_node"), Effect.NEVER),
+    # Where clients find the routers, and which files these read. Whether the cluster has certificates depends on them.
+    **dict.fromkeys(("grpc_host", "grpc_port", "http_host", "http_port"), Effect.NEVER),
+    **dict.fromkeys(("api_keys", "tls_cert", "tls_key", "tls_client_ca", "insecure"), Effect.NEVER),
+    **dict.fromkeys(("ray_address", "ray_start_timeout", "no_ray"), Effect.OWN),
+}
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """The settings that differ, by what they need; names are those of the flags, without dashes in front.
+
+    `refusal`: why the change is impossible as a whole; "" if it is possible.
+    """
+
+    live: tuple[str, ...] = ()
+    scale: bool = False
+    groups: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+def compare_configs(applied: ServeConfig, wanted: ServeConfig) -> ConfigChange:
+    """What changes a cluster that has the settings `applied` into one that has `wanted`."""
+    by_effect: dict[Effect, list[str]] = {effect: [] for effect in Effect}
+    for name in ServeConfig.model_fields:
+        if getattr(applied, name) != getattr(wanted, name):
+            by_effect[EFFECTS[name]].append(name)
+    if never := by_effect[Effect.NEVER]:
+        changes = ", ".join(
+            f"{_flag(name)} from {_shown(applied, name)} to {_shown(wanted, name)}" for name in never
+        )  # fmt: skip
+        return ConfigChange(
+            refusal=f"a running cluster cannot change {changes}; set the old value again, or start another cluster "
+            "beside this one and stop this one"
+        )
+    both = by_effect[Effect.BOTH]
+    return ConfigChange(
+        live=tuple(map(_flag, by_effect[Effect.LIVE])),
+        scale=bool(by_effect[Effect.SCALE]),
+        groups=tuple(map(_flag, by_effect[Effect.GROUPS] + both)),
+        routers=tuple(map(_flag, by_effect[Effect.ROUTERS] + both)),
+    )
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _shown(config: ServeConfig, name: str) -> str:
+    value = getattr(config, name)
+    return "its default" if value is None else str(value)

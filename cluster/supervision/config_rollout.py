@@ -1,0 +1,200 @@
+"""ConfigRollout: gives a running cluster other settings, one group and one router at a time.
+
+The settings, and the groups and routers that still have the former ones, are in Ray's key-value store. So a restarted
+supervisor has the newest settings, and goes on where the last one stopped.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from ray.exceptions import RayError
+
+from coatcheck.cluster.config.config_change import compare_configs
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.plural import counted
+from coatcheck.cluster.ray_cluster import ray_kv
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.proto.errors import CoatcheckError
+
+_DRAIN_SECONDS = 30.0  # as `coatcheck restart` and `scale` give by default
+_RETRY_SECONDS = 5.0  # after a step that was not possible, such as more groups than nodes have room for
+
+_log = logging.getLogger(__name__)
+
+
+class Groups(Protocol):
+    """What a rollout needs of GroupSet."""
+
+    @property
+    def states(self) -> list[GroupState]: ...
+    @property
+    def size(self) -> int: ...
+    def set_config(self, config: ServeConfig) -> None: ...
+    async def restart_group(self, group: str, drain_seconds: float) -> None: ...
+    async def scale_groups(self, groups: int, drain_seconds: float) -> None: ...
+
+
+class Routers(Protocol):
+    """What a rollout needs of RouterSet."""
+
+    @property
+    def addresses(self) -> list[str]: ...
+    def set_config(self, config: ServeConfig) -> None: ...
+    def set_configuration(self, text: str) -> None: ...
+    async def restart_router(self, address: str, drain_seconds: float) -> None: ...
+
+
+@dataclass
+class Pending:
+    """What still has the former settings. `groups`: the number of each group's start that has them, by name.
+    `routers`: gRPC addresses. `scale`: the number of groups is another one. `reasons`: the settings that changed."""
+
+    groups: dict[str, int] = field(default_factory=dict)
+    routers: list[str] = field(default_factory=list)
+    scale: bool = False
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.groups or self.routers or self.scale)
+
+
+@dataclass(frozen=True)
+class StoredRollout:
+    """What Ray's key-value store has."""
+
+    config: ServeConfig
+    pending: Pending
+
+    def write(self) -> None:
+        settings = self.config.model_dump(mode="json", exclude_unset=True)
+        ray_kv.write_text(ray_kv.ROLLOUT, json.dumps({"config": settings, "pending": asdict(self.pending)}))
+
+
+def read_rollout() -> StoredRollout | None:
+    """What a former supervisor has stored; None if its settings never changed."""
+    if (text := ray_kv.read_text(ray_kv.ROLLOUT)) is None:
+        return None
+    stored = json.loads(text)
+    return StoredRollout(ServeConfig.model_validate(stored["config"]), Pending(**stored["pending"]))
+
+
+class ConfigRollout:
+    """`config` are the newest settings. `use_live` is called with settings whose live part changed."""
+
+    def __init__(
+        self,
+        stored: StoredRollout,
+        groups: Groups,
+        routers: Routers,
+        use_live: Callable[[ServeConfig], None],
+    ) -> None:
+        self.config = stored.config
+        self._pending = stored.pending
+        self._groups = groups
+        self._routers = routers
+        self._use_live = use_live
+        self._refusal = ""
+        self._obstacle = ""  # why the last step was not possible
+        self._has_work = asyncio.Event()
+
+    @property
+    def status(self) -> str:
+        """What keeps the cluster from the settings that were last wanted; "" if it has them."""
+        if self._refusal:
+            return f"refused: {self._refusal}"
+        waits = []
+        if self._pending.scale:
+            waits.append(f"{counted(self.config.groups, 'group')} instead of {self._groups.size}")
+        if names := [*sorted(self._pending.groups), *(f"the router at {one}" for one in self._pending.routers)]:
+            waits.append(f"a restart of {', '.join(names)} for {', '.join(self._pending.reasons)}")
+        obstacle = f" ({self._obstacle})" if self._obstacle else ""
+        return f"waits for {' and '.join(waits)}{obstacle}" if waits else ""
+
+    def apply(self, wanted: ServeConfig) -> str:
+        """Begin to give the cluster the settings `wanted`. Returns why that is impossible, or "". A change that is
+        refused changes nothing."""
+        change = compare_configs(self.config, wanted)
+        self._refusal = change.refusal
+        if not change.refusal:
+            if change.scale and not ray_kv.read_number(ray_kv.GROUP_COUNT):
+                # Until the groups are scaled, a restarted supervisor must find those that run.
+                ray_kv.write_number(ray_kv.GROUP_COUNT, self._groups.size)
+            self.config = wanted
+            self._add_pending(change.groups, change.routers, scale=change.scale)
+            self._groups.set_config(wanted)
+            self._routers.set_config(wanted)
+            if change.live or change.scale:
+                self._use_live(wanted)
+        self._publish()
+        self._has_work.set()
+        return change.refusal
+
+    async def run_forever(self) -> None:
+        """Do what is pending, step by step, and again what was not possible."""
+        self._publish()
+        while True:
+            if self._pending.is_empty:
+                self._has_work.clear()
+                await self._has_work.wait()
+                continue
+            obstacles = [await self._try(step) for step in (self._scale, self._restart_groups, self._restart_routers)]
+            self._obstacle = next(filter(None, obstacles), "")
+            self._publish()
+            if self._obstacle:
+                _log.warning("settings: %s", self.status)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _try(self, step: Callable[[], Awaitable[None]]) -> str:
+        """Why the step was not possible; "" if it was."""
+        try:
+            await step()
+        except (CoatcheckError, RayError) as error:
+            return str(error)
+        return ""
+
+    async def _scale(self) -> None:
+        if self._pending.scale:
+            wanted = self.config.groups
+            await self._groups.scale_groups(wanted, _DRAIN_SECONDS)
+            self._pending.scale = self.config.groups != wanted  # it may have changed meanwhile
+            self._publish()
+
+    async def _restart_groups(self) -> None:
+        """Restart each group that still has the former settings. A group that was started since has the new ones."""
+        for name in sorted(self._pending.groups):
+            start = self._pending.groups[name]
+            runs = {state.name: state.restarts for state in self._groups.states}
+            if runs.get(name) == start:
+                await self._groups.restart_group(name, _DRAIN_SECONDS)
+            if self._pending.groups.get(name) == start:  # else the settings have changed again meanwhile
+                del self._pending.groups[name]
+            self._publish()
+
+    async def _restart_routers(self) -> None:
+        for address in tuple(self._pending.routers):
+            if address in self._routers.addresses:
+                await self._routers.restart_router(address, _DRAIN_SECONDS)
+            self._pending.routers.remove(address)
+            self._publish()
+
+    def _add_pending(self, groups: Sequence[str], routers: Sequence[str], *, scale: bool) -> None:
+        if self._pending.is_empty:
+            self._pending.reasons = []
+        if groups:
+            self._pending.groups = {state.name: state.restarts for state in self._groups.states}
+        if routers:
+            self._pending.routers = self._routers.addresses
+        self._pending.scale = self._pending.scale or scale
+        self._pending.reasons += [
+            name for name in dict.fromkeys([*groups, *routers]) if name not in self._pending.reasons
+        ]
+
+    def _publish(self) -> None:
+        """Store what is pending, and let routers say it in their status."""
+        StoredRollout(self.config, self._pending).write()
+        self._routers.set_configuration(self.status)

@@ -1,0 +1,186 @@
+"""Other settings for a running cluster: what is done, in which order, what is said, and what a restart remembers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster import ray_kv
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.supervision import config_rollout
+from coatcheck.cluster.supervision.config_rollout import ConfigRollout, Pending, StoredRollout, read_rollout
+from coatcheck.proto.errors import Unavailable
+
+
+def settings(**changed: object) -> ServeConfig:
+    return ServeConfig.build({"model": "m", "groups": 2, **changed})
+
+
+class FakeGroups:
+    """Two groups. `calls`: what was asked of them. `error`: why restarts and scalings are impossible, or ""."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.error = ""
+        self.states = [GroupState(name, "serving") for name in ("group-0", "group-1")]
+        self.config: ServeConfig | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.states)
+
+    def set_config(self, config: ServeConfig) -> None:
+        self.config = config
+
+    def start_again(self, group: str) -> None:
+        self.states = [replace(one, restarts=one.restarts + (one.name == group)) for one in self.states]
+
+    async def restart_group(self, group: str, drain_seconds: float) -> None:
+        if self.error:
+            raise Unavailable(self.error)
+        self.calls.append(f"restart {group}")
+        self.start_again(group)
+
+    async def scale_groups(self, groups: int, drain_seconds: float) -> None:
+        if self.error:
+            raise Unavailable(self.error)
+        self.calls.append(f"scale {groups}")
+        self.states = [GroupState(f"group-{index}", "serving") for index in range(groups)]
+
+
+class FakeRouters:
+    """Two routers. `said`: the newest text of their status."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.addresses = ["a:1", "b:1"]
+        self.said = ""
+        self.config: ServeConfig | None = None
+
+    def set_config(self, config: ServeConfig) -> None:
+        self.config = config
+
+    def set_configuration(self, text: str) -> None:
+        self.said = text
+
+    async def restart_router(self, address: str, drain_seconds: float) -> None:
+        self.calls.append(f"restart {address}")
+
+
+class Cluster:
+    """A rollout, the fakes that it changes, and Ray's key-value store."""
+
+    def __init__(self, store: dict[str, object]) -> None:
+        self.store = store
+        self.calls: list[str] = []
+        self.groups, self.routers = FakeGroups(self.calls), FakeRouters(self.calls)
+        self.rollout = self.start(StoredRollout(settings(), Pending()))
+
+    def start(self, stored: StoredRollout) -> ConfigRollout:
+        """Another supervisor's rollout."""
+        live: Callable[[ServeConfig], None] = lambda config: self.calls.append(f"live {config.max_groups}")  # noqa: E731
+        self.rollout = ConfigRollout(stored, self.groups, self.routers, live)
+        self._task: Awaitable[None] = asyncio.ensure_future(self.rollout.run_forever())
+        return self.rollout
+
+    def stop(self) -> None:
+        assert isinstance(self._task, asyncio.Task)
+        self._task.cancel()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
+            while not holds():  # noqa: ASYNC110  # what it waits for has no event
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    store: dict[str, object] = {}
+    for name in ("number", "text"):
+        monkeypatch.setattr(ray_kv, f"read_{name}", store.get)
+        monkeypatch.setattr(ray_kv, f"write_{name}", store.__setitem__)
+    monkeypatch.setattr(config_rollout, "_RETRY_SECONDS", 0.001)
+    cluster = Cluster(store)
+    yield cluster
+    cluster.stop()
+
+
+async def test_groups_then_routers_start_again_one_after_another(cluster: Cluster) -> None:
+    """Each once; meanwhile the status names those that wait and the settings, and then nothing."""
+    assert cluster.rollout.apply(settings(kv_memory="1GiB", max_queued=5)) == ""
+    waits = "a restart of group-0, group-1, the router at a:1, the router at b:1 for kv-memory, max-queued"
+    assert cluster.rollout.status == cluster.routers.said == f"waits for {waits}"
+    assert cluster.groups.config == cluster.routers.config == settings(kv_memory="1GiB", max_queued=5)
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls == ["restart group-0", "restart group-1", "restart a:1", "restart b:1"]
+    await cluster.until(lambda: not cluster.routers.said)
+
+
+async def test_the_number_of_groups(cluster: Cluster) -> None:
+    """It changes only if the settings' own number changed: what `coatcheck scale` did otherwise stays."""
+    await cluster.groups.scale_groups(5, 0)
+    cluster.rollout.apply(settings(max_queued=5))
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.groups.size == 5
+    cluster.rollout.apply(settings(max_queued=5, groups=3))
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.groups.size == 3 and cluster.calls[-1] == "scale 3"
+
+
+async def test_live_settings_take_effect_at_once(cluster: Cluster) -> None:
+    """The autoscaler's, without a restart."""
+    cluster.rollout.apply(settings(max_groups=4))
+    assert cluster.calls == ["live 4"] and cluster.rollout.status == ""
+
+
+async def test_a_refusal_changes_nothing_and_stays_visible(cluster: Cluster) -> None:
+    """Until settings come that are possible."""
+    refusal = cluster.rollout.apply(settings(block_size=32, max_queued=5))
+    assert "block-size from 16 to 32" in refusal
+    assert cluster.rollout.status == cluster.routers.said == f"refused: {refusal}"
+    assert cluster.rollout.config == settings() and cluster.groups.config is None and not cluster.calls
+    cluster.rollout.apply(settings())
+    assert cluster.rollout.status == cluster.routers.said == ""
+
+
+async def test_what_is_not_possible_yet_is_tried_again(cluster: Cluster) -> None:
+    """The reason is visible. Routers do not wait for groups."""
+    cluster.groups.error = "no group but group-0 serves"
+    cluster.rollout.apply(settings(groups=3, log_format="json"))
+    await cluster.until(lambda: "restart b:1" in cluster.calls and "no group but" in cluster.routers.said)
+    assert cluster.routers.said == (
+        "waits for 3 groups instead of 2 and a restart of group-0, group-1 for log-format (no group but group-0 serves)"
+    )
+    cluster.groups.error = ""
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.groups.size == 3
+
+
+async def test_a_group_that_started_by_itself_is_not_restarted(cluster: Cluster) -> None:
+    """Its ranks have the new settings already."""
+    cluster.groups.error = "wait"
+    cluster.rollout.apply(settings(kv_memory="1GiB"))
+    cluster.groups.start_again("group-0")
+    cluster.groups.error = ""
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls == ["restart group-1"]
+
+
+async def test_the_next_supervisor_goes_on(cluster: Cluster) -> None:
+    """It has the newest settings and knows what is still to do; until the groups are scaled it finds those that run."""
+    cluster.groups.error = "wait"
+    cluster.rollout.apply(settings(groups=3, kv_memory="1GiB"))
+    await cluster.until(lambda: "(wait)" in cluster.routers.said)
+    cluster.stop()
+    assert cluster.store[ray_kv.GROUP_COUNT] == 2
+    stored = read_rollout()
+    assert stored is not None and stored.config == settings(groups=3, kv_memory="1GiB")
+    cluster.groups.error = ""
+    cluster.calls.clear()
+    cluster.start(stored)
+    assert "a restart of group-0, group-1 for kv-memory" in cluster.rollout.status
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls[0] == "scale 3"
