@@ -55,6 +55,7 @@ class GroupSet:
         self._hosts = RankHosts()
         self._supervisors: list[GroupSupervisor] = []
         self._placement_groups: dict[str, PlacementGroup] = {}
+        self._ranks: dict[str, RankActors] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._task_group: asyncio.TaskGroup | None = None
         self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
@@ -102,8 +103,8 @@ class GroupSet:
     def set_config(self, config: ServeConfig) -> None:
         """Start groups with these settings from now on. Groups that run keep theirs until they start again."""
         self._config = config
-        for supervisor in self._supervisors:
-            supervisor.set_config(self._group_config(supervisor.state.name))
+        for name, ranks in self._ranks.items():
+            ranks.set_config(self._group_config(name))
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:
         """Drain a group, replace its ranks, and wait until every router uses it; see Supervisor.restart_group."""
@@ -212,6 +213,7 @@ class GroupSet:
         supervisor = self._find_supervisor(name)
         if supervisor is not None:
             self._supervisors.remove(supervisor)
+            self._ranks.pop(name, None)
             self._publish_states()  # before the ranks end, so that routers move its streams at once
             if (task := self._tasks.pop(name, None)) is not None:
                 task.cancel()
@@ -242,6 +244,7 @@ class GroupSet:
         config = self._group_config(name)
         loopback = self._config.ray_address is None
         ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
+        self._ranks[name] = ranks
         return GroupSupervisor(ranks, self._poll_interval, has_served=has_served, on_change=self._publish_states)
 
     def _group_config(self, name: str) -> GroupConfig:

@@ -16,7 +16,6 @@ from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded
 from coatcheck.proto.errors import Unavailable
-from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 _POLL_SECONDS = 0.1
@@ -144,10 +143,6 @@ class GroupSupervisor:
                 self._change(state="lost", address="", reason=_RESTART_REQUESTED, last_failure=_BY_COMMAND)
                 await self._ranks.stop_ranks()
                 self._prepare_next_start(was_running=True)
-
-    def set_config(self, config: GroupConfig) -> None:
-        """Use these settings from the next start on."""
-        self._ranks.set_config(config)
 
     def drain_group(self) -> None:
         """Have routers send no new requests; running requests continue. The next start ends the draining."""
