@@ -24,7 +24,7 @@ COMMANDS = {
     "bench": "benchmark.bench",
     "plan": "planner.plan",
     "keys": "commands.keys",
-    "doctor": "commands.doctor",
+    "doctor": "preflight.doctor",
     "logs": "commands.logs",
 }
 
