@@ -8,7 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coatcheck.kernels import native
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.rank import choose_device
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.rank_client import generate, read_load, read_registration
 from tests.workers.rank_group import RankGroup
@@ -125,3 +128,15 @@ def resident(group: RankGroup) -> int:
     """Resident anonymous memory of the group's one process, in bytes."""
     status = Path(f"/proc/{group.processes[0].pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def test_a_processor_class_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a CPU refuses a COATCHECK_CPU that the processor lacks, and the message says what it has."""
+    monkeypatch.setenv(native.CPU_CLASS_VARIABLE, "avx9000")
+    native._load.cache_clear()
+    try:
+        with pytest.raises(InvalidConfig, match="COATCHECK_CPU: expected one of generic.*got 'avx9000'"):
+            choose_device("cpu")
+    finally:
+        monkeypatch.undo()
+        native._load.cache_clear()

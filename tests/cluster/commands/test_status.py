@@ -32,3 +32,10 @@ def test_of_very_many_ranks_only_the_unhealthy_have_rows(capsys: pytest.CaptureF
     assert "320 ranks, 2 of them not healthy; `coatcheck status --json` lists all" in lines
     assert [line.split()[0] for line in lines if "/" in line and " no " in line] == ["group-39/0", "group-39/1"]
     assert sum(line.strip().startswith("group-") for line in lines) == 42
+
+
+def test_a_line_names_the_kernels_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind of kernels that some group runs is named once."""
+    kinds = ("native (avx2)", "native (amx)", "native (avx2)", "")
+    _print(StatusResponse(groups=[GroupStatus(name=f"group-{i}", kernels=kind) for i, kind in enumerate(kinds)]))
+    assert "kernels: native (amx), native (avx2)" in capsys.readouterr().out.splitlines()
