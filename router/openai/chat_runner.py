@@ -40,8 +40,13 @@ class ChatRunner:
         plan = self._planner.make_plan(body)
         message = await self._translate(request, body, plan)
         token_ids: list[int] = []
-        if body.return_token_ids:
-            token_ids = await self._generation.tokenize_prompt(TokenizeRequest(model=body.model, chat=message.chat))
+        tokenize = TokenizeRequest(model=body.model, chat=message.chat)
+        if body.truncate_prompt_tokens is not None:
+            found = (await self._generation.tokenize(tokenize)).token_ids
+            token_ids = list(found[-body.truncate_prompt_tokens :])
+            message.token_ids.ids.extend(token_ids)  # instead of the chat: both are the prompt
+        elif body.return_token_ids:
+            token_ids = await self._generation.tokenize_prompt(tokenize)
         try:
             return await self._responder.respond(request, [message], make_answer(plan, token_ids), stream=body.stream)
         except GrammarRefused as refused:

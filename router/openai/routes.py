@@ -96,10 +96,17 @@ class OpenAIRoutes:
         """Completes one or several prompts."""
         request_id: str = request.scope["request_id"]
         prompts = body.split_prompts()
+        kept = body.truncate_prompt_tokens
         needs_ids = (
-            body.return_token_ids or body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
+            body.return_token_ids
+            or body.prompt_logprobs is not None
+            or (body.echo and body.logprobs is not None)
+            or kept is not None
         )
-        token_ids = [await self._tokenize(prompt, body.model) if needs_ids else [] for prompt in prompts]
+        token_ids = [await self._tokenize(prompt, body) if needs_ids else [] for prompt in prompts]
+        if kept is not None:
+            token_ids = [ids[-kept:] for ids in token_ids]
+            prompts = list[Prompt](token_ids)
         sources: Sequence[Prompt] = token_ids if needs_ids else prompts
         messages = await in_thread_if_long(request, lambda: body.to_generate_requests(sources, request_id))
         echoed = [
@@ -159,12 +166,15 @@ class OpenAIRoutes:
         """Returns the metrics in Prometheus' text format."""
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
-    async def _tokenize(self, prompt: Prompt, model: str) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, body: CompletionRequest) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token")
-        return await self._generation.tokenize_prompt(TokenizeRequest(model=model, text=prompt))
+        tokenize = TokenizeRequest(model=body.model, text=prompt)
+        if body.truncate_prompt_tokens is not None:  # it may be longer than the context
+            return list((await self._generation.tokenize(tokenize)).token_ids)
+        return await self._generation.tokenize_prompt(tokenize)
 
     async def _echo(self, prompt: Prompt) -> str:
         """The prompt's text, including special tokens."""

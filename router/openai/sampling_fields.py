@@ -47,7 +47,7 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
 UNIMPLEMENTED_FIELDS: Final = frozenset({
     "audio", "web_search_options", "moderation", "image_url", "input_audio", "file", "refusal", "annotations",
     "function_call", "structural_tag",
-    "allowed_token_ids", "truncate_prompt_tokens", "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
+    "allowed_token_ids", "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
     "vllm_xargs", "mm_processor_kwargs", "documents", "chat_template", "repetition_detection",
     "thinking_token_budget", "max_reasoning_tokens", "continue_final_message", "top_a",
     "lora_path", "stop_regex", "custom_logit_processor", "session_params", "stream_reasoning",
@@ -211,6 +211,7 @@ class SamplingFields(RequestBody):
     session_id: str = ""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None  # keeps the last ones
     structured_outputs: StructuredOutputs | None = None
     guided_json: _SchemaField = None
     guided_regex: _RegexField = None

@@ -110,3 +110,25 @@ async def test_load_is_the_number_of_open_requests(start_http_router: StartHttpR
     router = await start_http_router(FakeGroup())
     status, _, text = await router.request("GET", "/load")
     assert (status, json.loads(text)) == (200, {"server_load": 0})
+
+
+async def test_a_prompt_can_be_truncated(start_http_router: StartHttpRouter) -> None:
+    """Its last tokens are kept, also of a prompt that is longer than the context; the echo shows what is kept."""
+    router = await start_http_router(FakeGroup())
+    options: dict[str, Any] = {"max_tokens": 1, "truncate_prompt_tokens": 4}
+    for path, body in (
+        ("/v1/completions", {"prompt": "a fox " * 200, "echo": True}),
+        ("/v1/completions", {"prompt": [[5, 6, 7, 8, 9, 10]]}),
+        (CHAT, {"messages": [{"role": "user", "content": "a fox " * 200}], "return_token_ids": True}),
+    ):
+        status, _, text = await router.request("POST", path, options | body)
+        answer = json.loads(text)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == 4, text
+        kept = list(router.groups[0].submits[-1].prompt_token_ids)
+        shown = json.loads((await router.request("POST", "/detokenize", {"tokens": kept}))[2])["prompt"]
+        if body.get("echo"):
+            assert answer["choices"][0]["text"].startswith(shown)
+        if path == CHAT:
+            assert answer["prompt_token_ids"] == kept
+    error = await router.expect_refusal(CHAT, {"messages": HELLO, "truncate_prompt_tokens": 0})
+    assert error["param"] == "truncate_prompt_tokens"

@@ -44,6 +44,7 @@ TEXT_WORKS: dict[str, list[Any]] = {
 TEXT_REFUSED: dict[str, list[Any]] = {"suffix": ["b"], "best_of": [2], "stream_options": [{}]}
 # Other engines' clients, at both endpoints.
 OTHERS_WORK: dict[str, list[Any]] = {
+    "truncate_prompt_tokens": [5],
     "top_k": [5, -1, 0], "min_p": [0.1], "repetition_penalty": [1.1], "min_tokens": [1], "ignore_eos": [True],
     "stop_token_ids": [[5]], "include_stop_str_in_output": [True], "no_stop_trim": [True],
     "skip_special_tokens": [False], "cache_salt": ["a"], "priority": [-3], "return_token_ids": [True],
@@ -58,7 +59,7 @@ OTHERS_WORK: dict[str, list[Any]] = {
 }  # fmt: skip
 OTHERS_REFUSED: dict[str, list[Any]] = {
     "use_beam_search": [True], "length_penalty": [2.0], "bad_words": [["a"]], "allowed_token_ids": [[5]],
-    "logits_processors": [["a"]], "truncate_prompt_tokens": [5], "logprob_token_ids": [[5]], "watermarking": [True],
+    "logits_processors": [["a"]], "logprob_token_ids": [[5]], "watermarking": [True],
     "prompt_embeds": ["a"], "kv_transfer_params": [{"a": 1}], "vllm_xargs": [{"a": 1}], "lora_path": ["a"],
     "return_hidden_states": [True], "repetition_detection": [{"a": 1}],
     "thinking_token_budget": [5], "stop_regex": ["a"], "custom_logit_processor": ["a"], "session_params": [{"a": 1}],
