@@ -53,6 +53,7 @@ def join_ray(address: str) -> None:
 
 
 def _start_local_ray(config: ServeConfig) -> None:
+    _skip_helpers()
     try:
         ray.init(
             address="local",
@@ -70,6 +71,16 @@ def _start_local_ray(config: ServeConfig) -> None:
         raise RayNotReady("Ray did not start", _first_line(error)) from None
     except Exception as error:  # Ray raises plain Exception if a process starts too late
         raise RayNotReady("Ray did not start", _first_line(error)) from None
+
+
+def _skip_helpers() -> None:
+    """Have Ray start none of the processes that a local Ray does not need: the dashboard's server, for which ray.init
+    would wait before it starts the raylet, the log monitor and the monitor of the autoscaler."""
+    from ray._private.node import Node  # ray.init has no arguments for this
+
+    for name in ("start_api_server", "start_log_monitor", "start_monitor"):
+        if hasattr(Node, name):
+            setattr(Node, name, lambda node, **arguments: None)
 
 
 def head_address() -> str:

@@ -75,6 +75,13 @@ def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:
     assert (rank["outcome"], rank["completion_tokens"], rank["rank"]) == ("ok", 3, f"{router['group']}/0")
 
 
+def test_a_local_ray_runs_only_what_it_needs(serving: Serving) -> None:
+    """Below `serve` runs none of Ray's processes that would only make the start longer."""
+    commands = serving.descendants().values()
+    assert any("/raylet" in command for command in commands)
+    assert not [command for command in commands if "dashboard.py" in command or "monitor.py" in command]
+
+
 def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
     """A prompt that extends an earlier one goes to the same group and finds its prefix cached."""
     first = serving.generate(PROMPT, max_tokens=8, temperature=0.0)
