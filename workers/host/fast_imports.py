@@ -1,13 +1,15 @@
 """import_transformers(): imports transformers without torch's compiler and DTensors, which no rank uses.
 
-These two, and sympy below them, are 40% of the time in which a rank imports its libraries (bench/LOG.md, 2026-11-22).
+These two, and sympy below them, are a quarter of the CPU time in which a rank imports its libraries (bench/LOG.md).
 transformers imports DTensors unless its `is_torch_distributed_available()` is false, and uses the compiler only to mark
 functions. Therefore that function answers False in this process, and the marks leave their functions as they are. What
-a model's own code imports later is not changed.
+a model's own code imports later is not changed. Garbage is not collected meanwhile: an import makes little garbage, and
+scanning the objects of the libraries again and again is 15% of the rest.
 
 Only for processes that are ranks: a program of a user may compile or shard transformers' models itself.
 """
 
+import gc
 import importlib
 import logging
 import sys
@@ -29,6 +31,16 @@ def import_transformers() -> None:
     needs more of torch, import it as a whole."""
     if "transformers" in sys.modules:
         return
+    collects_garbage = gc.isenabled()
+    gc.disable()
+    try:
+        _import_modules()
+    finally:
+        if collects_garbage:
+            gc.enable()
+
+
+def _import_modules() -> None:
     try:
         with _without_compiler():
             _disable_distributed()
