@@ -21,7 +21,7 @@ import typer
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.servers import CoatcheckServer
-from coatcheck.router.config import Routing
+from coatcheck.proto.setting_names import Routing
 
 MODEL: Final = Path(__file__).resolve().parents[1] / "demo" / "model"
 # Figure -> column of the table. Seconds are in ms; the last column is the largest group's requests / the mean.

@@ -2,25 +2,18 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import LogFormat
+from coatcheck.proto.setting_names import Routing, ToolParserName
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
 # Limit of a message between router and group. To a group: a prompt and the tokens delivered so far. From a group: the
 # outputs of one step, of which the log-probabilities of prompt tokens are the largest, up to 300 bytes each.
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
-Routing = Literal["prefix-aware", "least-loaded", "round-robin"]
-
-
-# How a model writes tool calls; router/parsing/output_format.py has a format of each name.
-ToolParserName = Literal[
-    "auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "kimi_k2", "minimax", "minimax_m2",
-    "qwen3_coder", "glm45", "openai",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)

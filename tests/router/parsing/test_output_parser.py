@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.router.config import ToolParserName
+from coatcheck.proto.setting_names import ToolParserName
 from coatcheck.router.parsing.output_format import TOOL_FORMATS, OutputFormat, find_reasoning_start
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ToolMode
 from coatcheck.router.parsing.parts import Content, Part, Reasoning
