@@ -1,7 +1,8 @@
 """Eligibility: which groups can run a request at all. Routing costs choose among these groups.
 
-ServingGroups is made anew whenever the groups that take requests change. In between, all requests that the same groups
-can run share one EligibleGroups object, so that a decision makes no lists of groups.
+ServingGroups is made anew whenever the groups that take requests change. In between, all new requests that the same
+groups can hold share one EligibleGroups object, and so do all that continue on groups with equal models. So a decision
+makes no lists of groups.
 """
 
 from bisect import bisect_left
@@ -67,7 +68,8 @@ class ServingGroups:
 
     def eligible(self, max_len: int = 0, model: GetModelResponse | None = None) -> EligibleGroups:
         """The groups that, if they were empty, could hold `max_len` tokens; with `model` only those that a stream may
-        move to from a group with that model. Always the same object for the same groups and kind of request."""
+        move to from a group with that model. Returns one object for each set of groups that can hold `max_len`, and
+        each compatibility_key of `model`."""
         smallest = bisect_left(self._distinct_limits, max_len)
         key = smallest, None if model is None else compatibility_key(model)
         if key not in self._eligible:

@@ -110,7 +110,7 @@ class GroupConnection:
         *,
         may_return: bool = False,
     ) -> Submission:
-        """Sends a request to the group, which must be attached. `attempt`: number of groups that had it before;
+        """Sends a request to the group, which must be attached. `attempt`: number of groups that it has lost;
         `delivered`: output tokens by choice that the group must not send again; `may_return`: the group may return the
         request because of requests from other routers."""
         assert self.is_attached, f"group {self.name} is not attached"

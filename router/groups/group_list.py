@@ -24,7 +24,7 @@ NO_LIST = GroupListVersion()  # of a router that has no list yet; lower than eve
 
 @dataclass(frozen=True)
 class GroupListUpdate:
-    """Makes a list of groups have `version`.
+    """Brings a router's list of groups to `version`.
 
     `endpoints`: all groups if `base` is None; else the groups that were added or changed since the list of number
     `base` in the same epoch. `removed`: names of the groups that were removed since then.
@@ -38,7 +38,7 @@ class GroupListUpdate:
     def applies_to(self, held: GroupListVersion) -> bool:
         """Whether a router that holds the list `held` should apply this update.
 
-        A newer list than `base` will do: this update has every change after `base`, with its state at `version`.
+        `held` may be newer than `base`: this update has every group that changed after `base`, as it is at `version`.
         """
         if self.version <= held:
             return False

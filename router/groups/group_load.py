@@ -126,7 +126,7 @@ class GroupLoad:
 
     def max_queued_tokens(self, predicted: float) -> int | None:
         """For a submission that is sent now: the queued prompt tokens above which the group should return it; None
-        while no other router sends requests to the group. `predicted`: tokens that the router expects to be queued."""
+        if no other router has sent requests to the group. `predicted`: tokens that the router expects to be queued."""
         return int(predicted + self._rate * _RETURN_SECONDS) if self._others_rate and self._rate else None
 
     def record_return(self, number: int, queued_tokens: int) -> None:
@@ -143,8 +143,9 @@ class GroupLoad:
 
     @property
     def is_full(self) -> bool:
-        """Whether the group gets no request at all, not even one whose prefix it holds: all slots are taken and the
-        limit of waiting requests is reached, or it has refused a request since its last report."""
+        """Whether the queue sends the group no request at all, not even one whose prefix it holds: more requests wait
+        there than the limit, or all slots are taken and the limit is reached, or the group has refused a request since
+        its last report."""
         if self._has_refused or self._waiting > self._max_waiting:
             return True
         running = max(self._running + self._running_delta, 0)
@@ -153,8 +154,8 @@ class GroupLoad:
 
     @property
     def has_room(self) -> bool:
-        """Whether the group should get another request now: it is not full, and has fewer queued prompt tokens than it
-        computes until its next report."""
+        """Whether the group should get another request now: it is not full, and has fewer queued prompt tokens than
+        the limit (see _QUEUED_SECONDS)."""
         return not self.is_full and self._queued_tokens + self._unreported_tokens < self._max_queued_tokens
 
     def candidate(self, group: str = "") -> Candidate:

@@ -20,12 +20,13 @@ class EventProblem(Enum):
     """What can be wrong with a group's KV events; the values are metric labels.
 
     None of these creates a prefix that the group does not hold: the wrong event is ignored, or all blocks of the group
-    are dropped until its next snapshot. GAP and IMPOSSIBLE are counted per message, the others per event.
+    are dropped until its next snapshot. An event with NO_PARENT is applied: its block
+    matches nothing without the parent. GAP and IMPOSSIBLE are counted per message, the others per event.
     """
 
     UNKNOWN_GROUP = "unknown_group"  # the group has not registered, or has left
     OTHER_EPOCH = "other_epoch"  # of an earlier incarnation
-    BEFORE_SNAPSHOT = "before_snapshot"  # events count only after the first snapshot
+    BEFORE_SNAPSHOT = "before_snapshot"  # no snapshot has begun since the registration or the last gap
     REPEATED = "repeated"
     GAP = "gap"  # events are missing; a snapshot is requested
     MALFORMED = "malformed"  # the tier is unknown, or the block hash has the wrong length

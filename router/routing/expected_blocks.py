@@ -1,4 +1,4 @@
-"""ExpectedBlocks: blocks of prompts that this router has sent, and that the groups' events do not contain yet.
+"""ExpectedBlocks: blocks of prompts that this router has sent, and for which no output has come yet.
 
 A group will have cached these blocks by the time it computes a prompt that is sent now, so requests of one session that
 arrive together go to one group. Each group has one bit; a set of groups is an int bitmask. A bit is reused after its

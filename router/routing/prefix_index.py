@@ -4,7 +4,8 @@ Each group sends events in order, and a snapshot in chunks between them. The fir
 group's blocks. Each chunk adds blocks that are held after the events before it, so a prefix matches as soon as its
 chunk has come. After a new epoch or a gap the index has no blocks of a group until its next snapshot begins. Missing
 blocks make requests slower, but false ones would make the router count on blocks that are not there. The index also
-contains expected blocks: those of prompts that this router has sent, until the group's own events report them.
+contains expected blocks: those of prompts that this router has sent, until their first output. The group's KV events
+come before that output.
 
 Each group has a slot, a small number, and a set of groups is an int bitmask with a bit for each slot. A block has three
 such sets (device, host, expected), so one walk along a prompt's chain of blocks matches every group at once.

@@ -54,7 +54,7 @@ def match_chain(
     lengths, host_blocks, expected_blocks = _BlockCounts(alive), _BlockCounts(), _BlockCounts()
     runs = iter((*expected, (len(chain), 0)))
     run_end, expecting = next(runs)
-    covered: object = _NO_SET  # a set of groups that hold a block on the device and contain all of `alive`
+    covered: object = _NO_SET  # the device holders of the last block, if they include all of `alive`
     seen: tuple[object, object, int] = _NONE_SEEN
     depth = 0
     for depth, device in enumerate(map(on_device.get, chain)):

@@ -63,7 +63,8 @@ class PrefixReplication:
 
 
 def _seconds_if_held(costs: GroupCosts, prompt_tokens: int, held: int) -> FloatArray:
-    """The seconds to the first token on groups that hold less than `held` tokens of the prompt, if they held these."""
+    """Seconds to the first token on groups that hold less than `held` tokens of the prompt, if they held these on the
+    device."""
     uncached = prompt_tokens - costs.cached_tokens
     part = (prompt_tokens - held) / uncached
     prompt_steps = costs.decode_seconds * uncached / (costs.queued_tokens + uncached)  # without the steps of the queue

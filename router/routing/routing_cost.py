@@ -8,22 +8,23 @@ this one. docs/routing.md derives it:
              + stall                                     others wait longer for their next token
 
     queue    = the step that runs now, if any, and prompt tokens queued at the group / prefill rate
-    prefill  = tokens of this prompt that no tier of the group holds / prefill rate
+    prefill  = tokens of this prompt that the group neither holds nor is about to compute for others / prefill rate
     restore  = tokens of this prompt that only the host tier holds / restore rate
     decode   = steps that the queue and the prompt take × seconds of a step at the group's batch size
     eviction = tokens of blocks in use that the prompt evicts / prefill rate
     delay    = (prefill + restore + eviction) × requests per group that wait in the router / idle share
-    stall    = prefill × streams that decode there × TTFT limit / (tokens of an answer × TPOT limit)
+    stall    = prefill × running and waiting choices there × TTFT limit / (tokens of an answer × TPOT limit)
 
 Requests wait in the router only while no group has room for them. As long as none waits, the delay is 0, and the length
 of one group's queue does not change what another group costs.
 
 One gate excludes groups: while some group has room, a group without room is excluded unless it holds more of the prompt
-than every group with room. A request that is sent to a full group could not be sent elsewhere when another group
-becomes free.
+than every group with room. A request that is sent to a group without room could not be sent elsewhere when another
+group becomes free.
 
-Ties are broken by session, or at random. If other routers send requests too, which this one learns of with the next
-reports, the choice is spread over the groups that these requests will make equal (`_spread`). The module is pure.
+Ties are broken by session, or at random. If other routers send requests too, the choice is drawn from the groups whose
+costs these requests will make equal before the next reports (`_spread`), and the session does not count. The module is
+pure.
 
 The costs of all candidates are computed together: each figure is an array with one number per group, and the rows that
 explain a decision are made when they are asked for.
@@ -45,7 +46,7 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 IndexArray: TypeAlias = NDArray[np.intp]
 NameArray: TypeAlias = NDArray[np.object_]  # of str
 
-# Used until a group has measured its own rates. They only weigh the terms of the cost against each other.
+# Used until the true figures are known. They only weigh the terms of the cost against each other.
 _GUESSED_PREFILL_RATE: Final = 2000.0
 _GUESSED_BATCH_TOKENS: Final = 2048
 _GUESSED_RESTORE_SPEEDUP: Final = 10.0  # restore rate / prefill rate
@@ -116,8 +117,8 @@ class Candidates(NamedTuple):
 
 
 class GroupCost(NamedTuple):
-    """One candidate's cost, term by term, and the prompt tokens that it holds by tier. Fields as in the message, except
-    the last two."""
+    """One candidate's cost, term by term, and the prompt tokens that it holds by tier. Fields as in the
+    protobuf message GroupCost, except the last two."""
 
     group: str
     queue_seconds: float
@@ -255,7 +256,8 @@ def choose_group(
     """Chooses among at least one candidate.
 
     `queued_in_router`: requests that wait in the router for one of these groups. `answer_tokens`: mean tokens of an
-    answer. `session`: of groups with equal cost, requests of one session go to the same one.
+    answer. `session`: while no other router sends requests, those of one session go to the same one of the groups with
+    the least cost.
     """
     costs = _group_costs(candidates, prompt_tokens, queued_in_router, answer_tokens)
     totals = _apply_room_gate(costs)

@@ -5,8 +5,8 @@
     round-robin    each group in turn, in the order of their names
 
 The last two do not ask what a group holds. They are baselines: what they lose on an operator's own load is what
-prefix-aware routing gains. All three choose among the same groups: those that can run the request, and of these the
-ones with room while any has room. Pure.
+prefix-aware routing gains. They choose among the groups that can run the request and have room, or among all that can
+run it if none has room. prefix-aware may also choose a group without room that holds more of the prompt. Pure.
 """
 
 import random
@@ -38,7 +38,7 @@ def _least_loaded(candidates: Candidates, allowed: IndexArray, rng: random.Rando
 
 
 def _next_in_turn(candidates: Candidates, allowed: IndexArray, last_group: str, rng: random.Random) -> int:
-    if not last_group:  # at random, so that routers that start together do not send to one group after the other
+    if not last_group:  # at random, so that routers that start together begin with different groups
         return int(rng.choice(allowed))
     names = candidates.groups
     return int(min(allowed, key=lambda place: (names[place] <= last_group, names[place])))

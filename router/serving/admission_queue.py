@@ -43,11 +43,11 @@ ANSWERS_AVERAGED: Final = 32  # answers that the running average of their tokens
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request as it is sent to its next group. `moves`: how many groups had the request before; `attempt` on the
+    """A request as it is sent to its next group. `moves`: how many groups the request has lost; `attempt` on the
     wire. `delivered`: the output tokens that the client has, by choice.
 
     `only_compatible_with`: the model of the group that had the request before; only groups with an equal
-    compatibility_key can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.
+    compatibility_key can continue it. None if any group may run it. `suspicion`: see PoisonSuspicion.level.
     `returns`: how often groups have returned the request (see Submit.max_queued_tokens).
     """
 
@@ -134,8 +134,8 @@ class AdmissionQueue:
     def add(
         self, attempt: Attempt, scheduling_class: EligibleGroups, prompt_seconds: float, *, bounded: bool = True
     ) -> QueuedAttempt:
-        """Adds a request. `prompt_seconds`: how long its prompt takes on the group that holds most of it. `bounded`:
-        False adds the request even if the queue is full. Raises Overloaded if there is no room."""
+        """Adds a request. `prompt_seconds`: how long its prompt takes on the group that computes it in the least
+        time. `bounded`: False adds the request even if the queue is full. Raises Overloaded if there is no room."""
         now = asyncio.get_running_loop().time()
         if not len(self._queue):
             self._grant_times.clear()

@@ -1,8 +1,8 @@
 """Dispatcher: sends requests to groups, each to the group with the least cost that can hold it.
 
 New requests wait in the admission queue until a group has room. A request that has lost its group is sent again at
-once, past the queue, to any group that can continue it. If it may have crashed that group itself, it waits for a group
-where no other suspect would be lost with it (see poison_suspicion.py).
+once, past the queue, to any group that can continue it. If it may have crashed that group itself, it is a suspect, and
+waits until it may run on a group beside the other suspects there (see poison_suspicion.py).
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Gr
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
+_NO_COMPATIBLE = "its worker group is lost, and no group that could continue it is serving; try again shortly"
 # The group that gets a request after this many returns keeps it. See bench/LOG.md for 1, 2, 3 and 8.
 _MAX_RETURNS: Final = 3
-_NO_COMPATIBLE = "its worker group is lost, and no group that could continue it is serving; try again shortly"
 
 
 class Dispatcher:
@@ -210,7 +210,7 @@ class Dispatcher:
         return self.serving.eligible(attempt.request.max_len, attempt.only_compatible_with)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
-        """Seconds that the prompt takes on the group that holds most of it; 0 while no group serves."""
+        """Seconds that the prompt takes on the group that computes it in the least time; 0 while no group serves."""
         eligible = self._require_eligible_groups(attempt)
         if not len(eligible):
             return 0.0

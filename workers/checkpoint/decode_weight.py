@@ -17,7 +17,7 @@ from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 
 Parts = Mapping[str, Tensor]
 
-_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble, from the lowest
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the place of each nibble among its neighbours, from the lowest
 # The 16 values of E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS: Final = 127
@@ -86,7 +86,7 @@ def _decode_awq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tenso
 
 def _decode_gptq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
     codes = unpack_bits(parts["codes"], weight.bits, 0).T
-    # A zero point is stored with 1 taken off in so many bits: 0 is stored as all ones.
+    # The gptq layout stores a zero point minus 1, modulo 2^bits: 0 is stored as all ones. gptq_v2 stores it as it is.
     zeros = (unpack_bits(parts["zeros"], weight.bits, 1).T + weight.zero_offset) & ((1 << weight.bits) - 1)
     return _scale(weight, codes.float(), parts["scales"].T, zeros, parts.get("order")).to(dtype)
 

@@ -31,10 +31,10 @@ _FP8_BLOCK: Final = (128, 128)  # DeepSeek's
 
 @dataclass(frozen=True, slots=True)
 class QuantisationScheme:
-    """`bits` and `group_size` of AWQ and GPTQ (group_size -1: one group for all columns; 0 for the other methods).
+    """`bits`: of AWQ, GPTQ and bitsandbytes, else 0. `group_size`: of AWQ and GPTQ, -1: one group for all columns.
 
-    `block`: rows and columns that share a scale in FP8 checkpoints with blocks. `zero_offset`: what GPTQ's stored zero
-    points lack.
+    `block`: rows and columns that share a scale in FP8 checkpoints with blocks. `zero_offset`: added to
+    GPTQ's stored zero points.
     """
 
     method: Method

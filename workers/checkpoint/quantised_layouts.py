@@ -1,7 +1,7 @@
 """read_quantised(): the quantised weights of a checkpoint, found in the headers of its files.
 
 For each method a function recognises the stored tensors by their names, checks that their shapes belong together, and
-describes the weight. No tensor is read, except the small ones that hold shapes. This module imports no torch.
+describes the weight. No tensor is read, except the small ones that hold a weight's shape. This module imports no torch.
 """
 
 import json
@@ -24,8 +24,8 @@ _UNUSED: Final = ("input_scale", "output_scale", "input_zero_point", "activation
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTensors:
-    """`weights`: by the name that the unquantised weight would have. `others`: names of all stored tensors that belong
-    to them, and of those that are not used."""
+    """`weights`: by the name that the unquantised weight would have. `others`: names of the other stored tensors that
+    belong to them, and of those that are not used."""
 
     weights: Mapping[str, StoredWeight]
     others: frozenset[str]

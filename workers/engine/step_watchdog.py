@@ -55,7 +55,7 @@ class StepWatchdog:
             now = monotonic()
             if last_step_at != self._loop.last_step_at:
                 last_step_at, suspended = self._loop.last_step_at, 0.0
-            # After SIGSTOP, or on a host that was paused, the steps had no time either.
+            # While this process was stopped (SIGSTOP) or its host paused, the steps did not run either.
             suspended += max(now - woke_at - 2 * self._check_seconds, 0.0)
             woke_at = now
             age, limit = now - last_step_at - suspended, self._limit_seconds()
@@ -65,7 +65,7 @@ class StepWatchdog:
 
 
 def longest_step_seconds(prefill_tokens_per_second: float, max_batch_tokens: int) -> float:
-    """How long a step may take that does not hang. `prefill_tokens_per_second`: as measured; 0 before that."""
+    """How long a step that does not hang takes at most. `prefill_tokens_per_second`: as measured; 0 before that."""
     if not prefill_tokens_per_second:
         return _UNMEASURED_STEP_SECONDS
     return _PREFILL_TOLERANCE * max_batch_tokens / prefill_tokens_per_second

@@ -1,7 +1,7 @@
 """RouterSession: one router's stream to this group, from its Hello to its end.
 
     router -> read_messages -> engine loop         submissions, aborts, requests for a snapshot
-    router <- outbox        <- SessionTable        registration, snapshot, tokens, KV events, load, refusals
+    router <- outbox                               registration, snapshot, tokens, KV events, load, refusals, returns
 
 SessionTable holds the sessions of a group and their open requests, and turns an engine step into messages. Sessions run
 in the event loop of the service's thread. A method that the engine's thread calls says so in its docstring.
