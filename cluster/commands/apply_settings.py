@@ -49,7 +49,7 @@ class ApplySettings:
     ) -> None:
         """Send the settings if their file has changed; say what keeps the cluster from having them, once.
 
-        `has_served`: every group has served since this command began. Before that the file of readiness is not made.
+        `has_served`: every group has served since this command began. `ready_file` is not made before.
         """
         text = self._read_text()
         if text != self._text:
@@ -75,7 +75,7 @@ class ApplySettings:
             return None
         try:
             return self._file.read_text()
-        except (OSError, ValueError):  # such as in the moment in which it is replaced
+        except (OSError, ValueError):  # such as at the moment when it is replaced
             return self._text
 
     def _mark_ready(self, is_ready: bool) -> None:

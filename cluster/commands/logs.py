@@ -36,7 +36,7 @@ def logs(
 
 
 class LogFolder:
-    """The log files of a folder, which may not exist yet, may be replaced by another, and get files and lines."""
+    """Reads what is new in the log files of a folder. The folder may not exist yet, and a link to it may change."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _ROUTER: Final = "router-0"
 _CHECK_SECONDS: Final = 0.5  # between two questions to ranks that serve
-_STOP_SECONDS: Final = 1.0  # that open requests have after the draining
+_STOP_SECONDS: Final = 1.0  # for requests that are still open after draining
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LocalCluster:
         self._router: Router | None = None
         self._addresses: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self._failure = ""
-        self._has_changed = asyncio.Event()  # a group, since the router was told last
+        self._has_changed = asyncio.Event()  # a group, changed since the router was last told
         self._supervisors = [
             GroupSupervisor(
                 RankProcesses(

@@ -19,10 +19,10 @@ from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.rank_process import RankStart
 
 _STOP_SECONDS: Final = 5.0
-# A rank that serves hangs if it has not answered for so long; one that starts may import or load for longer.
+# A rank that has not answered for this long hangs. While it starts it may import or load for longer.
 _ANSWER_SECONDS: Final = 3.0
 _START_ANSWER_SECONDS: Final = 60.0
-_CAUSE_SECONDS: Final = 1.0  # after one rank of a group that starts has ended, wait for the error of another
+_CAUSE_SECONDS: Final = 1.0  # when a rank ends while its group starts, wait this long for the error of another rank
 
 
 class RankProcesses:

@@ -76,7 +76,7 @@ class StoredRollout:
 
 
 def read_rollout() -> StoredRollout | None:
-    """What a former supervisor has stored; None if its settings never changed."""
+    """The rollout that an earlier supervisor stored; None if the settings never changed."""
     if (text := ray_kv.read_text(ray_kv.ROLLOUT)) is None:
         return None
     stored = json.loads(text)
@@ -135,7 +135,7 @@ class ConfigRollout:
         return change.refusal
 
     async def run_forever(self) -> None:
-        """Do what is pending, step by step, and again what was not possible."""
+        """Do what is pending, step by step. Retry after 5 s what was not possible."""
         self._publish()
         while True:
             if self._pending.is_empty:

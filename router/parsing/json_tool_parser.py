@@ -11,12 +11,11 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from coatcheck.router.parsing.json_scanner import JsonScanner
-from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
+from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText, ToolParser
 
 _STRING: Final = r'"(?:[^"\\]|\\.)*"'
 # A wrapped call whose arguments can be streamed: the name comes first.
 _NAMED: Final = re.compile(rf'\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
-_MAX_HEADER: Final = 512  # characters between a trigger and the arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +94,11 @@ class JsonToolParser(ToolParser):
     def _begin(self) -> bool:
         text = self._buffer.lstrip()
         if not text:
+            if self._form.is_required:
+                self._buffer = ""
+            elif len(self._buffer) > MAX_HEADER:
+                self._state = _State.TEXT
+                return True
             return False
         is_call = self._form.starts_text and text[0] in "{["
         if is_call or any(text.startswith(trigger) for trigger in self._form.triggers):
@@ -129,10 +133,10 @@ class JsonToolParser(ToolParser):
     def _read_header(self) -> bool:
         form = self._form
         for pattern in form.bare:
-            if found := pattern.match(self._buffer):
+            if found := pattern.match(self._buffer, 0, MAX_HEADER):
                 self._begin_call(found["name"], found.groupdict().get("id") or "", found.end(), is_wrapped=False)
                 return True
-        if form.wrapped is not None and (found := form.wrapped.match(self._buffer)):
+        if form.wrapped is not None and (found := form.wrapped.match(self._buffer, 0, MAX_HEADER)):
             rest = self._buffer[found.end() :]
             if rest.startswith("{"):
                 self._begin_object(self._buffer[: found.end()], rest)
@@ -141,7 +145,7 @@ class JsonToolParser(ToolParser):
                 return False
             if not form.bare:
                 return self._give_up(found.end())
-        if len(self._buffer) > _MAX_HEADER:
+        if len(self._buffer) > MAX_HEADER:
             return self._give_up(1)
         return False
 
@@ -151,7 +155,7 @@ class JsonToolParser(ToolParser):
         self._state = _State.OBJECT
 
     def _read_object(self) -> bool:
-        found = _NAMED.match(self._buffer, 0, _MAX_HEADER)
+        found = _NAMED.match(self._buffer, 0, MAX_HEADER)
         if found is not None:
             self._begin_call(json.loads(found["name"]), "", found.end(), is_wrapped=True)
             return True
@@ -200,6 +204,7 @@ class JsonToolParser(ToolParser):
     def _close_call(self) -> bool:
         text = self._buffer.lstrip()
         if not text:
+            self._buffer = self._buffer[-MAX_HEADER:]
             return False
         for separator in self._form.separators:
             if text.startswith(separator):
@@ -208,6 +213,7 @@ class JsonToolParser(ToolParser):
                     self._begin_object(separator, rest)
                     return True
                 if not rest:
+                    self._buffer = text[:MAX_HEADER]
                     return False
         for closer in self._form.closers:
             if text.startswith(closer):

@@ -93,7 +93,8 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
     "minimax_m2": XmlCallFormat(
         trigger="<invoke name=",
         opening=re.compile(r'<invoke name="?(?P<name>[^">\n]{1,128})"?>'),
-        argument=re.compile(r'<parameter name="?(?P<key>[^">\n]+)"?>(?P<value>.*?)</parameter>', re.DOTALL),
+        argument=re.compile(r'<parameter name="?(?P<key>[^">\n]+)"?>'),
+        argument_end="</parameter>",
         end="</invoke>",
         dropped=("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
@@ -101,7 +102,8 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
     "qwen3_coder": XmlCallFormat(
         trigger="<function=",
         opening=re.compile(r"<function=(?P<name>[^>\n]{1,128})>"),
-        argument=re.compile(r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>", re.DOTALL),
+        argument=re.compile(r"<parameter=(?P<key>[^>\n]+)>"),
+        argument_end="</parameter>",
         end="</function>",
         dropped=("<tool_call>", "</tool_call>"),
     ),
@@ -109,7 +111,8 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
     "glm45": XmlCallFormat(
         trigger="<tool_call>",
         opening=re.compile(rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)"),
-        argument=re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
+        argument=re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+        argument_end="</arg_value>",
         end="</tool_call>",
     ),
     "openai": HarmonyCallFormat(),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from coatcheck.router.parsing.harmony_parser import HarmonyParser
 from coatcheck.router.parsing.json_tool_parser import JsonCallFormat, JsonToolParser, NamedCallParser
@@ -14,6 +14,7 @@ from coatcheck.router.parsing.tool_parser import ToolParser
 from coatcheck.router.parsing.xml_tool_parser import XmlToolParser
 
 ToolMode = Literal["none", "auto", "required", "named"]
+_PIECE: Final = 4096  # characters; a parser copies the rest of a piece after each marker in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,10 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Part]:
         """Takes the next piece of text; returns the parts that are certain now."""
-        return self._pass_on(self._first.feed(text) if self._first is not None else [Content(text)])
+        if len(text) <= _PIECE:
+            return self._feed_piece(text)
+        pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+        return join_parts(part for piece in pieces for part in self._feed_piece(piece))
 
     def finish(self) -> list[Part]:
         """Returns what was held back, at the end of the text."""
@@ -86,6 +90,9 @@ class OutputParser:
         if self._tools is not None:
             parts += self._tools.finish()
         return join_parts(parts)
+
+    def _feed_piece(self, text: str) -> list[Part]:
+        return self._pass_on(self._first.feed(text) if self._first is not None else [Content(text)])
 
     def _pass_on(self, parts: list[Part]) -> list[Part]:
         """The parts, with the calls that their content has."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Final
 
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, join_parts
+from coatcheck.router.parsing.tool_parser import MAX_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ReasoningParser:
     def _decide(self) -> bool:
         """Whether it is known now if the text begins with reasoning. Drops a start marker."""
         text = self._buffer.lstrip()
-        if self._form.start.startswith(text):
+        if self._form.start.startswith(text) and len(self._buffer) <= MAX_HEADER:
             return False
         if text.startswith(self._form.start):
             self._buffer = text[len(self._form.start) :]
@@ -97,7 +98,7 @@ def _held_start(text: str, marker: str) -> int:
         if marker.startswith(text[start:]):
             end = start
             break
-    return len(text[:end].rstrip())
+    return max(len(text[:end].rstrip()), end - MAX_HEADER)
 
 
 _ANYTHING: Final = "/(?s:.*)/"

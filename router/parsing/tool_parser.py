@@ -2,8 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Final
 
 from coatcheck.router.parsing.parts import Content, Part, ToolCallDelta, join_parts, make_call_id
+
+# The most characters between the beginning of a call and its arguments, and the most white space that is held back.
+# Each further piece is searched together with what is held: without a limit that takes quadratic time.
+MAX_HEADER: Final = 512
 
 
 class ToolParser(ABC):
@@ -90,4 +95,4 @@ class MarkedText:
             if any(marker.startswith(text[start:]) for marker in self._markers):
                 end = start
                 break
-        return len(text[:end].rstrip("\n"))
+        return max(len(text[:end].rstrip("\n")), end - MAX_HEADER)

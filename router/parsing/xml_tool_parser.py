@@ -8,23 +8,23 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
-
-_MAX_HEADER: Final = 512  # characters of the beginning of a call
+from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText, ToolParser
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each function
 
 
 @dataclass(frozen=True, slots=True)
 class XmlCallFormat:
-    """`opening` matches a call up to its first argument, with group `name`; `argument` an argument, with groups `key`
-    and `value`. `trigger` is the beginning of a call, `end` its end; `dropped`: markers around calls."""
+    """`opening` matches a call up to its first argument, with group `name`; `argument` the beginning of an argument, up
+    to its value, with group `key`. `argument_end` follows the value. `trigger` is the beginning of a call, `end` its
+    end; `dropped`: markers around calls."""
 
     trigger: str
     opening: re.Pattern[str]
     argument: re.Pattern[str]
+    argument_end: str
     end: str
     dropped: tuple[str, ...] = ()
 
@@ -45,6 +45,7 @@ class XmlToolParser(ToolParser):
         self._skips_space = True  # before the text and after a call
         self._function: str | None = None  # of the call that the buffer is in
         self._has_arguments = False
+        self._searched = 0  # where an argument's end was not found yet
 
     def _advance(self) -> None:
         while self._read_call() if self._function is not None else self._read_text():
@@ -53,7 +54,8 @@ class XmlToolParser(ToolParser):
     def _read_text(self) -> bool:
         if self._skips_space:
             text = self._buffer.lstrip()
-            if not text or any(marker.startswith(text) for marker in (self._form.trigger, *self._form.dropped)):
+            is_open = not text or any(marker.startswith(text) for marker in (self._form.trigger, *self._form.dropped))
+            if is_open and len(self._buffer) <= MAX_HEADER:
                 return False
             if any(text.startswith(marker) for marker in (self._form.trigger, *self._form.dropped)):
                 self._buffer = text
@@ -71,13 +73,13 @@ class XmlToolParser(ToolParser):
             self._buffer = self._buffer[len(marker) :]
             self._skips_space = True
             return True
-        opening = self._form.opening.match(self._buffer)
+        opening = self._form.opening.match(self._buffer, 0, MAX_HEADER)
         if opening is not None:
             self._function, self._has_arguments = opening["name"].strip(), False
             self._start_call(self._function)
             self._buffer = self._buffer[opening.end() :]
             return True
-        if len(self._buffer) <= _MAX_HEADER:
+        if len(self._buffer) <= MAX_HEADER:
             return False
         self._add_content(marker)
         self._buffer = self._buffer[len(marker) :]
@@ -85,13 +87,18 @@ class XmlToolParser(ToolParser):
 
     def _read_call(self) -> bool:
         self._buffer = self._buffer.lstrip()
-        argument = self._form.argument.match(self._buffer)
+        argument = self._form.argument.match(self._buffer, 0, MAX_HEADER)
         if argument is not None:
-            key, text = argument["key"].strip(), argument["value"]
+            marker = self._form.argument_end
+            end = self._buffer.find(marker, max(argument.end(), self._searched))
+            if end < 0:
+                self._searched = len(self._buffer) - len(marker) + 1
+                return False
+            key, text = argument["key"].strip(), self._buffer[argument.end() : end]
             self._add_arguments(f"{', ' if self._has_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             self._add_arguments(json.dumps(self._parse_value(key, text), ensure_ascii=False))
             self._has_arguments = True
-            self._buffer = self._buffer[argument.end() :]
+            self._buffer, self._searched = self._buffer[end + len(marker) :], 0
             return True
         if self._buffer.startswith(self._form.end):
             self._add_arguments("}" if self._has_arguments else "{}")

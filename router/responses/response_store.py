@@ -3,6 +3,7 @@
 It is kept in the memory of one router. Another router, or this one after a restart, does not know its ids.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ _MAX_BYTES: Final = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`messages`: the whole chat up to and with this response, without instructions. `size`: about its bytes."""
+    """`messages`: the whole chat up to and with this response, without instructions. `size`: its bytes in
+    memory; see measure_bytes."""
 
     tenant: str
     response: dict[str, Any]
@@ -26,7 +28,7 @@ class StoredResponse:
 
 class ResponseStore:
     """Drops the response that was stored first when there are more than `max_responses`, or more than `max_bytes`
-    bytes."""
+    bytes. A response that alone has more bytes is not stored."""
 
     def __init__(self, max_responses: int = _MAX_RESPONSES, max_bytes: int = _MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -35,6 +37,8 @@ class ResponseStore:
         self._bytes = 0
 
     def add_response(self, stored: StoredResponse) -> None:
+        if stored.size > self._max_bytes:
+            return
         self._stored[stored.response["id"]] = stored
         self._bytes += stored.size
         while len(self._stored) > self._max_responses or self._bytes > self._max_bytes:
@@ -58,3 +62,17 @@ class ResponseStore:
         """Raises AssertionError unless the bytes are those of the stored responses, within the limits."""
         assert self._bytes == sum(stored.size for stored in self._stored.values())
         assert len(self._stored) <= self._max_responses and self._bytes <= self._max_bytes
+
+
+def measure_bytes(value: object) -> int:
+    """The bytes in memory of a value of dicts, lists and what JSON has besides. What occurs twice counts twice."""
+    size, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        size += sys.getsizeof(one)
+        if isinstance(one, dict):
+            rest += one
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+    return size

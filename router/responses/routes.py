@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -13,10 +13,12 @@ from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.parsing.parts import Part
-from coatcheck.router.responses.input_items import ChatFields, chat_of_items, chat_of_parts
-from coatcheck.router.responses.response_store import ResponseStore, StoredResponse
+from coatcheck.router.responses.input_items import chat_of_items, chat_of_parts
+from coatcheck.router.responses.response_store import ResponseStore, StoredResponse, measure_bytes
 from coatcheck.router.responses.responses_answer import ResponsesAnswer
 from coatcheck.router.responses.responses_request import ResponsesRequest
+
+_OBJECT_BYTES: Final = 1024  # of a stored response beside its fields
 
 
 class ResponsesRoutes:
@@ -37,12 +39,13 @@ class ResponsesRoutes:
         messages = [*(before.messages if before is not None else ()), *given]
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
         head = self._chats.response_head(f"resp_{uuid.uuid4().hex}")  # not the request's id, which clients may choose
-        sent = request.headers.get("content-length", "")
-        size = (before.size if before is not None else 0) + (int(sent) if sent.isdigit() else 0)
 
         def store(response: dict[str, Any], parts: Sequence[Part]) -> None:
             if body.store:
-                self._store.add_response(_stored(tenant, response, messages, parts, size))
+                added = [*given, *chat_of_parts(parts)]
+                size = (before.size if before is not None else 0) + measure_bytes(added) + measure_bytes(response)
+                whole = [*(before.messages if before is not None else ()), *added]
+                self._store.add_response(StoredResponse(tenant, response, whole, size + _OBJECT_BYTES + 8 * len(whole)))
 
         return await self._chats.run(request, chat, lambda plan, _: ResponsesAnswer(head, body.settings(), plan, store))
 
@@ -68,14 +71,6 @@ class ResponsesRoutes:
                 "conversation as input",
             )
         return stored
-
-
-def _stored(
-    tenant: str, response: dict[str, Any], messages: Sequence[ChatFields], parts: Sequence[Part], size: int
-) -> StoredResponse:
-    answer = chat_of_parts(parts)
-    texts = (text for message in answer for text in message.values() if isinstance(text, str))
-    return StoredResponse(tenant, response, [*messages, *answer], size + 4 * sum(map(len, texts)) + 4096)
 
 
 def _not_found(response_id: str) -> Response:

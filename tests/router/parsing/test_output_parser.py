@@ -276,3 +276,35 @@ def test_the_prompt_says_whether_reasoning_has_begun(beginning: str, start: Reas
 def test_serve_has_every_format() -> None:
     """--tool-parser takes auto and every format."""
     assert set(get_args(ToolParserName)) == {"auto", *TOOL_FORMATS}
+
+
+@pytest.mark.parametrize("text", ["\n", "a\n", "<think>a\n", "<tool_call>", "[TOOL_CALLS]f", "{"])
+@pytest.mark.parametrize("form", sorted(set(TOOL_FORMATS) - {"pythonic"}))
+def test_white_space_without_end_is_not_held(form: str, text: str) -> None:
+    """Of white space that a model writes without end, a bounded number of characters is held back: what is held is
+    searched again with each piece. An object that is no call yet is held, but not searched again."""
+    parser = OutputParser(ParsingPlan(OutputFormat(form, THINK), tool_mode="auto"))
+    parser.feed(text)
+    for _ in range(1000):
+        parser.feed("\n \n\n")
+    held = sum(len(part.text) for part in parser.finish() if isinstance(part, Reasoning | Content))
+    assert held <= 1200 or text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]f" + " " * 100_000),
+        ("glm45", "<tool_call>f<arg_key>" + "</arg_key><arg_value>" * 10_000),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>" * 10_000),
+        ("qwen3_coder", "<function=f><parameter=x>" + "a" * 200_000),
+    ],
+)
+def test_hostile_text_takes_linear_time(form: str, text: str) -> None:
+    """Half-written calls are read in seconds, whole and in pieces, and not in minutes; no call is complete."""
+    for size in (len(text), 5):
+        parser = OutputParser(ParsingPlan(OutputFormat(form), tool_mode="auto"))
+        for at in range(0, len(text), size):
+            parser.feed(text[at : at + size])
+        parser.finish()
+        assert not parser.has_complete_calls

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.router.responses.response_store import ResponseStore, StoredResponse
+from coatcheck.router.responses.response_store import ResponseStore, StoredResponse, measure_bytes
 
 
 def stored(number: int, size: int = 1, tenant: str = "a") -> StoredResponse:
@@ -18,6 +18,21 @@ def test_the_oldest_is_dropped_first() -> None:
     assert store.find_response("r0", "a") is None and store.find_response("r1", "a") is not None
     store.add_response(stored(3, size=10))
     assert store.find_response("r2", "a") is None and store.find_response("r3", "a") is not None
+
+
+def test_a_response_that_is_too_large_drops_no_other() -> None:
+    """A response with more bytes than the store may hold is not stored, and those of others stay."""
+    store = ResponseStore(max_responses=2, max_bytes=10)
+    store.add_response(stored(0))
+    store.add_response(stored(1, size=11, tenant="b"))
+    store.check()
+    assert store.find_response("r0", "a") is not None and store.find_response("r1", "b") is None
+
+
+def test_bytes_of_small_values_count() -> None:
+    """Empty lists and dicts, which are two characters of JSON, count with the memory that they take."""
+    assert measure_bytes([[], {}] * 1000) > 100_000
+    assert measure_bytes({"a": "x" * 5000}) > 5000 and measure_bytes("\N{SNOWMAN}" * 1000) > 2000
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 12), st.sampled_from("ab"))))
