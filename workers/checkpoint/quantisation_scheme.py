@@ -90,8 +90,7 @@ def _read_compressed_tensors(name: str, settings: Mapping[str, Any]) -> Quantisa
     for group in groups.values():
         weights = group.get("weights") or {}
         if structure := weights.get("block_structure"):
-            rows, columns = structure
-            block = int(rows), int(columns)
+            block = _read_block(structure)
     return QuantisationScheme(Method.COMPRESSED_TENSORS, block=block)
 
 
@@ -99,8 +98,14 @@ def _read_fp8(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
     kind = settings.get("fmt", "e4m3")
     if kind != "e4m3":
         raise _refuse(name, f"FP8 {kind}", "an e4m3 checkpoint")
-    rows, columns = settings.get("weight_block_size") or _FP8_BLOCK
-    return QuantisationScheme(Method.FP8, block=(int(rows), int(columns)))
+    return QuantisationScheme(Method.FP8, block=_read_block(settings.get("weight_block_size") or _FP8_BLOCK))
+
+
+def _read_block(sizes: Any) -> tuple[int, int]:
+    rows, columns = map(int, sizes)
+    if rows < 1 or columns < 1:
+        raise ValueError(f"blocks of {rows} rows and {columns} columns")
+    return rows, columns
 
 
 def _read_awq(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:

@@ -87,6 +87,12 @@ class _Layout:
             raise InvalidModel(f"{self.name}: tensor {key} is stored as {entry.dtype}, not as {' or '.join(dtypes)}")
         return entry
 
+    def matrix_shape(self, key: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
+        shape = self.entry(key, dtypes).shape
+        if len(shape) != 2:
+            raise InvalidModel(f"{self.name}: tensor {key} has shape {list(shape)}; it should be a matrix")
+        return shape[0], shape[1]
+
     def check_shape(self, key: str, wanted: tuple[int, ...]) -> None:
         if (shape := self.entries[key].shape) != wanted:
             raise InvalidModel(
@@ -123,7 +129,7 @@ def _scales(
         return StoredPart(key, rows=Axis(0)), (1, columns)
     if entry.shape == (1, 1):
         return StoredPart(key), (rows, columns)
-    if entry.shape[0] == rows and columns % entry.shape[1] == 0:
+    if len(entry.shape) == 2 and entry.shape[0] == rows and entry.shape[1] and columns % entry.shape[1] == 0:
         group = columns // entry.shape[1]
         return StoredPart(key, Axis(0), Axis(1, group)), (1, group)
     layout.check_shape(key, (-(-rows // block[0]), -(-columns // block[1])))
@@ -139,9 +145,9 @@ def _find_compressed(layout: _Layout) -> Iterator[Found]:
 
 
 def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
-    codes = layout.entry(f"{module}.weight_packed", ("I32",))
+    _, packed = layout.matrix_shape(f"{module}.weight_packed", ("I32",))
     rows, columns = _stored_shape(layout, f"{module}.weight_shape")
-    bits = 32 * codes.shape[1] // columns if columns else 0
+    bits = 32 * packed // columns if columns else 0
     if bits not in (2, 4, 8):
         raise InvalidModel(f"{layout.name}: {module} has {bits} bits a weight; 2, 4 and 8 are served")
     fields = 32 // bits
@@ -176,19 +182,14 @@ def _read_bytes(entry: TensorEntry) -> bytes:
 
 def _plain_weight(layout: _Layout, module: str, scale: str, dtypes: tuple[str, ...]) -> StoredWeight:
     """One code for each element, in a tensor of the weight's own shape."""
-    codes = layout.entry(f"{module}.weight", dtypes)
-    if len(codes.shape) != 2:
-        raise InvalidModel(
-            f"{layout.name}: tensor {module}.weight has shape {list(codes.shape)}; it should be a matrix"
-        )
-    rows, columns = codes.shape
+    rows, columns = layout.matrix_shape(f"{module}.weight", dtypes)
     scales, block = _scales(layout, f"{module}.{scale}", (rows, columns), layout.scheme.block)
     parts = {"codes": StoredPart(f"{module}.weight", Axis(0), Axis(1)), "scales": scales}
     if (key := f"{module}.weight_zero_point") in layout.entries:
         layout.entry(key, ("I8",))
         layout.check_shape(key, layout.entries[scales.key].shape)
         parts["zeros"] = StoredPart(key, scales.rows, scales.columns)
-    encoding = Encoding.INT8 if codes.dtype == "I8" else Encoding.FLOAT8
+    encoding = Encoding.INT8 if layout.entries[f"{module}.weight"].dtype == "I8" else Encoding.FLOAT8
     return StoredWeight((rows, columns), encoding, parts, 8, block)
 
 
@@ -203,7 +204,7 @@ def _find_fp8(layout: _Layout) -> Iterator[Found]:
 def _find_awq(layout: _Layout) -> Iterator[Found]:
     fields = 32 // layout.scheme.bits
     for module in layout.modules("qweight"):
-        columns, packed = layout.entry(f"{module}.qweight", ("I32",)).shape
+        columns, packed = layout.matrix_shape(f"{module}.qweight", ("I32",))
         rows, group = packed * fields, layout.group(module, columns)
         layout.entry(f"{module}.scales", _FLOATS)
         layout.check_shape(f"{module}.scales", (columns // group, rows))
@@ -220,7 +221,7 @@ def _find_awq(layout: _Layout) -> Iterator[Found]:
 def _find_gptq(layout: _Layout) -> Iterator[Found]:
     bits, fields = layout.scheme.bits, 32 // layout.scheme.bits
     for module in layout.modules("qweight"):
-        packed, rows = layout.entry(f"{module}.qweight", ("I32",)).shape
+        packed, rows = layout.matrix_shape(f"{module}.qweight", ("I32",))
         columns = packed * fields
         group = layout.group(module, columns)
         groups = columns // group
