@@ -145,9 +145,10 @@ def _start_of(part: Part) -> dict[str, Any]:
 
 
 def _parse_input(arguments: str) -> Any:
-    """The arguments of a call as an object; an empty one for those that max_tokens has cut."""
+    """The arguments of a call as an object; an empty one for those that max_tokens has cut or that are no JSON."""
     try:
         value = json.loads(arguments)
+        json.dumps(value, allow_nan=False)  # raises for NaN and infinity, which json.loads takes
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,5 +1,6 @@
 """OutputPlanner: how the answer to a chat is parsed, and what its grammar must allow before a structure."""
 
+import hashlib
 import json
 from collections import OrderedDict
 from typing import Any, Final
@@ -55,7 +56,8 @@ class OutputPlanner:
         if not body.add_generation_prompt or body.continue_final_message:
             return ReasoningStart.CLOSED
         arguments = body.template_arguments
-        key = json.dumps(arguments, sort_keys=True)
+        # A digest: a client may send arguments of many megabytes.
+        key = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
         if key not in self._starts:
 
             def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:

@@ -156,8 +156,8 @@ class JsonToolParser(ToolParser):
 
     def _read_object(self) -> bool:
         found = _NAMED.match(self._buffer, 0, MAX_HEADER)
-        if found is not None:
-            self._begin_call(json.loads(found["name"]), "", found.end(), is_wrapped=True)
+        if found is not None and (name := _parse_string(found["name"])) is not None:
+            self._begin_call(name, "", found.end(), is_wrapped=True)
             return True
         end = self._scanner.feed(self._buffer[self._scanned :])
         if end is None:
@@ -273,4 +273,18 @@ def parse_call(text: str) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return name, arguments
+    try:
+        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parse_string(text: str) -> str | None:
+    """The string that the JSON text means; None if an escape or a character in it is not JSON's."""
+    try:
+        value: str = json.loads(text)
+    except ValueError:
+        return None
+    return value

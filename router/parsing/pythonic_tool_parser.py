@@ -66,7 +66,7 @@ def _read_call(element: ast.expr) -> tuple[str, str]:
         if keyword.arg is None:
             raise ValueError(element)
         arguments[keyword.arg] = _read_literal(keyword.value)
-    return ast.unparse(element.func), json.dumps(arguments, ensure_ascii=False)
+    return ast.unparse(element.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 def _read_literal(value: ast.expr) -> Any:

@@ -7,6 +7,7 @@ argument is streamed when its tag ends.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,7 @@ class XmlToolParser(ToolParser):
                 return False
             key, text = argument["key"].strip(), self._buffer[argument.end() : end]
             self._add_arguments(f"{', ' if self._has_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-            self._add_arguments(json.dumps(self._parse_value(key, text), ensure_ascii=False))
+            self._add_arguments(self._json_value(key, text))
             self._has_arguments = True
             self._buffer, self._searched = self._buffer[end + len(marker) :], 0
             return True
@@ -107,17 +108,16 @@ class XmlToolParser(ToolParser):
             return True
         return False
 
-    def _parse_value(self, key: str, text: str) -> Any:
+    def _json_value(self, key: str, text: str) -> str:
+        """The argument as JSON text."""
         schema = self._schemas.get(self._function or "", {})
         properties = schema.get("properties")
         kind = properties.get(key) if isinstance(properties, dict) else None
         text = text.removeprefix("\n").removesuffix("\n")
-        if isinstance(kind, dict) and kind.get("type") == "string":
-            return text
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
+        if not (isinstance(kind, dict) and kind.get("type") == "string"):
+            with suppress(ValueError, RecursionError):
+                return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        return json.dumps(text, ensure_ascii=False)
 
     def _end(self) -> None:
         if self._function is not None:

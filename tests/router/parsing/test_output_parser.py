@@ -308,3 +308,20 @@ def test_hostile_text_takes_linear_time(form: str, text: str) -> None:
             parser.feed(text[at : at + size])
         parser.finish()
         assert not parser.has_complete_calls
+
+
+def test_names_that_are_no_json_are_content() -> None:
+    """A name with an escape that JSON does not have begins no call, and fails no request."""
+    text = '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>'
+    assert read(ParsingPlan(OutputFormat("hermes"), tool_mode="auto"), [text])[2] == []
+
+
+def test_numbers_that_json_lacks() -> None:
+    """NaN and infinity, which Python's parser of JSON takes, do not get into arguments."""
+    call = "<function=f><parameter=n>{}</parameter></function>"
+    for number in ("NaN", "-Infinity", "1e999"):
+        plan = ParsingPlan(OutputFormat("qwen3_coder"), tool_mode="auto", schemas=SCHEMAS)
+        assert read(plan, [call.replace("{}", number)])[2] == [("f", f'{{"n": "{number}"}}')]
+    assert read(ParsingPlan(OutputFormat("pythonic"), tool_mode="auto"), ["[f(n=1e999)]"])[2] == []
+    late = '<tool_call>{"arguments": {"n": NaN}, "name": "f"}</tool_call>'
+    assert read(ParsingPlan(OutputFormat("hermes"), tool_mode="auto"), [late])[2] == []
