@@ -17,7 +17,7 @@ DICE = random.Random(0)
 @given(CANDIDATES, st.integers(1, 10_000))
 def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int) -> None:
     """The decision has one row of cost per candidate, none negative. No other group's total is lower, except groups
-    without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
+    without room that hold no more of the prompt than one with room."""
     decision = choose_group(candidates, prompt, random.Random(0))
     totals = {cost.group: cost.total_seconds for cost in decision.costs}
     assert totals.keys() == {candidate.group for candidate in candidates}
