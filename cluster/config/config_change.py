@@ -7,8 +7,8 @@ Every setting has one effect:
     GROUPS    each group starts again, one after another
     ROUTERS   each router starts again, one after another
     BOTH      groups, then routers
-    NEVER     only another cluster can have it: streams could not continue on a group that has it already, or processes
-              would have to be placed or certified anew
+    NEVER     only another cluster can have it: streams could not continue on a group that has the new value, or
+              processes would have to be placed or certified anew
     OWN       it concerns `coatcheck serve` itself
 """
 

@@ -19,7 +19,7 @@ _READ_SECONDS: Final = 1.0
 
 class ChildRank:
     """`exit`: done when the process has ended and all that it sent is read. `error`: what ended its start; None if it
-    has said nothing. `log`: the file of its stderr."""
+    sent no error. `log`: the file of its stderr."""
 
     def __init__(self, process: asyncio.subprocess.Process, connection: Connection, log: Path) -> None:
         self.exit = asyncio.ensure_future(self._wait())
@@ -33,7 +33,7 @@ class ChildRank:
 
     @classmethod
     async def start(cls, start: RankStart, log: Path, environment: Mapping[str, str]) -> Self:
-        """Start the process. `environment`: variables that it has beside those of this process."""
+        """Start the process. `environment`: variables that the rank has in addition to those of this process."""
         ours, theirs = Pipe()
         descriptors = [theirs.fileno(), *([start.listener] if start.listener is not None else [])]
         with theirs, log.open("ab") as output:
@@ -62,7 +62,7 @@ class ChildRank:
         return answer
 
     def send(self, message: object) -> None:
-        """Does nothing if the process has ended."""
+        """Send the message, unless the process has ended."""
         with suppress(OSError):
             self._connection.send(message)
 

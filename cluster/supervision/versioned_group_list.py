@@ -56,8 +56,9 @@ class VersionedGroupList:
         """The pickled update for a router that holds the list `held`; None if that list is this one, or if the groups
         are not known yet.
 
-        A version above this list's is of a former supervisor whose clock was ahead. This list then takes a higher
-        epoch, because routers ignore lower ones; a random one, because that supervisor may have done the same.
+        A version above this list's comes from an earlier supervisor whose clock was ahead. This list then takes a
+        higher epoch, because routers ignore lower ones. The step is random: the earlier supervisor may have raised its
+        epoch too, and two lists must not have the same version.
         """
         if not self._number or held == self.version:
             return None

@@ -1,11 +1,16 @@
 """Reasoning in /v1/chat/completions: split off, streamed, and before structured output."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coatcheck.proto.grammar import Grammar
+from coatcheck.router.openai.chat_request import ChatRequest
+from coatcheck.router.openai.output_planner import OutputPlanner
+from coatcheck.router.parsing.reasoning_parser import ReasoningStart
+from coatcheck.router.responses.response_store import measure_bytes
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.http_router import StartHttpRouter
 from tests.router.openai.scripted_chat import HELLO, WEATHER, allows, saying
@@ -109,3 +114,24 @@ async def test_history_may_have_what_servers_send(start_http_router: StartHttpRo
     ids = list(router.groups[0].submits[-1].prompt_token_ids)
     prompt = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
     assert "<think>hm</think>so" in prompt
+
+
+PLANNED = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def planned_chat(**arguments: Any) -> ChatRequest:
+    messages = [{"role": "user", "content": "hello"}]
+    return ChatRequest.model_validate({"model": "m", "messages": messages, "chat_template_kwargs": arguments})
+
+
+def test_large_template_arguments_are_not_kept(tmp_path: Path) -> None:
+    """Each set of arguments has its own result, and those of many megabytes leave no trace of their size."""
+    planner = OutputPlanner(TokenizerJson.load(str(write_model(tmp_path, PLANNED))))
+    for number in range(100):
+        planner.make_plan(planned_chat(unused=f"{number}" + "x" * 10_000))
+    assert planner.make_plan(planned_chat(enable_thinking=False)).reasoning_start is ReasoningStart.CLOSED
+    assert planner.make_plan(planned_chat()).reasoning_start is ReasoningStart.UNDECIDED
+    assert measure_bytes(list(planner._starts)) < 100_000 and len(planner._starts) <= 64
