@@ -156,7 +156,7 @@ def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
     [
         (EngineRequest("x", (), SamplingParams()), "empty"),
         (EngineRequest("x", (1000,), SamplingParams()), "vocabulary"),
-        (EngineRequest("x", (1,) * 300, SamplingParams()), "shorten"),
+        (EngineRequest("x", (1,) * 300, SamplingParams()), "Shorten the prompt or lower max_tokens"),
         (EngineRequest("x", (1,) * 100, SamplingParams(max_tokens=200)), "max_tokens"),
         (EngineRequest("x", (1,), SamplingParams(stop_token_ids=(1000,))), "stop_token_ids"),
         (EngineRequest("x", (1,), SamplingParams(logit_bias={5000: 1.0})), "logit_bias"),
