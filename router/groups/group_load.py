@@ -18,6 +18,7 @@ from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
 _OTHERS_SECONDS: Final = 10.0  # time constant of the running average of what other routers send
+_MIN_OTHERS_RATE: Final = 0.01  # submissions per second; a router that sends fewer counts as gone
 _REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works: LOAD_SECONDS of the group's service
 # A group has room while its own queue is below two limits; further requests wait in the router, which is fair to
 # tenants and can still send them to the group that is free first. Prompt tokens: what the group computes in
@@ -213,4 +214,6 @@ class GroupLoad:
         if self._others is not None and (elapsed := now - self._others[0]) > 0:
             rate = max(others - self._others[1], 0) / elapsed
             self._others_rate += (1 - exp(-elapsed / _OTHERS_SECONDS)) * (rate - self._others_rate)
+            if self._others_rate < _MIN_OTHERS_RATE:
+                self._others_rate = 0.0
         self._others = (now, others)

@@ -127,6 +127,9 @@ def test_a_group_returns_only_what_other_routers_have_overtaken() -> None:
     assert load.max_queued_tokens(700.0) is None
     load.report(Load(status=rate, submissions=4, all_submissions=9), now=2.0)
     assert load.max_queued_tokens(700.0) == 800
+    for second in range(3, 123):  # the other router has left
+        load.report(Load(status=rate, submissions=4, all_submissions=9), now=float(second))
+    assert load.max_queued_tokens(700.0) is None
 
 
 def test_a_return_replaces_the_reported_queue() -> None:
