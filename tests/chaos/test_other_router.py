@@ -13,6 +13,7 @@ from coatcheck.router.server import Router
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.router.tiny_tokenizer import write_model
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.held_back_rank import HeldBackRank, hold_file
 from tests.workers.rank_group import RankGroup
 
 
@@ -20,7 +21,8 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
     """Greedy, sampled, n of 3, penalties, log-probabilities and stop strings: our client sends seed and token ids to
     the next router, and the whole answer equals an undisturbed one."""
     model = write_model(tiny_checkpoint("llama", tmp_path, vocab_size=600, max_position_embeddings=2048))
-    group = RankGroup(GroupConfig("a", str(model), "tiny", kv_memory=8 << 20, dtype="float32", device="cpu", threads=1))
+    config = GroupConfig("a", str(model), "tiny", kv_memory=8 << 20, dtype="float32", device="cpu", threads=1)
+    group = RankGroup(config, HeldBackRank)
     routers = [Router(RouterConfig(str(model), "tiny", name=f"router-{number}")) for number in range(2)]
     addresses = [await router.start() for router in routers]
     undisturbed, client = AsyncClient(addresses[1:]), AsyncClient(addresses)
@@ -37,11 +39,13 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
             assert stopped is not None
             requests.append(stopped)
             expected.append(await _answer(undisturbed, stopped))
+        hold_file(model).touch()  # 120 steps take 12 s: no stream ends before all have begun
         begun = [asyncio.Event() for _ in requests]
         streams = [asyncio.create_task(_answer(client, *pair)) for pair in zip(requests, begun, strict=True)]
         await asyncio.gather(*(event.wait() for event in begun))
         assert not any(stream.done() for stream in streams)
         await routers[0].stop()
+        hold_file(model).unlink()
         for answer, before in zip(await asyncio.gather(*streams), expected, strict=True):
             assert difference(before, answer) == ""
         page = routers[1].metrics.render().decode()
@@ -49,7 +53,7 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
     finally:
         await client.close()
         await undisturbed.close()
-        for router in routers[1:]:
+        for router in routers:
             await router.stop()
         group.kill()
 
