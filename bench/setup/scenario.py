@@ -1,4 +1,4 @@
-"""The server scenarios, and the targets against another engine."""
+"""The server scenarios, and the targets against other engines."""
 
 from dataclasses import dataclass
 
@@ -54,12 +54,28 @@ MANY = Scenario(32, 64, 512, 64)
 SHORT = Scenario(16, 48, 16, 256)
 SHARED = Scenario(8, 32, 64, 32, prefixes=4, prefix_len=1024)
 
-TARGETS = (
-    Target(ALONE, "tpot_ms", 1.6),
-    Target(ALONE, "ttft_ms", 0.65),
-    Target(EIGHT, "tokens_per_second", 1.6),
-    Target(MANY, "tokens_per_second", 1.6),
-    Target(SHORT, "tokens_per_second", 1.7),
-    Target(SHARED, "tokens_per_second", 2.0),
-)
 SCENARIOS = (ALONE, EIGHT, MANY, SHORT, SHARED)
+
+# By the peer's name. TPOT is a ratio of speeds.
+TARGETS = {
+    "vllm": (
+        Target(ALONE, "tpot_ms", 2.0),
+        Target(ALONE, "ttft_ms", 0.5),
+        Target(EIGHT, "tokens_per_second", 2.0),
+        Target(MANY, "tokens_per_second", 2.0),
+        Target(SHORT, "tokens_per_second", 2.0),
+        Target(SHARED, "tokens_per_second", 2.0),
+    ),
+    "llama.cpp": (
+        Target(ALONE, "tpot_ms", 1.0),
+        Target(EIGHT, "tokens_per_second", 1.5),
+        Target(MANY, "tokens_per_second", 1.5),
+    ),
+    "openvino": (
+        Target(ALONE, "tpot_ms", 1.25),
+        Target(ALONE, "ttft_ms", 0.9),
+        Target(EIGHT, "tokens_per_second", 1.2),
+        Target(MANY, "tokens_per_second", 1.2),
+        Target(SHORT, "tokens_per_second", 1.2),
+    ),
+}

@@ -1,7 +1,7 @@
-"""The servers that bench/serve.py measures: ours and a peer, each started, loaded and ended by its own commands.
+"""A server that a benchmark starts, loads and ends; and ours. peers.py has those of others.
 
-Both run as a user would run them, with their own load generators. Both cache prefixes, which is the default. No run
-finds prefixes of an earlier run: each has a seed of its own, and ours also a salt. Requests of one run share prefixes.
+A run finds no prefix of an earlier run: each has a seed of its own, and ours also a salt. Requests of one run share
+prefixes.
 """
 
 import json
@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +26,28 @@ from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 KV_GIB = 2
 
 
-class Server(ABC):
-    """A server process in a new session, so that SIGKILL can reach its children too. A context manager."""
+class Engine(ABC):
+    """What a scenario runs on. A context manager."""
 
     name: str
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End its processes."""
+
+    @abstractmethod
+    def run(self, scenario: Scenario, seed: int) -> Figures:
+        """Run a scenario once. Runs with different seeds share no prompt."""
+
+
+class Server(Engine):
+    """A server process in a new session, so that SIGKILL can reach its children too."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
@@ -47,12 +63,6 @@ class Server(ABC):
             raise
         self.seconds_to_ready = time.perf_counter() - started
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
     def stop(self) -> None:
         """Send SIGTERM, and SIGKILL if that does not end the server."""
         if self._process.poll() is None:
@@ -62,10 +72,6 @@ class Server(ABC):
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-
-    @abstractmethod
-    def run(self, scenario: Scenario, seed: int) -> Figures:
-        """Run a scenario once. Runs with different seeds share no prompt."""
 
     @abstractmethod
     def is_ready(self) -> bool:
@@ -128,48 +134,6 @@ class CoatcheckServer(Server):
     def stop(self) -> None:
         self.channel.close()
         super().stop()
-
-
-class VllmServer(Server):
-    """`vllm serve` from its virtual environment, loaded by `vllm bench serve`."""
-
-    name = "vllm"
-
-    def __init__(self, environment: Path, checkpoint: Path, scratch: Path) -> None:
-        self._command, self._checkpoint, self._scratch = environment / "bin" / "vllm", checkpoint, scratch
-        self._url = f"http://127.0.0.1:{free_port()}"
-        flags = ["--host", "127.0.0.1", "--port", self._url.rpartition(":")[2], "--dtype", "bfloat16"]
-        # The variables that vLLM's documentation asks to set for CPUs, and no telemetry.
-        settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        super().__init__([self._command, "serve", checkpoint, *flags], scratch / "vllm.log", settings)
-
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=2.0) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def run(self, scenario: Scenario, seed: int) -> Figures:
-        command: list[str | Path] = [self._command, "bench", "serve", "--backend", "vllm", "--base-url", self._url]
-        command += ["--model", self._checkpoint, "--ignore-eos", "--save-result", "--seed", str(seed)]
-        command += ["--temperature", "0"]  # greedy, as our own load is
-        command += ["--result-dir", self._scratch, "--result-filename", "vllm.json"]
-        command += f"--num-prompts {scenario.requests} --max-concurrency {scenario.clients}".split()
-        if scenario.prefixes:
-            command += ["--dataset-name", "prefix_repetition"]
-            command += f"--prefix-repetition-num-prefixes {scenario.prefixes}".split()
-            command += f"--prefix-repetition-prefix-len {scenario.prefix_len}".split()
-            command += f"--prefix-repetition-suffix-len {scenario.input_len}".split()
-            command += f"--prefix-repetition-output-len {scenario.output_len}".split()
-        else:
-            command += f"--dataset-name random --random-input-len {scenario.input_len}".split()
-            command += f"--random-output-len {scenario.output_len}".split()
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        report = json.loads((self._scratch / "vllm.json").read_text())
-        if report["completed"] != scenario.requests:
-            raise RuntimeError(f"vllm answered {report['completed']} of {scenario.requests} requests")
-        return Figures(report["median_ttft_ms"], report["median_tpot_ms"], report["output_throughput"])
 
 
 def free_port() -> int:

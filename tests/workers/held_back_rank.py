@@ -1,5 +1,6 @@
-"""HeldBackRank: a real rank whose steps take at least HELD_STEP_SECONDS while a file exists, so that a test can act while
-streams run on a machine of any speed."""
+"""HeldBackRank: a real rank whose steps take at least HELD_STEP_SECONDS while a file exists.
+
+A test can so act while streams run, on a machine of any speed."""
 
 import dataclasses
 import time
