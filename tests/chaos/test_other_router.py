@@ -11,9 +11,9 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.workers.core.group_config import GroupConfig
+from tests.chaos.held_back_rank import HeldBackRank, hold_file
 from tests.router.tiny_tokenizer import write_model
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.held_back_rank import HeldBackRank, hold_file
 from tests.workers.rank_group import RankGroup
 
 
