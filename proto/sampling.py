@@ -15,6 +15,7 @@ from coatcheck.proto.errors import InvalidParameter
 from coatcheck.proto.grammar import Grammar
 
 if TYPE_CHECKING:
+    from coatcheck.proto.stubs.coatcheck_pb2 import ReasoningLimit as LimitMessage
     from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 
 MAX_CHOICES = 64
@@ -24,6 +25,39 @@ MAX_STOP_LENGTH = 1024
 NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_STOP_IDS = 256
 MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 1 << 18
+MAX_BAD_WORDS = 256  # texts, and sequences of token ids
+MAX_BAD_WORD_TOKENS = 64
+MAX_MARKER_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningLimit:
+    """See coatcheck.proto."""
+
+    max_tokens: int
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest that names the field, its value and the allowed values."""
+        name = "reasoning_limit"
+        _require(0 <= self.max_tokens < 2**31, f"{name}.max_tokens", self.max_tokens, "from 0 to 2^31 - 1")
+        _require(bool(self.end_token_ids), f"{name}.end_token_ids", "empty", "at least one token id")
+        for part in ("start_token_ids", "end_token_ids"):
+            _limit(f"{name}.{part}", len(getattr(self, part)), MAX_MARKER_TOKENS, "ids")
+
+    @classmethod
+    def from_message(cls, message: LimitMessage) -> Self:
+        """From the wire. Raises InvalidRequest."""
+        return cls(message.max_tokens, tuple(message.start_token_ids), tuple(message.end_token_ids))
+
+    def to_message(self) -> LimitMessage:
+        from coatcheck.proto.stubs.coatcheck_pb2 import ReasoningLimit as LimitMessage  # see grammar.py
+
+        return LimitMessage(
+            max_tokens=self.max_tokens, start_token_ids=self.start_token_ids, end_token_ids=self.end_token_ids
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +84,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop: bool = False
     structured: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    max_reasoning_tokens: int | None = None
+    reasoning_limit: ReasoningLimit | None = None
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest that names the field, its value and the allowed values."""
@@ -81,12 +120,37 @@ class SamplingParams:
             allowed = "unset with structured output, which ends when it is complete"
             _require(False, name, getattr(self, name), allowed)
         _limit("logit_bias", len(self.logit_bias), MAX_BIASES, "entries")
+        self._check_masks()
+        budget = self.max_reasoning_tokens
+        _require(budget is None or 0 <= budget < 2**31, "max_reasoning_tokens", budget, "from 0 to 2^31 - 1")
+
+    def _check_masks(self) -> None:
+        """Check the fields that forbid tokens. Each is refused where together with another it could forbid all."""
+        _limit("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_IDS, "ids")
+        _limit("bad_words", len(self.bad_words), MAX_BAD_WORDS, "texts")
+        _require(all(map(str.strip, self.bad_words)), "bad_words", "an empty text", "texts that are not white space")
+        _limit("bad_words", max(map(len, self.bad_words), default=0), MAX_STOP_LENGTH, "characters in one text")
+        _limit("bad_token_ids", len(self.bad_token_ids), 2 * MAX_BAD_WORDS, "sequences")
+        _require(all(self.bad_token_ids), "bad_token_ids", "an empty list", "lists of at least one token id")
+        _limit("bad_token_ids", max(map(len, self.bad_token_ids), default=0), MAX_BAD_WORD_TOKENS, "ids in one list")
+        if self.structured is not None and (self.bad_words or self.bad_token_ids):
+            name = "bad_words" if self.bad_words else "bad_token_ids"
+            raise InvalidParameter(name, "does not go with structured output; remove one of them")
+        if not self.allowed_token_ids:
+            return
+        for name in ("bad_words", "bad_token_ids", "structured", "min_tokens"):
+            if getattr(self, name):
+                raise InvalidParameter(name, "does not go with allowed_token_ids; remove one of them")
 
     @classmethod
     def from_message(cls, message: SamplingMessage, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Self:
         """From the wire. An unset field has the value in `defaults`, else its own default. Raises InvalidRequest."""
         # Checked before millions of ids become a tuple.
         _limit("stop_token_ids", len(message.stop_token_ids), MAX_STOP_IDS, "ids")
+        _limit("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_IDS, "ids")
+        limit = message.reasoning_limit
+        for sequence in message.bad_token_ids:
+            _limit("bad_token_ids", len(sequence.ids), MAX_BAD_WORD_TOKENS, "ids in one list")
         present = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
         return cls(
             **{**defaults, **present},
@@ -94,11 +158,16 @@ class SamplingParams:
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
             structured=Grammar.from_message(message.structured) if message.HasField("structured") else None,
+            allowed_token_ids=tuple(message.allowed_token_ids),
+            bad_words=tuple(message.bad_words),
+            bad_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_token_ids),
+            reasoning_limit=ReasoningLimit.from_message(limit) if message.HasField("reasoning_limit") else None,
         )
 
     def to_message(self) -> SamplingMessage:
         """The wire form. Scalars that are not None are set."""
         from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage  # see grammar.py
+        from coatcheck.proto.stubs.coatcheck_pb2 import TokenIds
 
         scalars = {name: getattr(self, name) for name in _SCALARS if getattr(self, name) is not None}
         return SamplingMessage(
@@ -107,16 +176,30 @@ class SamplingParams:
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             structured=self.structured.to_message() if self.structured is not None else None,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            bad_token_ids=[TokenIds(ids=ids) for ids in self.bad_token_ids],
+            reasoning_limit=self.reasoning_limit.to_message() if self.reasoning_limit is not None else None,
         )
 
     def check_model(self, vocab_size: int) -> None:
         """Raise InvalidRequest for a token id that the model does not have."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+        limit = self.reasoning_limit
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids),
+            *(("bad_token_ids", sequence) for sequence in self.bad_token_ids),
+            ("reasoning_limit", (*limit.start_token_ids, *limit.end_token_ids) if limit is not None else ()),
+        ):
             for token in ids:
                 _require(0 <= token < vocab_size, f"{name} entry", token, f"a token id below {vocab_size}")
 
 
-_NOT_SCALAR = ("logit_bias", "stop", "stop_token_ids", "structured")
+_NOT_SCALAR = (
+    "logit_bias", "stop", "stop_token_ids", "structured", "allowed_token_ids", "bad_words", "bad_token_ids",
+    "reasoning_limit",
+)  # fmt: skip
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_SCALAR)
 
 

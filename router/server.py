@@ -44,6 +44,7 @@ from coatcheck.router.grpc_services import add_small_services
 from coatcheck.router.http.http_server import HttpServer
 from coatcheck.router.http.middleware import wrap_app
 from coatcheck.router.openai.routes import OpenAIRoutes
+from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.responses.routes import ResponsesRoutes
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.admission_queue import AdmissionQueue
@@ -97,9 +98,11 @@ class Router:
         self._tracing = tracing or Tracing.export_to(config.otlp_endpoint, "coatcheck-router", config.name)
 
         self._side = SideProcesses()
+        planner = OutputPlanner(tokenizer, config.tool_parser)
         self.generation = GenerateService(
             config,
             tokenizer,
+            planner,
             self.groups,
             self.dispatcher,
             self.traffic,
@@ -121,7 +124,7 @@ class Router:
         add_small_services(self._grpc, self._health, services)
         self._health_updates: asyncio.Task[None] | None = None
 
-        routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, config.tool_parser)
+        routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, planner)
         AnthropicRoutes(routes.app, routes.chats)
         ResponsesRoutes(routes.app, routes.chats)
         ConnectHandlers(routes.app, self.generation, self._side)

@@ -114,11 +114,12 @@ class ToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model reasons, for chat templates that have a switch. `budget_tokens` has no effect."""
+    """Whether the model reasons, for chat templates that have a switch, and for at most how many tokens."""
 
     drops_unknown_fields: ClassVar = True
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
 
 
 class JsonFormat(RequestBody):
@@ -169,6 +170,7 @@ class CountTokensRequest(RequestBody):
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_on = self.thinking.type == "enabled"
             fields["chat_template_kwargs"] = {"enable_thinking": is_on, "thinking": is_on}
+            fields["max_reasoning_tokens"] = self.thinking.budget_tokens if is_on else None
         config = self.output_config or OutputConfig()
         if config.effort is not None:
             fields["reasoning_effort"] = config.effort

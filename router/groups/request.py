@@ -97,7 +97,6 @@ class Request:
 
     def _group_sampling(self) -> SamplingMessage:
         message = self.sampling.to_message()
-        message.ClearField("stop")
-        message.ClearField("skip_special_tokens")
-        message.ClearField("include_stop")
+        for name in ("stop", "skip_special_tokens", "include_stop", "bad_words", "max_reasoning_tokens"):
+            message.ClearField(name)
         return message

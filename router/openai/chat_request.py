@@ -163,7 +163,7 @@ class ChatRequest(SamplingFields):
             self.prompt_logprobs,
             self._select_grammar(plan, grammar_prefix),
         )
-        if plan.form.shows_special_tokens and not plan.is_plain:
+        if plan.output_format.shows_special_tokens and not plan.is_plain:
             sampling.skip_special_tokens = False  # the parser takes them out
         chat = to_chat_proto(self.messages, self.offered_tools, self.template_arguments, self.add_generation_prompt)
         if self.continue_final_message:
@@ -205,7 +205,7 @@ class ChatRequest(SamplingFields):
             return replace(named_call_grammar(constrained[0]), prefix=prefix)
         if self.tool_mode == "required":
             return replace(required_calls_grammar(constrained, self.parallel_tool_calls), prefix=prefix)
-        if plan.form.tool_format != "hermes":
+        if plan.output_format.tool_format != "hermes":
             raise InvalidRequest(
                 "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
                 "remove strict"

@@ -13,13 +13,13 @@ from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.openai.chat_request import ChatRequest
-from coatcheck.router.openai.output_planner import OutputPlanner
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import ResponseHead
 from coatcheck.router.openai.response_sender import HttpAnswer
 from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.parsing.output_parser import ParsingPlan
+from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.serving.generate_service import GenerateService
 
 _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
@@ -37,8 +37,12 @@ class ChatRunner:
 
     async def run(self, request: Request, body: ChatRequest, make_answer: MakeAnswer) -> Response:
         """Generates for the chat and responds with what `make_answer` makes of it."""
-        plan = self._planner.make_plan(body)
+        plan = self._make_plan(body)
         message = await self._translate(request, body, plan)
+        if body.max_reasoning_tokens is not None:
+            limit = self._planner.reasoning_limit(body.max_reasoning_tokens, plan.reasoning_start)
+            if limit is not None:
+                message.sampling.reasoning_limit.CopyFrom(limit.to_message())
         token_ids: list[int] = []
         tokenize = TokenizeRequest(model=body.model, chat=message.chat)
         if body.truncate_prompt_tokens is not None:
@@ -56,7 +60,7 @@ class ChatRunner:
 
     async def count_tokens(self, request: Request, body: ChatRequest) -> int:
         """The number of tokens of the chat's prompt."""
-        message = await self._translate(request, body, self._planner.make_plan(body))
+        message = await self._translate(request, body, self._make_plan(body))
         tokenize = TokenizeRequest(model=body.model, chat=message.chat)
         return len((await self._generation.tokenize(tokenize)).token_ids)
 
@@ -64,9 +68,22 @@ class ChatRunner:
         model = self._generation.model
         return ResponseHead(response_id, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
 
+    def _make_plan(self, body: ChatRequest) -> ParsingPlan:
+        begins_message = body.add_generation_prompt and not body.continue_final_message
+        return ParsingPlan(
+            self._planner.output_format,
+            self._planner.reasoning_start(body.template_arguments, begins_message=begins_message),
+            body.tool_mode,
+            body.named_function,
+            {tool.function.name: tool.function.parameters or {} for tool in body.tools},
+            max_calls=None if body.parallel_tool_calls else 1,
+            separates_reasoning=body.separate_reasoning,
+            shows_reasoning=body.include_reasoning,
+        )
+
     async def _translate(self, request: Request, body: ChatRequest, plan: ParsingPlan) -> GenerateRequest:
         request_id: str = request.scope["request_id"]
-        prefix = self._planner.grammar_prefix(plan)
+        prefix = self._planner.grammar_prefix(plan.reasoning_start)
         return await in_thread_if_long(request, lambda: body.to_generate_request(request_id, plan, prefix))
 
     async def _explain_refused_schemas(

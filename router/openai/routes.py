@@ -24,13 +24,13 @@ from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
 from coatcheck.router.openai.completion_response import CompletionResponse
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
-from coatcheck.router.openai.output_planner import OutputPlanner
 from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import EchoedPrompt, count_text
 from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses
 from coatcheck.router.openai.sampling_fields import SamplingFields
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
+from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.serving.request_validation import check_model_name
@@ -50,9 +50,8 @@ class OpenAIRoutes:
         tokenizer: TokenizerJson,
         metrics: PrometheusPage,
         side: SideProcesses,
-        tool_parser: str = "auto",
+        planner: OutputPlanner,
     ) -> None:
-        """`tool_parser`: how the model writes tool calls; see OutputFormat.detect. Raises InvalidConfig."""
         self._generation = generation
         self._admin = admin
         self._tokenizer = tokenizer
@@ -60,7 +59,7 @@ class OpenAIRoutes:
         self._formatter = LogprobsFormatter(tokenizer)
         self._large = LargeResponses(side)
         self._responder = Responder(generation, self._large)
-        self.chats = ChatRunner(generation, OutputPlanner(tokenizer, tool_parser), self._responder)
+        self.chats = ChatRunner(generation, planner, self._responder)
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
             title="Coatcheck",

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from llguidance import StructTag
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, Grammar
@@ -35,7 +35,6 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
     "logits_processors": ([],),
-    "bad_words": ([],),
     "watermarking": (False,),
     "return_token_offsets": (False,),
     "return_hidden_states": (False,),
@@ -47,9 +46,9 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
 UNIMPLEMENTED_FIELDS: Final = frozenset({
     "audio", "web_search_options", "moderation", "image_url", "input_audio", "file", "refusal", "annotations",
     "function_call", "structural_tag",
-    "allowed_token_ids", "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
+    "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
     "vllm_xargs", "mm_processor_kwargs", "documents", "chat_template", "repetition_detection",
-    "thinking_token_budget", "max_reasoning_tokens", "continue_final_message", "top_a",
+    "continue_final_message", "top_a",
     "lora_path", "stop_regex", "custom_logit_processor", "session_params", "stream_reasoning",
     "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "return_prompt_text",
 })  # fmt: skip
@@ -212,6 +211,12 @@ class SamplingFields(RequestBody):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None  # keeps the last ones
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    # vLLM's name comes second.
+    max_reasoning_tokens: Annotated[
+        Count | None, Field(validation_alias=AliasChoices("max_reasoning_tokens", "thinking_token_budget"))
+    ] = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: _SchemaField = None
     guided_regex: _RegexField = None
@@ -289,6 +294,8 @@ class SamplingFields(RequestBody):
             "seed": None if self.seed is None else self.seed % 2**64,  # OpenAI's seeds are signed
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
+            "allowed_token_ids": tuple(self.allowed_token_ids),
+            "bad_words": tuple(self.bad_words),
             "include_stop": self.include_stop_str_in_output or self.no_stop_trim,
         }
         params = copied | special | {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}

@@ -16,6 +16,8 @@ from coatcheck.router.parsing.parts import Reasoning
 from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
 
 MESSAGE: Final = "<|message|>"
+END: Final = "<|end|>"
+ANALYSIS: Final = f"<|channel|>analysis{MESSAGE}"  # what a message of reasoning begins with
 MARKERS: Final = ("<|start|>", "<|end|>", "<|channel|>", MESSAGE, "<|constrain|>", "<|call|>", "<|return|>")
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -186,8 +186,12 @@ def find_reasoning_start(form: ReasoningFormat, render: Callable[[list[dict[str,
     """What the beginning of an assistant's message says about reasoning. `render` takes messages and
     add_generation_prompt; what the second rendering adds to the first is that beginning."""
     whole, without = render(_PROBE, True), render(_PROBE, False)
-    begun = whole.removeprefix(without)
-    start, end = begun.rfind(form.start), begun.rfind(form.end)
+    return reasoning_start_of(form, whole.removeprefix(without))
+
+
+def reasoning_start_of(form: ReasoningFormat, text: str) -> ReasoningStart:
+    """What the end of a prompt, or of what a template adds to it, says about reasoning: its last marker."""
+    start, end = text.rfind(form.start), text.rfind(form.end)
     if start == end:
         return ReasoningStart.UNDECIDED
     return ReasoningStart.OPEN if start > end else ReasoningStart.CLOSED

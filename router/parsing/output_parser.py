@@ -26,7 +26,7 @@ class ParsingPlan:
     are dropped. `separates_reasoning`: reasoning is no content; `shows_reasoning`: it is not dropped.
     """
 
-    form: OutputFormat = field(default_factory=OutputFormat)
+    output_format: OutputFormat = field(default_factory=OutputFormat)
     reasoning_start: ReasoningStart = ReasoningStart.UNDECIDED
     tool_mode: ToolMode = "none"
     named_function: str = ""
@@ -38,7 +38,7 @@ class ParsingPlan:
     @property
     def is_plain(self) -> bool:
         """Whether all text is content as it is."""
-        return self.tool_mode == "none" and not self.form.has_reasoning
+        return self.tool_mode == "none" and not self.output_format.has_reasoning
 
     def make_tool_parser(self) -> ToolParser | None:
         """The parser of the calls in content."""
@@ -48,7 +48,7 @@ class ParsingPlan:
             return NamedCallParser(self.named_function)
         if self.tool_mode == "required":
             return JsonToolParser(REQUIRED_CALLS, self.max_calls)
-        match self.form.calls:
+        match self.output_format.calls:
             case JsonCallFormat() as calls:
                 return JsonToolParser(calls, self.max_calls)
             case PythonicCallFormat():
@@ -66,10 +66,10 @@ class OutputParser:
         self._plan = plan
         self._tools = plan.make_tool_parser()
         self._first: HarmonyParser | ReasoningParser | None = None
-        if isinstance(plan.form.calls, HarmonyCallFormat):
+        if isinstance(plan.output_format.calls, HarmonyCallFormat):
             self._first = HarmonyParser(calls_tools=plan.tool_mode == "auto", max_calls=plan.max_calls)
-        elif plan.form.reasoning is not None and plan.separates_reasoning:
-            self._first = ReasoningParser(plan.form.reasoning, plan.reasoning_start)
+        elif plan.output_format.reasoning is not None and plan.separates_reasoning:
+            self._first = ReasoningParser(plan.output_format.reasoning, plan.reasoning_start)
 
     @property
     def has_complete_calls(self) -> bool:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
@@ -40,6 +40,7 @@ from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, c
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
+from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
@@ -47,6 +48,7 @@ from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import (
     check_model_name,
     check_token_ids,
+    encode_constraints,
     encode_long_prompt,
     prompt_token_ids,
     validate_request,
@@ -89,6 +91,7 @@ class GenerateService:
         self,
         config: RouterConfig,
         tokenizer: TokenizerJson,
+        planner: OutputPlanner,
         groups: GroupRegistry,
         dispatcher: Dispatcher,
         traffic: Traffic,
@@ -100,6 +103,7 @@ class GenerateService:
         self._config = config
         self._defaults = defaults
         self._tokenizer = tokenizer
+        self._planner = planner
         self._groups = groups
         self._dispatcher = dispatcher
         self._traffic = traffic
@@ -271,6 +275,12 @@ class GenerateService:
             defaults=self._defaults,
             deadline=deadline,
         )
+        if request.sampling.bad_words or request.sampling.max_reasoning_tokens is not None:
+            sampling = request.sampling
+            sampling = await self._in_thread(
+                lambda: encode_constraints(sampling, message, self._tokenizer, self._planner)
+            )
+            request = replace(request, sampling=sampling)
         if request.sampling.structured is not None:
             await self._grammars.validate(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:

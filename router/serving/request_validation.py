@@ -6,6 +6,7 @@ router, a million tokens would stop every stream for 0.2 s.
 """
 
 import dataclasses
+import json
 import random
 import uuid
 from array import array
@@ -15,13 +16,15 @@ from typing import Final
 
 from google.protobuf.message import Message
 
-from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, NotFound
+from coatcheck.proto.errors import ContextLengthExceeded, InvalidParameter, InvalidRequest, NeverFits, NotFound
 from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.retention import Retention
-from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.request import Request
+from coatcheck.router.parsing.output_planner import OutputPlanner
+from coatcheck.router.parsing.reasoning_parser import ReasoningStart
 from coatcheck.router.text.chat_template import render_chat
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -144,6 +147,41 @@ def validate_request(
         tenant=tenant,
         deadline=deadline,
     )
+
+
+def encode_constraints(
+    sampling: SamplingParams, message: GenerateRequest, tokenizer: TokenizerJson, planner: OutputPlanner
+) -> SamplingParams:
+    """`sampling` with what groups obey: the token ids of bad_words, and the limit on reasoning in tokens of the model's
+    markers. Raises InvalidRequest."""
+    bad = {tuple(tokenizer.encode(text, add_special_tokens=False)): None for text in _spaced(sampling.bad_words)}
+    bad.pop((), None)
+    longest = max(map(len, bad), default=0)
+    if longest > MAX_BAD_WORD_TOKENS:
+        raise InvalidParameter("bad_words", f"has a text of {longest} tokens; the maximum is {MAX_BAD_WORD_TOKENS}")
+    limit = sampling.reasoning_limit
+    if limit is None and sampling.max_reasoning_tokens is not None:
+        limit = planner.reasoning_limit(sampling.max_reasoning_tokens, _reasoning_start(message, planner))
+    return dataclasses.replace(sampling, bad_token_ids=(*sampling.bad_token_ids, *bad), reasoning_limit=limit)
+
+
+def _spaced(words: Sequence[str]) -> list[str]:
+    """Each word at the beginning of a text, and behind a space."""
+    return [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
+
+
+def _reasoning_start(message: GenerateRequest, planner: OutputPlanner) -> ReasoningStart:
+    """Whether the prompt ends inside of reasoning."""
+    match message.WhichOneof("prompt"):
+        case "chat":
+            chat = message.chat
+            begins_message = _or_true(chat, "add_generation_prompt") and not chat.continue_final_message
+            arguments = json.loads(chat.template_arguments or "{}")
+            return planner.reasoning_start(arguments, begins_message=begins_message)
+        case "text":
+            return planner.reasoning_start_of_text(message.text)
+        case _:
+            return ReasoningStart.UNDECIDED
 
 
 def _copy_ids(ids: Sequence[int], at_most: int | None) -> Sequence[int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
-from coatcheck.proto.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from coatcheck.proto.sampling import MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, ReasoningLimit, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
@@ -54,6 +54,14 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("",)),
     ("stop", ("a",) * (MAX_STOPS + 1)),
     ("stop_token_ids", tuple(range(257))),
+    ("bad_words", (" ",)),
+    ("bad_words", ("a",) * (MAX_BAD_WORDS + 1)),
+    ("bad_words", ("a" * 1025,)),
+    ("bad_token_ids", ((),)),
+    ("bad_token_ids", (tuple(range(65)),)),
+    ("bad_token_ids", ((1,),) * (2 * MAX_BAD_WORDS + 1)),
+    ("allowed_token_ids", tuple(range((1 << 18) + 1))),
+    ("max_reasoning_tokens", -1),
 ]
 EDGES: list[tuple[str, Any]] = [
     ("max_tokens", 1),
@@ -147,7 +155,44 @@ structured = st.builds(
 )
 
 
-@given(valid | structured)
+ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple)
+masked = st.builds(SamplingParams, allowed_token_ids=ids) | st.builds(
+    SamplingParams,
+    bad_words=st.lists(texts, max_size=3).map(tuple),
+    bad_token_ids=st.lists(ids, max_size=3).map(tuple),
+    max_reasoning_tokens=st.none() | st.integers(0, 2**31 - 1),
+    reasoning_limit=st.none() | st.builds(ReasoningLimit, st.integers(0, 2**31 - 1), st.just(()) | ids, ids),
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"allowed_token_ids": (1,)}, {"bad_words": ("a",)}),
+        ({"allowed_token_ids": (1,)}, {"bad_token_ids": ((1,),)}),
+        ({"allowed_token_ids": (1,)}, {"min_tokens": 1}),
+        ({"allowed_token_ids": (1,)}, {"structured": Grammar("regex", "a")}),
+        ({"structured": Grammar("regex", "a")}, {"bad_words": ("a",)}),
+        ({"structured": Grammar("regex", "a")}, {"bad_token_ids": ((1,),)}),
+    ],
+)
+def test_masks_that_could_forbid_every_token_together_are_refused(first: Any, second: Any) -> None:
+    """Each of two such fields is taken alone, and both together are refused."""
+    SamplingParams(**first)
+    SamplingParams(**second)
+    with pytest.raises(InvalidRequest, match="does not go with .*; remove one of them"):
+        SamplingParams(**first, **second)
+
+
+def test_a_reasoning_limit_needs_its_end_marker() -> None:
+    """A limit without an end marker, or with one of too many tokens, is refused."""
+    with pytest.raises(InvalidRequest, match=r"^reasoning_limit.end_token_ids is empty; it must be at least one"):
+        ReasoningLimit(5, (), ())
+    with pytest.raises(InvalidRequest, match=r"^reasoning_limit.end_token_ids has 65 ids; the maximum is 64"):
+        ReasoningLimit(5, (), tuple(range(65)))
+
+
+@given(valid | structured | masked)
 def test_wire_form_keeps_everything(params: SamplingParams) -> None:
     """The wire form of parameters gives equal parameters."""
     assert SamplingParams.from_message(SamplingMessage.FromString(params.to_message().SerializeToString())) == params

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Final, NamedTuple, Self
 
 from coatcheck.proto.grammar import KINDS, Grammar
-from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
 
 # The parameters that change the draw. Rank 0 handles the others, and the router stop strings.
 _SAMPLING: Final = struct.Struct("=Q6f4i")
@@ -95,8 +95,9 @@ class StepPlan:
         out = array("i", (self.step, int(self.stop), len(self.new_sequences), len(self.new_grammars)))
         for new in self.new_sequences:
             out.extend((new.slot, new.choice, new.prompt_len, -1 if new.grammar_id is None else new.grammar_id))
-            for values in (new.token_ids, new.stop_token_ids, _encode_sampling(new.sampling)):
-                _put_list(out, values)
+            _put_list(out, new.token_ids)
+            _put_list(out, new.stop_token_ids)
+            _put_sampling(out, new.sampling)
         for grammar in self.new_grammars:
             _put_list(out, _encode_grammar(grammar))
         for tuples in (self.table_writes, self.cow_copies, self.scheduled, self.demotes, self.restores):
@@ -151,31 +152,57 @@ class _Reader:
 
 def _decode_new_sequence(reader: _Reader) -> NewSequence:
     slot, choice, prompt_len, grammar_id = reader.take(4)
-    ids, stops, sampling = reader.take_list().tolist(), tuple(reader.take_list()), reader.take_list()
+    ids, stops = reader.take_list().tolist(), tuple(reader.take_list())
     grammar = None if grammar_id < 0 else grammar_id
-    return NewSequence(slot, choice, prompt_len, ids, _decode_sampling(sampling), stops, grammar)
+    return NewSequence(slot, choice, prompt_len, ids, _take_sampling(reader), stops, grammar)
 
 
-def _encode_sampling(params: SamplingParams) -> "array[int]":
+def _put_sampling(out: "array[int]", params: SamplingParams) -> None:
     seed, *others = (getattr(params, name) for name in _SAMPLING_FIELDS)
     content = _SAMPLING.pack(seed or 0, *(-1 if value is None else value for value in others))
-    return array("i", content + b"".join(_BIAS.pack(*bias) for bias in params.logit_bias.items()))
+    _put_list(out, array("i", content + b"".join(_BIAS.pack(*bias) for bias in params.logit_bias.items())))
+    _put_list(out, params.allowed_token_ids)
+    out.append(len(params.bad_token_ids))
+    for sequence in params.bad_token_ids:
+        _put_list(out, sequence)
+    limit = params.reasoning_limit
+    _put_list(out, limit.end_token_ids if limit is not None else ())
+    if limit is not None:
+        out.append(limit.max_tokens)
+        _put_list(out, limit.start_token_ids)
 
 
-def _decode_sampling(ints: "array[int]") -> SamplingParams:
-    content = ints.tobytes()
+def _take_sampling(reader: _Reader) -> SamplingParams:
+    content = reader.take_list().tobytes()
     fields = dict(zip(_SAMPLING_FIELDS, _SAMPLING.unpack_from(content), strict=True))
     for name in ("logprobs", "prompt_logprobs"):
         fields[name] = None if fields[name] < 0 else fields[name]
-    return SamplingParams(**fields, logit_bias=dict(_BIAS.iter_unpack(content[_SAMPLING.size :])))
+    allowed = tuple(reader.take_list())
+    (num_bad,) = reader.take(1)
+    bad = tuple(tuple(reader.take_list()) for _ in range(num_bad))
+    limit = None
+    if end := tuple(reader.take_list()):
+        (max_tokens,) = reader.take(1)
+        limit = ReasoningLimit(max_tokens, tuple(reader.take_list()), end)
+    return SamplingParams(
+        **fields,
+        logit_bias=dict(_BIAS.iter_unpack(content[_SAMPLING.size :])),
+        allowed_token_ids=allowed,
+        bad_token_ids=bad,
+        reasoning_limit=limit,
+    )
 
 
 def _encode_grammar(grammar: Grammar) -> "array[int]":
-    """Kind, number of bytes, and the bytes padded to int32."""
-    text = grammar.text.encode()
-    return array("i", (KINDS.index(grammar.kind), len(text))) + array("i", text + bytes(-len(text) % 4))
+    """Kind, number of bytes of the text and of the prefix, and the bytes of both padded to int32."""
+    text, prefix = grammar.text.encode(), grammar.prefix.encode()
+    content = text + prefix
+    return array("i", (KINDS.index(grammar.kind), len(text), len(prefix))) + array(
+        "i", content + bytes(-len(content) % 4)
+    )
 
 
 def _decode_grammar(ints: "array[int]") -> Grammar:
-    kind, length = ints[:2]
-    return Grammar(KINDS[kind], ints[2:].tobytes()[:length].decode())
+    kind, text, prefix = ints[:3]
+    content = ints[3:].tobytes()
+    return Grammar(KINDS[kind], content[:text].decode(), content[text : text + prefix].decode())

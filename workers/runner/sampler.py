@@ -14,6 +14,7 @@ from coatcheck.kernels.sampling.sample import sample
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence
 from coatcheck.workers.runner.host_transfer import upload
+from coatcheck.workers.runner.token_constraints import TokenConstraints
 
 
 class Sampler:
@@ -26,11 +27,13 @@ class Sampler:
         self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._sequences: dict[int, NewSequence] = {}  # by slot
+        self._constraints = TokenConstraints(device)
 
     def set_parameters(self, new: NewSequence) -> None:
         """Set the slot's parameters to those of a new sequence."""
         params, slot = new.sampling, new.slot
         self._sequences[slot] = new
+        self._constraints.set_sequence(new)
         floats = (
             params.temperature, params.top_p, params.min_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
@@ -51,6 +54,7 @@ class Sampler:
         slot_ids, position_ids = (upload(ids, torch.int64, self._device) for ids in (slots, positions))
         if any(_has_penalties(sequence) for sequence in sequences):
             self._apply_penalties(logits, sequences, slot_ids, position_ids, token_ids[:, : max(positions)])
+        self._constraints.apply(logits, slots, positions, token_ids)
         if all(sequence.sampling.temperature == 0.0 for sequence in sequences):
             return logits.argmax(dim=-1)
         floats, ints = self._floats[:, slot_ids], self._ints[:, slot_ids]

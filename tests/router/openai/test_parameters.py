@@ -53,16 +53,17 @@ OTHERS_WORK: dict[str, list[Any]] = {
     "guided_grammar": ['start: "a"'], "json_schema": ['{"type": "null"}'], "regex": ["a+"], "ebnf": ['root ::= "a"'],
     "request_id": ["a"], "rid": ["a"], "session_id": ["a"], "custom_labels": [{"a": "b"}], "stream_interval": [4],
     "use_beam_search": [False], "length_penalty": [1.0], "early_stopping": [False], "watermarking": [False],
-    "spaces_between_special_tokens": [True], "bad_words": [[]], "logits_processors": [[]],
+    "spaces_between_special_tokens": [True], "bad_words": [[], ["a"]], "allowed_token_ids": [[5]],
+    "thinking_token_budget": [5], "max_reasoning_tokens": [0, 5], "logits_processors": [[]],
     "return_tokens_as_token_ids": [False, True], "return_hidden_states": [False], "return_routed_experts": [False],
     "routed_experts_prompt_start": [0], "return_token_offsets": [False], "lora_path": [None], "best_of": [1],
 }  # fmt: skip
 OTHERS_REFUSED: dict[str, list[Any]] = {
-    "use_beam_search": [True], "length_penalty": [2.0], "bad_words": [["a"]], "allowed_token_ids": [[5]],
+    "use_beam_search": [True], "length_penalty": [2.0],
     "logits_processors": [["a"]], "logprob_token_ids": [[5]], "watermarking": [True],
     "prompt_embeds": ["a"], "kv_transfer_params": [{"a": 1}], "vllm_xargs": [{"a": 1}], "lora_path": ["a"],
     "return_hidden_states": [True], "repetition_detection": [{"a": 1}],
-    "thinking_token_budget": [5], "stop_regex": ["a"], "custom_logit_processor": ["a"], "session_params": [{"a": 1}],
+    "stop_regex": ["a"], "custom_logit_processor": ["a"], "session_params": [{"a": 1}],
     "chat_template": ["{{ a }}"], "documents": [[{"a": "b"}]], "mm_processor_kwargs": [{"a": 1}], "top_a": [0.5],
     "best_of": [2],
 }  # fmt: skip

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from coatcheck.proto.grammar import Grammar
-from coatcheck.router.openai.chat_request import ChatRequest
-from coatcheck.router.openai.output_planner import OutputPlanner
+from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
+from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
 from coatcheck.router.responses.response_store import measure_bytes
 from coatcheck.router.text.tokenizer import TokenizerJson
@@ -122,16 +123,59 @@ PLANNED = (
 )
 
 
-def planned_chat(**arguments: Any) -> ChatRequest:
-    messages = [{"role": "user", "content": "hello"}]
-    return ChatRequest.model_validate({"model": "m", "messages": messages, "chat_template_kwargs": arguments})
-
-
 def test_large_template_arguments_are_not_kept(tmp_path: Path) -> None:
     """Each set of arguments has its own result, and those of many megabytes leave no trace of their size."""
     planner = OutputPlanner(TokenizerJson.load(str(write_model(tmp_path, PLANNED))))
     for number in range(100):
-        planner.make_plan(planned_chat(unused=f"{number}" + "x" * 10_000))
-    assert planner.make_plan(planned_chat(enable_thinking=False)).reasoning_start is ReasoningStart.CLOSED
-    assert planner.make_plan(planned_chat()).reasoning_start is ReasoningStart.UNDECIDED
+        planner.reasoning_start({"unused": f"{number}" + "x" * 10_000}, begins_message=True)
+    closed = planner.reasoning_start({"enable_thinking": False}, begins_message=True)
+    assert closed is ReasoningStart.CLOSED
+    assert planner.reasoning_start({}, begins_message=True) is ReasoningStart.UNDECIDED
     assert measure_bytes(list(planner._starts)) < 100_000 and len(planner._starts) <= 64
+
+
+async def test_a_limit_on_reasoning_reaches_the_group(
+    start_http_router: StartHttpRouter, thinker: TokenizerJson
+) -> None:
+    """Groups get the limit in tokens of the markers: after a start marker unless the prompt has opened the reasoning,
+    and none if the prompt has closed it. Every API has a name for the limit."""
+    group = saying("yes")
+    router = await start_http_router(group, tokenizer=thinker)
+    start, end = (tuple(thinker.encode(marker, False)) for marker in ("<think>", "</think>"))
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO)
+    create = router.openai.chat.completions.create
+
+    def sent() -> ReasoningLimit | None:
+        return SamplingParams.from_message(group.submits[-1].sampling).reasoning_limit
+
+    await create(**asked, extra_body={"max_reasoning_tokens": 5})
+    assert sent() == ReasoningLimit(5, start, end)
+    await create(**asked, extra_body={"thinking_token_budget": 5, "truncate_prompt_tokens": 9}, reasoning_effort="high")
+    assert sent() == ReasoningLimit(5, (), end)
+    closed = {"max_reasoning_tokens": 5, "chat_template_kwargs": {"enable_thinking": False}}
+    await create(**asked, extra_body=closed)
+    assert sent() is None
+    await create(**asked)
+    assert sent() is None
+    for prompt, opening in (("a<think>b", ()), ("<think>a</think>b", start)):
+        await router.openai.completions.create(model="tiny", prompt=prompt, extra_body={"max_reasoning_tokens": 0})
+        assert sent() == ReasoningLimit(0, opening, end)
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    body = {"model": "tiny", "max_tokens": 9, "messages": HELLO, "thinking": thinking}
+    assert (await router.request("POST", "/v1/messages", body))[0] == 200
+    assert sent() == ReasoningLimit(7, start, end)
+
+
+async def test_bad_words_reach_the_group_as_tokens(start_http_router: StartHttpRouter, thinker: TokenizerJson) -> None:
+    """Each text is sent as it is at the beginning of a text and behind a space; one that has too many tokens is
+    refused."""
+    group = saying("yes")
+    router = await start_http_router(group, tokenizer=thinker)
+    create = router.openai.chat.completions.create
+    await create(model="tiny", messages=HELLO, extra_body={"bad_words": ["no", " no"], "max_tokens": 3})
+    ids = SamplingParams.from_message(group.submits[-1].sampling).bad_token_ids
+    assert ids == tuple(tuple(thinker.encode(text, False)) for text in ("no", " no"))
+    await create(model="tiny", messages=HELLO, extra_body={"allowed_token_ids": [5, 6]})
+    assert list(group.submits[-1].sampling.allowed_token_ids) == [5, 6]
+    with pytest.raises(BadRequestError, match="bad_words has a text of .* tokens; the maximum is 64"):
+        await create(model="tiny", messages=HELLO, extra_body={"bad_words": ["xyzzy" * 100]})

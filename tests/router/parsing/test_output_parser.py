@@ -214,7 +214,7 @@ def test_calls_come_after_reasoning() -> None:
     """A call in the reasoning is reasoning; include_reasoning and separate_reasoning hide or keep it."""
     call = f"<tool_call>{CALL}</tool_call>"
     text = f"<think>{call}</think>{call}"
-    form: dict[str, Any] = dict(form=OutputFormat("hermes", THINK), tool_mode="auto")
+    form: dict[str, Any] = dict(output_format=OutputFormat("hermes", THINK), tool_mode="auto")
     assert read(ParsingPlan(**form), list(text)) == (call, "", [F])
     assert read(ParsingPlan(**form, shows_reasoning=False), list(text)) == ("", "", [F])
     assert read(ParsingPlan(**form, separates_reasoning=False), list(text)) == ("", "<think></think>", [F, F])

@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.proto.grammar import Grammar
-from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 grammars = st.builds(
-    Grammar, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(min_size=1).filter(str.strip)
+    Grammar, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(min_size=1).filter(str.strip), st.text()
 )
 ints = st.integers(0, 2**31 - 1)
 floats32 = st.floats(0, 2, width=32)
@@ -27,6 +27,10 @@ sampling = st.builds(
     logit_bias=st.dictionaries(ints, floats32, max_size=3),
 )
 sampling |= st.builds(SamplingParams, min_tokens=st.integers(0, 9), seed=ints)
+token_ids = st.lists(ints, min_size=1, max_size=3).map(tuple)
+limits = st.builds(ReasoningLimit, ints, st.just(()) | token_ids, token_ids)
+sampling |= st.builds(SamplingParams, seed=ints, allowed_token_ids=token_ids, reasoning_limit=st.none() | limits)
+sampling |= st.builds(SamplingParams, seed=ints, bad_token_ids=st.lists(token_ids, max_size=3).map(tuple))
 plans = st.builds(
     StepPlan,
     step=ints,

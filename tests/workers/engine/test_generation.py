@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import TokenLogprob
@@ -259,3 +259,54 @@ def test_a_preempted_prompt_is_scored_once(make: Make, checkpoint: Path) -> None
         engine.check()
     assert engine.stats().preemptions > 0
     assert [score.token_id for score in scored] == PROMPT[1:]
+
+
+LIMITED = params(reasoning_limit=ReasoningLimit(5, (), (70, 71)))
+
+
+def test_reasoning_ends_at_its_limit(make: Make) -> None:
+    """The end marker is forced after the limit, whatever the batch, the chunks, a preemption or a resume; the tokens
+    before it are those of a request without a limit."""
+    free = run(make(), ask(sampling=params()))["a", 0][0]
+    limited = run(make(), ask(sampling=LIMITED))["a", 0][0]
+    assert limited[:7] == [*free[:5], 70, 71] and len(limited) == 12
+    assert run(make(budget=7, depth=1), ask(sampling=LIMITED))["a", 0][0] == limited
+    engine = make(num_blocks=12)
+    others = [ask(f"o{i}", PROMPT[: 20 + i], params(seed=i, max_tokens=30)) for i in range(4)]
+    assert run(engine, *others, ask(sampling=LIMITED))["a", 0][0] == limited
+    assert engine.stats().preemptions > 0
+    for kept in (3, 5, 6, 9):
+        resumed = ask(sampling=LIMITED, resume={0: tuple(limited[:kept])})
+        assert run(make(), resumed)["a", 0][0] == limited[kept:]
+
+
+def test_reasoning_that_ends_or_never_began_is_not_forced(make: Make) -> None:
+    """Nothing is forced if the output has the end marker within the limit, or does not begin with the start marker."""
+    free = run(make(), ask(sampling=params()))["a", 0][0]
+    for limit in (
+        ReasoningLimit(5, (), tuple(free[2:4])),
+        ReasoningLimit(5, (free[0] + 1,), (70,)),
+        ReasoningLimit(12, (), (70,)),
+    ):
+        assert run(make(), ask(sampling=params(reasoning_limit=limit)))["a", 0][0] == free
+    begun = ReasoningLimit(0, tuple(free[:2]), (70,))
+    assert run(make(), ask(sampling=params(reasoning_limit=begun)))["a", 0][0][:3] == [*free[:2], 70]
+
+
+def test_only_allowed_tokens_are_sampled(make: Make) -> None:
+    """allowed_token_ids leave no other token, with a logit bias for one that is not allowed too."""
+    sampling = params(allowed_token_ids=(10, 20, 30), logit_bias={40: 100.0})
+    assert {*run(make(), ask(sampling=sampling))["a", 0][0]} <= {10, 20, 30}
+
+
+def test_bad_words_are_not_said(make: Make) -> None:
+    """A sequence of bad tokens is never completed; its tokens are sampled elsewhere, and the prompt does not count."""
+    free = run(make(), ask(sampling=params()))["a", 0][0]
+    alone = next(token for token in free[4:] if token not in free[:4])
+    bad = (tuple(free[1:4]), (alone,))
+    said = run(make(), ask(sampling=params(bad_token_ids=bad)))["a", 0][0]
+    assert said[:3] == free[:3] and said[3] != free[3]
+    assert alone not in said
+    assert all(tuple(said[at : at + 3]) != bad[0] for at in range(12))
+    after_prompt = ((PROMPT[-1], free[0]),)
+    assert run(make(), ask(sampling=params(bad_token_ids=after_prompt)))["a", 0][0][0] == free[0]
