@@ -9,11 +9,14 @@ from coatcheck.bench.routing_simulation.service_model import ServiceModel
 GROUPS = 8
 LOADS = (0.3, 0.5, 0.7, 0.85, 0.95)
 SIZES = (3000, 1000, 10_000)
+SMALL = 300  # blocks that hardly hold what a made-up workload shares: most of these fill no larger cache
 ROUTERS = (2, 4, 16)
-_FAMILIES = (
-    "conversation", "synthetic", "azure", "shared prompt 0.5k", "shared prompt 4k", "shared prompt 20k",
+_TRACES = ("conversation", "synthetic", "azure")
+_MADE_UP = (
+    "shared prompt 0.5k", "shared prompt 4k", "shared prompt 20k",
     "shared prompt, long answers", "tenants", "retrieval", "agents", "chats", "flash crowd", "bursts", "long and short",
 )  # fmt: skip
+_FAMILIES = (*_TRACES, *_MADE_UP)
 _VARIED = ("conversation", "shared prompt 4k", "tenants", "retrieval", "chats")  # also on unlike groups and routers
 
 
@@ -91,5 +94,6 @@ CELLS = (
         for cluster in (Cluster.MIXED_SPEEDS, Cluster.MIXED_SIZES, Cluster.CHANGING)
         for load in LOADS
     ),
+    *(Cell(name, SMALL, load) for name in _MADE_UP for load in LOADS),
     *(Cell(name, 1000, load, 4000) for name in ("conversation", "synthetic", "tenants") for load in (0.5, 0.85)),
 )
