@@ -5,16 +5,15 @@ command starts a local Ray, which ends with the command, or with --no-ray the ra
 after all settings are checked.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from coatcheck.cluster.commands.apply_settings import ApplySettings
-from coatcheck.cluster.commands.local_session import LocalSession
-from coatcheck.cluster.commands.serve_session import ServeSession
-from coatcheck.cluster.commands.stop_signals import StopSignals
 from coatcheck.cluster.config.exposure import check_credentials
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import with_flags
@@ -23,6 +22,12 @@ from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.machine import check_gpus, check_memory, check_ports
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
+from coatcheck.cluster.session.apply_settings import ApplySettings
+from coatcheck.cluster.session.kubernetes_events import pod_events
+from coatcheck.cluster.session.local_session import LocalSession
+from coatcheck.cluster.session.serve_lines import Notice
+from coatcheck.cluster.session.serve_session import ServeSession
+from coatcheck.cluster.session.stop_signals import StopSignals
 from coatcheck.proto.errors import InvalidConfig
 
 EPILOG = """\
@@ -55,17 +60,42 @@ def serve(
         Path | None,
         typer.Option(help="With --apply: a file that exists while the cluster serves with these settings."),
     ] = None,
+    kubernetes_events: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes-events",
+            help="In a pod: record lost groups, settings that are refused or wait, and errors as events of the pod.",
+        ),
+    ] = False,
     **flags: Any,
 ) -> None:
     """Serve MODEL until SIGINT or SIGTERM. The first one drains (running requests end), a second one stops at once."""
     signals = StopSignals()
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
-    settings = ServeConfig.build(flags, config)
-    if (apply or ready_file) and settings.ray_address is None:
-        raise InvalidConfig("--apply and --ready-file are for a cluster that outlives this command; give --ray-address")
-    if ready_file and not apply:
-        raise InvalidConfig("--ready-file tells whether settings are applied; give --apply too")
+    console = Console(stderr=True, highlight=False)
+    events = pod_events(partial(console.print, soft_wrap=True, markup=False)) if kubernetes_events else _no_events()
+    with events as record:
+        settings = ServeConfig.build(flags, config)
+        if (apply or ready_file) and settings.ray_address is None:
+            raise InvalidConfig(
+                "--apply and --ready-file are for a cluster that outlives this command; give --ray-address"
+            )
+        if ready_file and not apply:
+            raise InvalidConfig("--ready-file tells whether settings are applied; give --apply too")
+        _check_settings(settings, console)
+        if settings.no_ray:
+            raise typer.Exit(LocalSession(settings, signals).run())
+        if settings.ray_address is not None:
+            settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
+        applies = None
+        if apply:
+            applies = ApplySettings(config, lambda: ServeConfig.build(flags, config), ready_file)
+        raise typer.Exit(ServeSession(settings, signals, record, applies).run())
+
+
+def _check_settings(settings: ServeConfig, console: Console) -> None:
+    """Raises CoatcheckError for what this host or the model cannot do."""
     settings.check_model_directory()
     check_model(settings)
     check_memory(settings)
@@ -73,12 +103,9 @@ def serve(
     check_ports(settings)
     check_credentials(settings)
     check_checkpoint(settings)
-    check_architecture(settings, Console(stderr=True, highlight=False))
-    if settings.ray_address is not None:
-        settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
-    if settings.no_ray:
-        raise typer.Exit(LocalSession(settings, signals).run())
-    applies = None
-    if apply:
-        applies = ApplySettings(config, lambda: ServeConfig.build(flags, config), ready_file)
-    raise typer.Exit(ServeSession(settings, signals, applies).run())
+    check_architecture(settings, console)
+
+
+@contextmanager
+def _no_events() -> Iterator[Callable[[Notice], None]]:
+    yield lambda notice: None

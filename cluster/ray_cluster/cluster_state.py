@@ -35,7 +35,8 @@ class GroupState:
 class ClusterState:
     """`grpc_addresses` and `http_addresses`: host:port of each router. The first is empty until every router serves.
 
-    `failure`: why the cluster will never serve, else "". `configuration`: see ConfigRollout.status.
+    `failure`: why the cluster will never serve, else "". `configuration`: see ConfigRollout.status. `obstacle`: why a
+    step towards those settings was not possible; it is part of `configuration`.
     """
 
     groups: tuple[GroupState, ...] = ()
@@ -43,6 +44,7 @@ class ClusterState:
     failure: str = ""
     http_addresses: tuple[str, ...] = ()
     configuration: str = ""
+    obstacle: str = ""
 
     @property
     def is_ready(self) -> bool:

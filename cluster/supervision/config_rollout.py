@@ -84,7 +84,8 @@ def read_rollout() -> StoredRollout | None:
 
 
 class ConfigRollout:
-    """`config` are the newest settings. `use_live` is called with settings whose live part changed."""
+    """`config` are the newest settings. `obstacle`: why the last step towards them was not possible, or "".
+    `use_live` is called with settings whose live part changed."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ConfigRollout:
         self._routers = routers
         self._use_live = use_live
         self._refusal = ""
-        self._obstacle = ""  # why the last step was not possible
+        self.obstacle = ""
         self._has_work = asyncio.Event()
 
     @property
@@ -112,8 +113,8 @@ class ConfigRollout:
             waits.append(f"{counted(self.config.groups, 'group')} instead of {self._groups.size}")
         if names := [*sorted(self._pending.groups), *(f"the router at {one}" for one in self._pending.routers)]:
             waits.append(f"a restart of {', '.join(names)} for {', '.join(self._pending.reasons)}")
-        obstacle = f" ({self._obstacle})" if self._obstacle else ""
-        return f"waits for {' and '.join(waits)}{obstacle}" if waits else ""
+        because = f" ({self.obstacle})" if self.obstacle else ""
+        return f"waits for {' and '.join(waits)}{because}" if waits else ""
 
     def apply(self, wanted: ServeConfig) -> str:
         """Begin to give the cluster the settings `wanted`. Returns why that is impossible, or "". A change that is
@@ -142,10 +143,11 @@ class ConfigRollout:
                 self._has_work.clear()
                 await self._has_work.wait()
                 continue
-            obstacles = [await self._try(step) for step in (self._scale, self._restart_groups, self._restart_routers)]
-            self._obstacle = next(filter(None, obstacles), "")
+            steps = (self._scale, self._restart_groups, self._restart_routers)
+            refusals = [await self._try(step) for step in steps]
+            self.obstacle = next(filter(None, refusals), "")
             self._publish()
-            if self._obstacle:
+            if self.obstacle:
                 _log.warning("settings: %s", self.status)
                 await asyncio.sleep(_RETRY_SECONDS)
 

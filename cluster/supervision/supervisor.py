@@ -64,7 +64,8 @@ class Supervisor:
         failure = self._failure or self._routers.failure or self._groups.failure
         addresses = tuple(self._routers.addresses) if self._routers.all_serve else ()
         http_addresses = tuple(self._routers.http_addresses)
-        return ClusterState(groups, addresses, failure, http_addresses, self._rollout.status)
+        rollout = self._rollout
+        return ClusterState(groups, addresses, failure, http_addresses, rollout.status, rollout.obstacle)
 
     async def find_missing_connection(self) -> str:
         """See RouterSet. Until the result is "", routers may refuse requests for lack of capacity."""

@@ -212,3 +212,30 @@ podAntiAffinity:
   volumeMounts: {{- include "coatcheck.mounts" (dict "root" .root "role" dict) | nindent 4 }}
 {{- end }}
 {{- end }}
+
+{{- /* Whether `serve` records events. `default`, which every pod of the namespace has, must not get the right to. */ -}}
+{{- define "coatcheck.events" -}}
+{{- if and .Values.events.enabled (ne (include "coatcheck.serviceAccount" .) "default") }}true{{ end }}
+{{- end }}
+
+{{- define "coatcheck.eventsEnv" -}}
+{{- if include "coatcheck.events" . }}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+{{- end }}
+{{- end }}
+
+{{- /* What Kubernetes mounts by itself into every container of a pod, here for the container of `serve` alone. */ -}}
+{{- define "coatcheck.eventsVolume" -}}
+{{- if include "coatcheck.events" . }}
+- name: api-token
+  projected:
+    defaultMode: 288
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3607}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {apiVersion: v1, fieldPath: metadata.namespace}}]}
+{{- end }}
+{{- end }}

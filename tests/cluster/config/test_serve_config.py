@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cluster.commands.serve_session import check_same_settings
 from coatcheck.cluster.config.derived_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.setting_values import parse_memory
 from coatcheck.cluster.preflight.machine import check_memory
 from coatcheck.cluster.preflight.model import check_model
+from coatcheck.cluster.session.serve_session import check_same_settings
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from tests.cluster.model_configs import LLAMA, write_config
 

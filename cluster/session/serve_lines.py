@@ -1,6 +1,7 @@
-"""What `coatcheck serve` prints: the progress of ranks, the `ready:` line, and a line for each change of a group."""
+"""What `coatcheck serve` prints: the progress of ranks, the `ready:` line, and a notice for each change of a group."""
 
 import re
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -8,6 +9,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A line that `serve` prints. `reason`: its Kubernetes event, one word of capitalised parts; "": it is none."""
+
+    line: str
+    reason: str = ""
+    is_warning: bool = False
 
 
 def ready_line(config: ServeConfig, state: ClusterState) -> str:
@@ -83,20 +93,27 @@ class ProgressBars(Progress):
                 self.update(task, completed=progress.done_bytes, total=total, phase=progress.phase.value)
 
 
-class GroupLines:
+class GroupNotices:
     """Remembers what was last said of each group."""
 
     def __init__(self, state: ClusterState) -> None:
         self._known = {group.name: _comparable_state(group) for group in state.groups}
 
-    def describe_changes(self, state: ClusterState) -> list[str]:
-        """A line for each group whose state or reason has changed. A start itself gets none, only its end."""
-        lines = []
+    def describe_changes(self, state: ClusterState) -> list[Notice]:
+        """A notice for each group whose state or reason has changed. A start itself gets none, only its end."""
+        notices = []
         for group in state.groups:
             if self._known.get(group.name) != _comparable_state(group) and group.state != "starting":
                 self._known[group.name] = _comparable_state(group)
-                lines.append(f"{group.name} is {group.state}{_describe_cause(group)}")
-        return lines
+                line = f"{group.name} is {group.state}{_describe_cause(group)}"
+                reason = f"Group{group.state.capitalize()}"
+                notices.append(Notice(line, reason, is_warning=group.state in ("lost", "failed")))
+        return notices
+
+
+def without_brackets(text: str) -> str:
+    """`text` without the parts in brackets (numbers, log files), which differ from one restart to the next."""
+    return re.sub(r" \([^()]*\)", "", text)
 
 
 def _describe_cause(group: GroupState) -> str:
@@ -108,6 +125,4 @@ def _describe_cause(group: GroupState) -> str:
 
 
 def _comparable_state(group: GroupState) -> tuple[str, ...]:
-    """A group's state and reasons without the parts in brackets (numbers, log files), which differ from one restart to
-    the next."""
-    return group.state, *(re.sub(r" \([^()]*\)", "", text) for text in (group.reason, group.last_failure))
+    return group.state, without_brackets(group.reason), without_brackets(group.last_failure)

@@ -5,16 +5,13 @@ Ray is imported by the methods, not here: the command sets Ray's environment var
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from coatcheck.cluster.commands.apply_settings import ApplySettings
-from coatcheck.cluster.commands.ray_watch import RayWatch
-from coatcheck.cluster.commands.serve_lines import GroupLines, ProgressBars, niceness_warning, ready_line
-from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
@@ -28,6 +25,16 @@ from coatcheck.cluster.ray_cluster.ray_environment import (
 )
 from coatcheck.cluster.ray_cluster.ray_log import redirect_native_stderr
 from coatcheck.cluster.ray_cluster.ray_start import RayStart
+from coatcheck.cluster.session.apply_settings import ApplySettings
+from coatcheck.cluster.session.ray_watch import RayWatch
+from coatcheck.cluster.session.serve_lines import (
+    GroupNotices,
+    Notice,
+    ProgressBars,
+    niceness_warning,
+    ready_line,
+)
+from coatcheck.cluster.session.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.proto.contract import contract_mismatch
 from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.workers.host.disk_space import describe_full_disk
@@ -54,9 +61,17 @@ _CONNECT_SECONDS = 3.0  # a router normally needs less to connect to a serving g
 class ServeSession:
     """Connects to Ray, starts or finds the supervisor, waits until everything serves, waits for a signal, and stops."""
 
-    def __init__(self, config: ServeConfig, signals: StopSignals, applies: ApplySettings | None = None) -> None:
-        """`applies`: changes the settings of a running cluster. Without it a cluster with other settings is refused."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        signals: StopSignals,
+        record: Callable[[Notice], None],
+        applies: ApplySettings | None = None,
+    ) -> None:
+        """`record`: records a notice as an event. `applies`: changes the settings of a running cluster. Without it a
+        cluster with other settings is refused."""
         self._config = config
+        self._record = record
         self._applies = applies
         self._signals = signals
         self._starts_ray = config.ray_address is None
@@ -86,7 +101,7 @@ class ServeSession:
             state = self._wait_until_ready(supervisor)
             if state is not None:
                 self._has_served = True
-                self._print(ready_line(self._config, state))
+                self._announce(Notice(ready_line(self._config, state), "Serving"))
                 for address in state.grpc_addresses[1:]:
                     self._print(f"another router at {address}")
                 self._watch_until_signal(supervisor, state)
@@ -136,7 +151,7 @@ class ServeSession:
         if difference := contract_mismatch("the running cluster", contract, version):
             raise InvalidConfig(difference)
         if self._applies is not None:
-            self._applies.send(supervisor, self._config, self._send_config, self._print)
+            self._applies.send(supervisor, self._config, self._send_config, self._announce)
             return
         running = self._call(supervisor.get_config)
         check_same_settings(running, self._config)
@@ -174,7 +189,7 @@ class ServeSession:
                 if state.failure:
                     raise Unavailable(state.failure)
                 if self._applies is not None:
-                    self._applies.poll(supervisor, state, self._send_config, self._print, has_served=False)
+                    self._applies.poll(supervisor, state, self._send_config, self._announce, has_served=False)
                 if not (warned or self._starts_ray) and (warning := niceness_warning(state)):
                     warned = True
                     self._print(f"warning: {warning}")
@@ -196,19 +211,19 @@ class ServeSession:
         from coatcheck.cluster.ray_cluster.ray_connection import log_folder
 
         logs, was_full = log_folder(), False
-        groups = GroupLines(state)
+        groups = GroupNotices(state)
         while not self._signals.drain_requested.wait(_WATCH_SECONDS):
             full = describe_full_disk(logs)
             if full and not was_full:
-                self._print(f"warning: {full}; running processes go on")
+                self._announce(Notice(f"warning: {full}; running processes go on", "DiskFull", is_warning=True))
             was_full = bool(full)
             state = self._call(supervisor.get_state)
             if state.failure:
                 raise Unavailable(state.failure)
             if self._applies is not None:
-                self._applies.poll(supervisor, state, self._send_config, self._print, has_served=True)
-            for line in groups.describe_changes(state):
-                self._print(line)
+                self._applies.poll(supervisor, state, self._send_config, self._announce, has_served=True)
+            for notice in groups.describe_changes(state):
+                self._announce(notice)
 
     def _drain_routers(self, supervisor: "SupervisorHandle") -> None:
         again = "press Ctrl-C" if self._console.is_terminal else "send the signal"
@@ -295,6 +310,11 @@ class ServeSession:
     def _has_timed_out(self, began: float, seconds: float) -> bool:
         """Whether `seconds` have passed since `began`, or 5 s if a signal has come."""
         return time.monotonic() > began + (_SIGNALLED_SECONDS if self._signals.drain_requested.is_set() else seconds)
+
+    def _announce(self, notice: Notice) -> None:
+        """Print a notice, and record it."""
+        self._print(notice.line)
+        self._record(notice)
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False)

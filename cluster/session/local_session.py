@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from coatcheck.cluster.commands.serve_lines import GroupLines, ProgressBars, ready_line
-from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.local.local_cluster import LocalCluster
 from coatcheck.cluster.plural import counted
+from coatcheck.cluster.session.serve_lines import GroupNotices, ProgressBars, ready_line
+from coatcheck.cluster.session.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.log_lines import configure_logging
 from coatcheck.router.access.connection_limits import raise_open_files_limit
@@ -87,12 +87,12 @@ class LocalSession:
 
     async def _watch_until_signal(self, cluster: LocalCluster) -> None:
         """Print a line when the state or reason of a group changes."""
-        groups = GroupLines(cluster.state)
+        groups = GroupNotices(cluster.state)
         while not self._signals.drain_requested.is_set():
             if failure := cluster.state.failure:
                 raise Unavailable(failure)
-            for line in groups.describe_changes(cluster.state):
-                self._print(line)
+            for notice in groups.describe_changes(cluster.state):
+                self._print(notice.line)
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _drain(self, cluster: LocalCluster) -> None:

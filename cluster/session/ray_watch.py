@@ -19,7 +19,6 @@ from typing import Final, NoReturn
 from rich.console import Console
 
 from coatcheck.cluster.command import EXIT_FAILED, fail
-from coatcheck.cluster.commands.stop_signals import StopSignals
 from coatcheck.cluster.ray_cluster.local_ray import delete_stale_tokens, ray_folder
 from coatcheck.cluster.ray_cluster.process_tree import (
     adopt_orphans,
@@ -29,6 +28,7 @@ from coatcheck.cluster.ray_cluster.process_tree import (
     reap_children,
 )
 from coatcheck.cluster.ray_cluster.ray_address import is_listening
+from coatcheck.cluster.session.stop_signals import StopSignals
 
 _POLL_SECONDS: Final = 1.0
 _MISSES: Final = 3  # failed connections in a row before the head counts as lost: a busy head may miss one

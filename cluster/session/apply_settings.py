@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.session.serve_lines import Notice
 from coatcheck.proto.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -29,21 +30,23 @@ class ApplySettings:
         self._text: str | None = None
         self._text = self._read_text()
         self._error = ""  # why the file that was read last is no valid configuration
-        self._said = ""
+        self._printed = ""  # `state.configuration` of which the last notice was made
 
-    def send(self, supervisor: "SupervisorHandle", config: ServeConfig, send: Send, say: Callable[[str], None]) -> None:
+    def send(
+        self, supervisor: "SupervisorHandle", config: ServeConfig, send: Send, say: Callable[[Notice], None]
+    ) -> None:
         """Send `config` to a running cluster. A refusal is said, and the cluster serves on as it is."""
         if not hasattr(supervisor, "apply_config"):
             raise InvalidConfig("the running cluster is of a version without --apply; run `coatcheck restart` first")
         if refusal := send(supervisor, config):
-            say(f"error: {refusal}")
+            say(Notice(f"error: {refusal}", "SettingsRefused", is_warning=True))
 
     def poll(
         self,
         supervisor: "SupervisorHandle",
         state: "ClusterState",
         send: Send,
-        say: Callable[[str], None],
+        say: Callable[[Notice], None],
         *,
         has_served: bool,
     ) -> None:
@@ -59,14 +62,14 @@ class ApplySettings:
                 config = self._read()
             except InvalidConfig as error:
                 self._error = str(error)
-                say(f"error: {error}; the cluster keeps its settings")
+                say(Notice(f"error: {error}; the cluster keeps its settings", "SettingsInvalid", is_warning=True))
             else:
-                say("the settings have changed")
+                say(Notice("the settings have changed"))
                 self.send(supervisor, config, send, say)
                 return  # `state` is from before
-        if state.configuration != self._said and not state.configuration.startswith("refused"):
-            say(f"settings: {state.configuration}" if state.configuration else "settings: all are in use")
-        self._said = state.configuration
+        if state.configuration != self._printed and not state.configuration.startswith("refused"):
+            say(_describe(state))
+        self._printed = state.configuration
         self._mark_ready(has_served and not (state.configuration or self._error))
 
     def _read_text(self) -> str | None:
@@ -84,3 +87,9 @@ class ApplySettings:
                 self._ready_file.touch()
             else:
                 self._ready_file.unlink(missing_ok=True)
+
+
+def _describe(state: "ClusterState") -> Notice:
+    if not state.configuration:
+        return Notice("settings: all are in use", "SettingsApplied")
+    return Notice(f"settings: {state.configuration}", "SettingsPending", is_warning=bool(state.obstacle))

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from coatcheck.cluster.commands.apply_settings import ApplySettings
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
+from coatcheck.cluster.session.apply_settings import ApplySettings
+from coatcheck.cluster.session.serve_lines import Notice
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.running_server import coatcheck
 
@@ -24,12 +25,18 @@ class Session:
         self.file.write_text("model: m\n")
         self.sent: list[ServeConfig] = []
         self.lines: list[str] = []
+        self.events: list[tuple[str, bool]] = []
         self.refusal = ""
         self._applies = ApplySettings(self.file, lambda: ServeConfig.build({}, self.file), self.ready_file)
 
-    def poll(self, configuration: str = "", *, has_served: bool = True) -> None:
-        state = ClusterState(configuration=configuration)
-        self._applies.poll(SUPERVISOR, state, self._send, self.lines.append, has_served=has_served)
+    def poll(self, configuration: str = "", obstacle: str = "", *, has_served: bool = True) -> None:
+        state = ClusterState(configuration=configuration, obstacle=obstacle)
+        self._applies.poll(SUPERVISOR, state, self._send, self._say, has_served=has_served)
+
+    def _say(self, notice: Notice) -> None:
+        self.lines.append(notice.line)
+        if notice.reason:
+            self.events.append((notice.reason, notice.is_warning))
 
     def _send(self, supervisor: object, config: ServeConfig) -> str:
         self.sent.append(config)
@@ -84,6 +91,25 @@ def test_progress_and_errors_are_said_once(session: Session) -> None:
     for _ in range(2):
         session.poll("refused: a running cluster cannot change tp")
     assert len(session.lines) == 5 and "unknown setting 'no_such'" in session.lines[4]
+
+
+def test_what_becomes_an_event(session: Session) -> None:
+    """A refusal, a file that is no configuration, and a wait for an obstacle are warnings; progress is normal."""
+    session.poll("waits for a restart of group-0 for kv-memory")
+    session.poll("waits for 3 groups instead of 2 (no room)", "no room")
+    session.poll()
+    session.refusal = "a running cluster cannot change tp"
+    session.file.write_text("model: m\ntp: 2\n")
+    session.poll()
+    session.file.write_text("model: m\nno-such: 1\n")
+    session.poll("refused: a running cluster cannot change tp")
+    assert session.events == [
+        ("SettingsPending", False),
+        ("SettingsPending", True),
+        ("SettingsApplied", False),
+        ("SettingsRefused", True),
+        ("SettingsInvalid", True),
+    ]
 
 
 def test_a_file_that_is_being_replaced_changes_nothing(session: Session) -> None:

@@ -1,8 +1,8 @@
 """The `ready:` line of `coatcheck serve`: addresses, and what fits the KV pool. The warning about slow ranks."""
 
-from coatcheck.cluster.commands.serve_lines import niceness_warning, ready_line
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
+from coatcheck.cluster.session.serve_lines import niceness_warning, ready_line
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 
