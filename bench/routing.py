@@ -2,9 +2,9 @@
 
 The load is three public traces and eleven made-up workloads (workloads.py), on groups that are alike, or differ in
 speed or size, or drain and join, behind 1 to 16 routers (cells.py). Each rule runs in each cell as published, behind
-our queue, and there also with its weight tuned on a training part of the workload (comparison.py). The rules of others
-see every group's true state at each moment. Our router sees what it would in production: reports every 100 ms, the
-blocks that groups hold, what it has sent.
+our queue, and there also with its weight tuned on a training part of the workload (comparison.py). A made-up workload
+is measured with three seeds; its figures are means. The rules of others see every group's true state at each moment.
+Our router sees what it would in production: reports every 100 ms, the blocks that groups hold, what it has sent.
 
     python bench/routing.py [--traces DIR] [--json out.jsonl] [--resume] [--only conversation/3000/0.95] [--tables]
 
@@ -29,7 +29,7 @@ from coatcheck.bench.routing_simulation.cells import CELLS, Cell
 from coatcheck.bench.routing_simulation.comparison import RULES, TUNED, Measured, fingerprint, measure
 from coatcheck.bench.routing_simulation.comparison_tables import OTHERS, compare, summary, table, worst
 from coatcheck.bench.routing_simulation.simulation import SimulationResult
-from coatcheck.bench.routing_simulation.workload import FILES
+from coatcheck.bench.routing_simulation.workload import FILES, Part, measured_parts
 from coatcheck.bench.setup.public_traces import FOLDER, Traces, check_traces
 from coatcheck.cluster.command import fail
 from coatcheck.proto.errors import InvalidConfig
@@ -42,6 +42,7 @@ class Task(NamedTuple):
 
     cell: Cell
     rule: str
+    part: Part
     traces: Path
 
 
@@ -61,13 +62,18 @@ def main(
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
     if not tables:
-        wanted = [Task(cell, rule, traces) for cell in _shuffled(cells) for rule in RULES]
-        wanted.sort(key=lambda task: task.rule.endswith(TUNED))  # these take longest: 6 runs each
+        wanted = [
+            Task(cell, rule, part, traces)
+            for cell in _shuffled(cells)
+            for rule in RULES
+            for part in measured_parts(cell.workload)
+        ]
+        wanted.sort(key=lambda task: (task.part.value, task.rule.endswith(TUNED)))  # tuned rules take longest
         _run(wanted, known, json_path, processes)
-    results: dict[str, dict[str, SimulationResult]] = {}
+    results: dict[str, dict[str, dict[Part, SimulationResult]]] = {}
     for measured in known.values():
         if measured.cell in {cell.name for cell in cells}:
-            results.setdefault(measured.cell, {})[measured.rule] = measured.result
+            results.setdefault(measured.cell, {}).setdefault(measured.rule, {})[measured.part] = measured.result
     for title, others in OTHERS.items():
         if rows := compare(results, others):
             print(f"\n## {title}\n\n{table(rows)}\n\n{summary(rows)}")
@@ -88,7 +94,7 @@ def _shuffled(cells: list[Cell]) -> list[Cell]:
     return random.Random(0).sample(cells, len(cells))
 
 
-Known = dict[tuple[str, str], Measured]  # by cell and rule
+Known = dict[tuple[str, str, Part], Measured]  # by cell, rule and part
 
 
 def _read(path: Path | None, keep: bool) -> Known:
@@ -105,15 +111,21 @@ def _read(path: Path | None, keep: bool) -> Known:
         try:
             row = json.loads(line)
             result = SimulationResult(**row["figures"])
-            known[row["cell"], row["rule"]] = Measured(row["cell"], row["rule"], result, row["weight"], row["code"])
+            measured = Measured(row["cell"], row["rule"], Part(row["part"]), result, row["weight"], row["code"])
+            known[_key(measured)] = measured
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidConfig(f"line {number} of {path} is no figure of this benchmark: {error!r}") from None
     return known
 
 
+def _key(measured: Measured) -> tuple[str, str, Part]:
+    return measured.cell, measured.rule, measured.part
+
+
 def _line(measured: Measured) -> str:
     figures = {name: float(f"{value:.6g}") for name, value in measured.result._asdict().items()}
-    row = {"cell": measured.cell, "rule": measured.rule, "weight": measured.weight, "code": measured.code}
+    row = {"cell": measured.cell, "rule": measured.rule, "part": measured.part.value, "weight": measured.weight}
+    row["code"] = measured.code
     return json.dumps({**row, "figures": figures}) + "\n"
 
 
@@ -122,15 +134,15 @@ def _run(wanted: list[Task], known: Known, path: Path | None, processes: int) ->
     missing = [
         task
         for task in wanted
-        if (old := known.get((task.cell.name, task.rule))) is None or old.code != fingerprint(*task)
+        if (old := known.get((task.cell.name, task.rule, task.part))) is None or old.code != fingerprint(*task)
     ]
     for task in missing:
-        known.pop((task.cell.name, task.rule), None)
+        known.pop((task.cell.name, task.rule, task.part), None)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(map(_line, known.values())))
     for measured in _measure(missing, processes):
-        known[measured.cell, measured.rule] = measured
+        known[_key(measured)] = measured
         if path is not None:
             with path.open("a") as file:
                 file.write(_line(measured))

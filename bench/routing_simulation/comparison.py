@@ -45,26 +45,28 @@ RULES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One rule in one cell. `weight`: of a tuned rule. `code`: see `fingerprint`."""
+    """One rule on one part of a cell's workload. `weight`: of a tuned rule. `code`: see `fingerprint`."""
 
     cell: str
     rule: str
+    part: Part
     result: SimulationResult
     weight: float | None
     code: str
 
 
-def measure(cell: Cell, rule: str, traces: Path) -> Measured:
-    """Run a rule, by its name in RULES, on the measured part of the cell's workload, tuned on the training part."""
-    weight = None
-    if rule.endswith(TUNED):
-        name = rule.removesuffix(TUNED)
-        training = load_part(cell.workload, Part.TRAINING, traces)
-        weight = min(TUNABLE[name].weights, key=lambda w: _run(cell, name, training, True, w).ttft_p90)
-    workload = load_part(cell.workload, Part.MEASURED, traces)
+def measure(cell: Cell, rule: str, part: Part, traces: Path) -> Measured:
+    """Run a rule, by its name in RULES, on a part of the cell's workload, with the weight of the training part."""
     name = rule.removesuffix(TUNED).removesuffix(QUEUED)
-    result = _run(cell, name, workload, rule.endswith(QUEUED), weight)
-    return Measured(cell.name, rule, result, weight, fingerprint(cell, rule, traces))
+    weight = _tune(cell, name, traces) if rule.endswith(TUNED) else None
+    result = _run(cell, name, load_part(cell.workload, part, traces), rule.endswith(QUEUED), weight)
+    return Measured(cell.name, rule, part, result, weight, fingerprint(cell, rule, part, traces))
+
+
+@cache
+def _tune(cell: Cell, name: str, traces: Path) -> float:
+    training = load_part(cell.workload, Part.TRAINING, traces)
+    return min(TUNABLE[name].weights, key=lambda w: _run(cell, name, training, True, w).ttft_p90)
 
 
 def _run(cell: Cell, name: str, workload: Workload, queued: bool, weight: float | None) -> SimulationResult:
@@ -72,11 +74,11 @@ def _run(cell: Cell, name: str, workload: Workload, queued: bool, weight: float 
     return run(cell, rule, workload, queued=queued)
 
 
-def fingerprint(cell: Cell, rule: str, traces: Path) -> str:
+def fingerprint(cell: Cell, rule: str, part: Part, traces: Path) -> str:
     """Changes if the workload changes, or the code, so that the rule chooses otherwise. Figures with another
     fingerprint are of earlier code."""
-    parts = (Part.TRAINING, Part.MEASURED) if rule.endswith(TUNED) else (Part.MEASURED,)
-    digests = [_digest(cell.workload, part, traces) for part in parts]
+    parts = (Part.TRAINING, part) if rule.endswith(TUNED) else (part,)
+    digests = [_digest(cell.workload, used, traces) for used in parts]
     return blake2b(" ".join([*digests, _behaviour(rule)]).encode(), digest_size=4).hexdigest()
 
 

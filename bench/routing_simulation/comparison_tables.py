@@ -3,14 +3,15 @@ reaches the targets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Final, NamedTuple
 
 from coatcheck.bench.routing_simulation.cells import CELLS, Cluster
 from coatcheck.bench.routing_simulation.comparison import OURS, QUEUED, RULES, TUNABLE, TUNED
 from coatcheck.bench.routing_simulation.simulation import SimulationResult
+from coatcheck.bench.routing_simulation.workload import Part
 
-Results = Mapping[str, Mapping[str, SimulationResult]]  # cell -> rule -> figures
+Results = Mapping[str, Mapping[str, Mapping[Part, SimulationResult]]]  # cell -> rule -> part of the workload -> figures
 
 # Rules with a weight stand in the last table as tuned only.
 OTHERS: Final[Mapping[str, Sequence[str]]] = {
@@ -23,6 +24,7 @@ OTHERS: Final[Mapping[str, Sequence[str]]] = {
 MAX_RATIO: Final = 1.05  # of TTFT p90 and p99 to the best other rule
 MIN_RATIO: Final = 0.98  # of goodput
 MAX_IMBALANCE: Final = 1.15  # where groups are alike
+_TIMES: Final = ("ttft_p50", "ttft_p90", "ttft_p99")
 _ALIKE: Final = {cell.name for cell in CELLS if cell.cluster is Cluster.EQUAL}
 
 
@@ -46,11 +48,14 @@ class Row(NamedTuple):
 
 
 def compare(results: Results, others: Sequence[str]) -> list[Row]:
-    """A row for each cell in which ours and all of `others` have been run."""
+    """A row for each cell in which ours and all of `others` have been run on the same part: the means over all such
+    parts, geometric ones of times."""
     rows = []
-    for cell, outcomes in results.items():
-        if not {OURS, *others} <= outcomes.keys():
+    for cell, runs in results.items():
+        parts = set.intersection(*(set(runs.get(rule, {})) for rule in (OURS, *others)))
+        if not parts:
             continue
+        outcomes = {rule: _mean([runs[rule][part] for part in parts]) for rule in (OURS, *others)}
         ours = outcomes[OURS]
         p90 = min(others, key=lambda rule: outcomes[rule].ttft_p90)
         p99 = min(others, key=lambda rule: outcomes[rule].ttft_p99)
@@ -69,6 +74,12 @@ def compare(results: Results, others: Sequence[str]) -> list[Row]:
             )
         )
     return rows
+
+
+def _mean(results: Sequence[SimulationResult]) -> SimulationResult:
+    means = SimulationResult._make(map(fmean, zip(*results, strict=True)))
+    times = {name: geometric_mean([getattr(result, name) for result in results]) for name in _TIMES}
+    return means._replace(**times)
 
 
 def table(rows: Iterable[Row]) -> str:

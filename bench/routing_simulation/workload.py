@@ -24,10 +24,12 @@ _MADE_UP_TRAINING: Final = 2500  # requests of a made-up training part, which is
 
 
 class Part(Enum):
-    """A part of a workload. The values are the seeds of made-up workloads."""
+    """A part of a workload. The values are the seeds of made-up workloads, of which several are measured."""
 
     TRAINING = 1
     MEASURED = 2
+    MEASURED_TOO = 3
+    MEASURED_ALSO = 4
 
 
 class Workload:
@@ -95,6 +97,11 @@ def _pooled_hits(chains: Sequence[Sequence[bytes]], blocks: int) -> list[int]:
 
 
 @lru_cache(maxsize=4)  # cells of one workload follow each other
+def measured_parts(name: str) -> Sequence[Part]:
+    """The parts of the workload `name` that are measured. Of a trace there is one."""
+    return [Part.MEASURED, Part.MEASURED_TOO, Part.MEASURED_ALSO] if name in WORKLOADS else [Part.MEASURED]
+
+
 def load_part(name: str, part: Part, traces: Path) -> Workload:
     """A part of the workload `name`. `traces`: the folder of the published traces."""
     if name in WORKLOADS:
