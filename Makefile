@@ -41,7 +41,7 @@ tests-together: programs
 tests-ray: programs
 	$(BIN)/pytest -n 2 --dist loadfile -m 'ray $(SAMPLE)'
 
-# A browser, Redis, helm and promtool for the tests. Tests whose program cannot be installed are skipped.
+# A browser, Redis, helm and Prometheus for the tests. Tests whose program cannot be installed are skipped.
 programs: .venv/installed
 	@$(BIN)/python -m tests.programs.install
 

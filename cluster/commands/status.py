@@ -109,6 +109,16 @@ def colour_of(state: str) -> str:
     return _COLOURS.get(state, "red")
 
 
+def describe_age(seconds: float) -> str:
+    """A duration in one unit, rounded down: 42 s, 7 min, 3 h, 12 d; "-" for 0, which an older group reports."""
+    if not seconds:
+        return "-"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds // 1:.0f} s"
+
+
 def _print(answer: pb.StatusResponse) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -132,7 +142,15 @@ def _print(answer: pb.StatusResponse) -> None:
         if latency.count:
             p50, p90, p99 = latency.p50_seconds * 1000, latency.p90_seconds * 1000, latency.p99_seconds * 1000
             console.print(f"{name} p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f} ({latency.count})", highlight=False)
-    columns = ("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "restarts")
+    if answer.queued_requests:
+        waiting = counted(answer.queued_requests, "request")
+        console.print(
+            f"{waiting} in the router's queue, for up to {answer.queue_seconds:.1f} s", style="yellow", highlight=False
+        )
+    if answer.outcomes:
+        ended = ", ".join(f"{one.count} {one.outcome}" for one in answer.outcomes)
+        console.print(f"requests of the last 5 min: {ended}", highlight=False, soft_wrap=True)
+    columns = ("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "up", "restarts")
     groups = make_table(*columns, left=["state"])
     rows = []
     for group in answer.groups:
@@ -147,6 +165,7 @@ def _print(answer: pb.StatusResponse) -> None:
             f"{group.blocks_cached / total:.0%}",
             f"{cached_tokens / max(group.prompt_tokens, 1):.1%}",
             f"{group.step_seconds * 1000:.1f} ms",
+            describe_age(group.uptime_seconds),
             str(group.restarts),
         )
         rows.append(cells)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
-from coatcheck.cluster.commands.status import as_json_object, call_admin, colour_of, make_table
+from coatcheck.cluster.commands.status import as_json_object, call_admin, colour_of, describe_age, make_table
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, RouterAddress
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -23,6 +23,7 @@ _CALL_SECONDS: Final = 10.0
 _POINTS: Final = 60  # in a sparkline
 _MAX_BAR: Final = 28  # columns of a bar
 _TITLED_BAR: Final = 14  # beside a shorter bar the title that explains its colours has no room
+_SHORT_WAIT: Final = 0.1  # seconds in the router's queue that are not worth a line
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -86,10 +87,15 @@ class History:
     def add_sample(self, status: pb.StatusResponse, now: float) -> None:
         """Add the sample of time `now`. After a group restarts, its token count starts at 0, and one rate is 0."""
         tokens = sum(group.generated_tokens for group in status.groups)
-        self.waiting.append(sum(group.waiting for group in status.groups))
+        self.waiting.append(count_waiting(status))
         if self._last is not None and now > self._last[0]:
             self.rates.append(max(tokens - self._last[1], 0) / (now - self._last[0]))
         self._last = (now, tokens)
+
+
+def count_waiting(status: pb.StatusResponse) -> int:
+    """Requests that wait in the router, and sequences that wait in groups."""
+    return status.queued_requests + sum(group.waiting for group in status.groups)
 
 
 def screen(status: pb.StatusResponse, history: History, width: int) -> "RenderableType":
@@ -110,21 +116,33 @@ def _heading(status: pb.StatusResponse, history: History, width: int) -> "list[R
         f"  {model.name or 'no model yet'} ({model.dtype or '?'}, KV in {model.kv_dtype or '?'})",
     )  # fmt: skip
     points = max(0, width - _load(status, history, 0).cell_len) // 2  # for each of two sparklines
-    return [first, _load(status, history, points)]
+    settings = [Text(f"settings: {status.configuration}", "yellow")] if status.configuration else []
+    return [first, *settings, _load(status, history, points), _outcomes(status)]
 
 
 def _load(status: pb.StatusResponse, history: History, points: int) -> "Text":
     """The line of rates and queues, with the newest `points` samples in each sparkline."""
     from rich.text import Text
 
-    running, waiting = (sum(getattr(group, name) for group in status.groups) for name in ("running", "waiting"))
+    running = sum(group.running for group in status.groups)
     rate = f"{history.rates[-1]:,.0f}" if history.rates else "?"
     return Text.assemble(
         (rate, "bold"), " tokens/s ", (draw_sparkline(history.rates, points), "cyan"),
         "  ", (f"{running:,}", "bold"), " run, ",
-        (f"{waiting:,}", "bold"), " wait ", (draw_sparkline(history.waiting, points), "yellow"),
+        (f"{count_waiting(status):,}", "bold"), " wait ", (draw_sparkline(history.waiting, points), "yellow"),
         "  ", counted(status.active_streams, "request"), " open, ", (f"{status.hit_ratio:.1%}", "bold"), " hits",
     )  # fmt: skip
+
+
+def _outcomes(status: pb.StatusResponse) -> "Text":
+    """How many groups serve, how requests ended, and how long they wait."""
+    from rich.text import Text
+
+    ended = ", ".join(f"{one.count:,} {one.outcome}" for one in status.outcomes) or "none"
+    waits = f"; requests wait for up to {status.queue_seconds:.1f} s" if status.queue_seconds >= _SHORT_WAIT else ""
+    serving = sum(group.state == "serving" for group in status.groups)
+    groups = f"{serving} of {counted(len(status.groups), 'group')} serving"
+    return Text(f"{groups}; requests of the last 5 min: {ended}{waits}")
 
 
 def _latencies(status: pb.StatusResponse) -> "RenderableType":
@@ -165,9 +183,19 @@ def _groups(status: pb.StatusResponse, cells: int) -> "RenderableType":
 
 
 def _reasons(status: pb.StatusResponse) -> "list[RenderableType]":
+    """A line for each group that does not serve or was started again: how often, how long ago, and why."""
     from rich.text import Text
 
-    return [Text(f"{group.name}: {group.reason}", "red") for group in status.groups if group.reason]
+    lines: list[RenderableType] = []
+    for group in status.groups:
+        parts = [counted(group.restarts, "restart")] if group.restarts else []
+        if group.restarts and group.uptime_seconds:
+            parts.append(f"the last {describe_age(group.uptime_seconds)} ago")
+        if group.reason:
+            parts.append(group.reason)
+        if parts:
+            lines.append(Text(f"{group.name}: {', '.join(parts)}", "red" if group.reason else "yellow"))
+    return lines
 
 
 def draw_bar(used: int, cached: int, total: int, width: int) -> "Text":

@@ -394,7 +394,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes", "version", "slowness")
+    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes", "version", "slowness", "uptime_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +433,7 @@ class GroupStatus(_message.Message):
     RESTORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOWNESS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -471,7 +472,8 @@ class GroupStatus(_message.Message):
     restored_bytes: int
     version: str
     slowness: float
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ...) -> None: ...
+    uptime_seconds: float
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
 
 class Evictions(_message.Message):
     __slots__ = ("unwanted", "lowest_value", "over_fair_share", "last_resort")
@@ -570,7 +572,7 @@ class LatencyStatus(_message.Message):
     def __init__(self, p50_seconds: _Optional[float] = ..., p90_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("router", "state", "model", "groups", "ttft", "tpot", "active_streams", "hit_ratio", "itl", "queue", "version", "queue_seconds", "routing", "configuration")
+    __slots__ = ("router", "state", "model", "groups", "ttft", "tpot", "active_streams", "hit_ratio", "itl", "queue", "version", "queue_seconds", "routing", "configuration", "queued_requests", "outcomes")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -585,6 +587,8 @@ class StatusResponse(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     router: str
     state: str
     model: GetModelResponse
@@ -599,7 +603,17 @@ class StatusResponse(_message.Message):
     queue_seconds: float
     routing: str
     configuration: str
-    def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., itl: _Optional[_Union[LatencyStatus, _Mapping]] = ..., queue: _Optional[_Union[LatencyStatus, _Mapping]] = ..., version: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., routing: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
+    queued_requests: int
+    outcomes: _containers.RepeatedCompositeFieldContainer[OutcomeCount]
+    def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., itl: _Optional[_Union[LatencyStatus, _Mapping]] = ..., queue: _Optional[_Union[LatencyStatus, _Mapping]] = ..., version: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., routing: _Optional[str] = ..., configuration: _Optional[str] = ..., queued_requests: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[OutcomeCount, _Mapping]]] = ...) -> None: ...
+
+class OutcomeCount(_message.Message):
+    __slots__ = ("outcome", "count")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    count: int
+    def __init__(self, outcome: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("group", "timeout_seconds", "undo")

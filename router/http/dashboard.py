@@ -55,7 +55,7 @@ class Dashboard:
 
 
 def state_of(status: StatusResponse) -> dict[str, Any]:
-    """The JSON object that the page and `coatcheck top` show."""
+    """The JSON object that the page shows."""
     return {
         "time": time.time(),
         "router": status.router,
@@ -64,6 +64,10 @@ def state_of(status: StatusResponse) -> dict[str, Any]:
         "active": status.active_streams,
         "running": sum(group.running for group in status.groups),
         "waiting": sum(group.waiting for group in status.groups),
+        "queued": status.queued_requests,
+        "queue_seconds": status.queue_seconds,
+        "configuration": status.configuration,
+        "outcomes": [_fields(one, "outcome", "count") for one in status.outcomes],
         "generated_tokens": sum(group.generated_tokens for group in status.groups),
         "hit_ratio": status.hit_ratio,
         "latencies": {name: _latency(getattr(status, name)) for name in ("ttft", "tpot", "itl", "queue")},
@@ -76,6 +80,7 @@ def _group(group: GroupStatus) -> dict[str, Any]:
     ranks = [_fields(rank, "rank", "healthy", "node", "pid", "steps", "peak_memory_bytes") for rank in group.ranks]
     return {
         **_fields(group, "name", "state", "reason", "running", "waiting", "step_seconds", "restarts", "preemptions"),
+        "uptime_seconds": group.uptime_seconds,
         "hit_ratio": found / group.prompt_tokens if group.prompt_tokens else 0.0,
         "device": {"used": group.blocks_used, "cached": group.blocks_cached, "total": group.blocks_total},
         "host": {"used": group.host_blocks_used, "total": group.host_blocks_total},

@@ -10,6 +10,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     DrainRequest,
     DrainResponse,
     GroupStatus,
+    OutcomeCount,
     StatusRequest,
     StatusResponse,
 )
@@ -68,6 +69,8 @@ class AdminService:
             routing=self._config.routing,
             configuration=self.configuration,
             queue_seconds=self._dispatcher.queue.queue_seconds(asyncio.get_running_loop().time()),
+            queued_requests=len(self._dispatcher.queue),
+            outcomes=[OutcomeCount(outcome=name, count=count) for name, count in self._metrics.outcomes.counts()],
         )
         if self._groups.model is not None:
             response.model.CopyFrom(self._groups.model)

@@ -105,14 +105,13 @@ def _add_router(page: _Page, status: StatusResponse) -> None:
     groups, model = status.groups, status.model
     running, waiting = sum(g.running for g in groups), sum(g.waiting for g in groups)
     total, used = sum(g.blocks_total for g in groups), sum(g.blocks_used for g in groups)
-    # Open requests that no group has yet.
-    unassigned = max(status.active_streams - running - waiting, 0)
     # The extension reads these sizes from labels with vLLM's names.
     sizes = _labels(block_size=str(model.block_size), num_gpu_blocks=str(total))
     served = _labels(model=model.name, dtype=model.dtype, kv_dtype=model.kv_dtype, fingerprint=model.fingerprint[:12])
     for name, text, labels, value in (
         ("active_requests", "Open requests.", "", status.active_streams),
-        ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + unassigned),
+        ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + status.queued_requests),
+        ("router_queued_requests", "Requests that wait in this router.", "", status.queued_requests),
         ("queue_now_seconds", "How long requests wait now until a group has room.", "", status.queue_seconds),
         ("running_requests", "Sequences that run in all groups.", "", running),
         ("kv_utilization_ratio", "Share of all groups' KV blocks that is in use.", "", used / total if total else 0.0),

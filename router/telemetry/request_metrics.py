@@ -4,6 +4,7 @@ What groups report is in prometheus_page.py.
 """
 
 import time
+from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -14,6 +15,7 @@ from coatcheck.proto.errors import Overloaded, status_name
 from coatcheck.proto.stubs.coatcheck_pb2 import LatencyStatus, Usage
 
 _WINDOW_SECONDS: Final = 300.0
+_OUTCOME_SECONDS: Final = 10.0  # outcomes are counted together for this long
 _MAX_SAMPLES: Final = 8192
 # Bucket limits in seconds: half an octave apart where users notice the difference, an octave elsewhere.
 _TTFT: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 40, 80)
@@ -53,8 +55,36 @@ class LatencyMetric:
         return LatencyStatus(p50_seconds=p50, p90_seconds=p90, p99_seconds=p99, count=len(ordered))
 
 
+class RecentOutcomes:
+    """Counts of the last five minutes, by outcome."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tallies: deque[tuple[float, Tally[str]]] = deque()  # since when, counts of 10 s
+
+    def record(self, outcome: str) -> None:
+        now = self._clock()
+        if not self._tallies or now >= self._tallies[-1][0] + _OUTCOME_SECONDS:
+            self._drop_old(now)
+            self._tallies.append((now, Tally()))
+        self._tallies[-1][1][outcome] += 1
+
+    def counts(self) -> list[tuple[str, int]]:
+        """(outcome, count) of the last five minutes, the most frequent first."""
+        self._drop_old(self._clock())
+        return sum((tally for _, tally in self._tallies), Tally[str]()).most_common()
+
+    def _drop_old(self, now: float) -> None:
+        while self._tallies and self._tallies[0][0] <= now - _WINDOW_SECONDS:
+            self._tallies.popleft()
+
+
 class RequestMetrics:
-    """Registers all metrics; a router has one. `ttft`, `tpot`, `itl` and `queue` are recorded directly."""
+    """Registers all metrics; a router has one. `ttft`, `tpot`, `itl` and `queue` are recorded directly.
+
+    `outcomes`: how the last requests ended, by the labels of coatcheck_requests_total, and for refused ones by those of
+    coatcheck_refusals_total.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the number of series
@@ -107,6 +137,7 @@ class RequestMetrics:
             self._refusals.labels(reason)
         self._requests.labels("ok")
         self._prompt_tokens = self._cached_tokens = 0
+        self.outcomes = RecentOutcomes()
 
     @property
     def hit_ratio(self) -> float:
@@ -115,11 +146,14 @@ class RequestMetrics:
 
     def record_end(self, error: BaseException | None, seconds: float) -> None:
         """A request has ended, `seconds` after its arrival; `error` is None if its whole answer was delivered."""
-        self._requests.labels("ok" if error is None else status_name(error)).inc()
+        outcome = "ok" if error is None else status_name(error)
+        self._requests.labels(outcome).inc()
+        if isinstance(error, Overloaded):
+            self.record_refusal(error.reason)
+            return
+        self.outcomes.record(outcome)
         if error is None:
             self._whole.observe(seconds)
-        elif isinstance(error, Overloaded):
-            self.record_refusal(error.reason)
 
     def record_answer(self, usage: Usage, ttft: float | None, seconds: float) -> None:
         """A whole answer was delivered. `ttft`, `seconds`: from the arrival to its first token (None if it has none)
@@ -136,6 +170,7 @@ class RequestMetrics:
     def record_refusal(self, reason: str) -> None:
         """A request or a connection was refused; `reason` is one of REASONS."""
         self._refusals.labels(reason).inc()
+        self.outcomes.record(reason)
 
     def record_group_lost(self, group: str, *, has_begun: bool) -> None:
         """A request has lost its group; `has_begun`: some of its tokens were delivered."""

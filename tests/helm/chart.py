@@ -1,5 +1,6 @@
 """Renders the chart with helm."""
 
+import json
 import subprocess
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +13,8 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from tests.programs.find import need_program
 
 CHART = Path(__file__).parents[2] / "helm" / "coatcheck"
+# Values with which the chart makes everything for Prometheus and Grafana.
+MONITORED = ("grafana.dashboard=true", "serviceMonitor.enabled=true")
 VALUES = sorted(file.stem for file in (CHART / "values").iterdir())
 
 
@@ -77,3 +80,11 @@ def helm_error(values: str, release: str, *settings: str) -> str:
     done = helm("template", release, str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
     assert done.returncode != 0, "it was rendered"
     return done.stderr
+
+
+def dashboard_of(*settings: str) -> dict[str, Any]:
+    """The dashboard as the sidecar of Grafana reads it."""
+    loaded: dict[str, Any] = json.loads(
+        render("cpu", *MONITORED, *settings).one("ConfigMap", "demo-coatcheck-dashboard")["data"]["coatcheck.json"]
+    )
+    return loaded

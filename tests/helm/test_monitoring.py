@@ -1,30 +1,19 @@
 """The dashboard and the ServiceMonitor of the chart fit the metrics and the Service."""
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helm.chart import render
+from tests.helm.chart import MONITORED, dashboard_of, render
 from tests.helm.exercised_page import exercised_page
-
-ON = ("grafana.dashboard=true", "serviceMonitor.enabled=true")
 
 
 def queries(dashboard: dict[str, Any]) -> Iterator[str]:
     for panel in dashboard["panels"]:
         yield from (target["expr"] for target in panel.get("targets", ()))
     yield from (one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query")
-
-
-def dashboard_of(*settings: str) -> dict[str, Any]:
-    """The dashboard as the sidecar of Grafana reads it."""
-    loaded: dict[str, Any] = json.loads(
-        render("cpu", *ON, *settings).one("ConfigMap", "demo-coatcheck-dashboard")["data"]["coatcheck.json"]
-    )
-    return loaded
 
 
 def test_every_metric_of_the_dashboard_exists() -> None:
@@ -63,18 +52,18 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
 
 def test_grafana_finds_it_only_when_asked() -> None:
     """The ConfigMap has the label and the folder for the sidecar. Without `grafana.dashboard` there is no ConfigMap."""
-    made = render("cpu", *ON, "grafana.folder=LLM").one("ConfigMap", "demo-coatcheck-dashboard")["metadata"]
+    made = render("cpu", *MONITORED, "grafana.folder=LLM").one("ConfigMap", "demo-coatcheck-dashboard")["metadata"]
     assert made["labels"]["grafana_dashboard"] == "1" and made["annotations"] == {"grafana_folder": "LLM"}
     assert ("ConfigMap", "demo-coatcheck-dashboard") not in render("cpu").objects
 
 
 def test_the_monitor_finds_the_service() -> None:
     """The ServiceMonitor selects the Service by labels that it has, a port that it names, and shows a key if told."""
-    rendered = render("one-gpu", *ON, "serviceMonitor.labels.release=p", "monitorKey.name=observer")
+    rendered = render("one-gpu", *MONITORED, "serviceMonitor.labels.release=p", "monitorKey.name=observer")
     monitor, service = rendered.one("ServiceMonitor"), rendered.one("Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]} and endpoint["path"] == "/metrics"
     assert endpoint["authorization"] == {"credentials": {"name": "observer", "key": "key"}}
     assert monitor["metadata"]["labels"]["release"] == "p"
-    assert "authorization" not in render("cpu", *ON).one("ServiceMonitor")["spec"]["endpoints"][0]
+    assert "authorization" not in render("cpu", *MONITORED).one("ServiceMonitor")["spec"]["endpoints"][0]

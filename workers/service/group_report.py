@@ -4,8 +4,9 @@ A load report is sent after a step that changed something, about once a second w
 during a long step, because routers take a group without load reports for stuck.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from coatcheck.proto.stubs import coatcheck_pb2 as public
@@ -34,6 +35,7 @@ class GroupReport:
     """What a group is, and its engine's counts as protobuf messages.
 
     `ranks`: their status after the warm-up. `count_late_compiles`: returns how many kernels were compiled since then.
+    `started_at`: of time.monotonic.
     """
 
     registration: wire.Registration
@@ -41,6 +43,7 @@ class GroupReport:
     kernels: str = ""
     bytes_per_block: int = 0
     count_late_compiles: Callable[[], int] = int
+    started_at: float = field(default_factory=time.monotonic)
 
     def build_status(self, stats: EngineStats, address: str) -> public.GroupStatus:
         """The group's status. The router fills in state, reason and restarts where they differ."""
@@ -60,6 +63,7 @@ class GroupReport:
             restored_bytes=stats.restores * copied_bytes,
             bytes_per_block=self.bytes_per_block,
             late_compiles=self.count_late_compiles(),
+            uptime_seconds=time.monotonic() - self.started_at,
             demote_bytes_per_second=self.bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
             restore_bytes_per_second=self.bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
             restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,

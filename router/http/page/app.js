@@ -15,6 +15,8 @@ function make(tag, attributes = {}, ...children) {
 
 const whole = new Intl.NumberFormat("en");
 const milliseconds = (s) => (s >= 10 ? `${s.toFixed(1)} s` : s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1000).toFixed(s < 0.1 ? 1 : 0)} ms`);
+// One unit, rounded down: 42 s, 7 min, 3 h, 12 d.
+const duration = (s) => (s < 60 ? `${Math.floor(s)} s` : s < 3600 ? `${Math.floor(s / 60)} min` : s < 86400 ? `${Math.floor(s / 3600)} h` : `${Math.floor(s / 86400)} d`);
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 const bytes = (n) => (n >= 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(0)} MiB`);
 const badgeClass = (state) => (state === "serving" ? "badge good" : ["lost", "unavailable", "unreachable"].includes(state) ? "badge bad" : "badge");
@@ -103,7 +105,7 @@ function showTier(card, tier, parts, total) {
 function showGroup(group) {
   const card = keyed(byId("cards"), group.name, () => {
     const facts = make("dl", { class: "facts" });
-    for (const fact of ["running", "waiting", "hits", "step"]) facts.append(make("div", {}, make("dt", {}, fact), make("dd")));
+    for (const fact of ["running", "waiting", "hits", "step", "up for", "restarts"]) facts.append(make("div", {}, make("dt", {}, fact), make("dd")));
     return make("article", { class: "card", "aria-label": group.name },
       make("h3", {}, make("span", {}, group.name), make("span", { class: "badge" })),
       make("p", { class: "reason", hidden: "" }), facts, make("ul", { class: "ranks", "aria-label": "ranks" }));
@@ -114,7 +116,7 @@ function showGroup(group) {
   const reason = card.querySelector(".reason");
   setText(reason, group.reason);
   reason.hidden = !group.reason;
-  const facts = [whole.format(group.running), whole.format(group.waiting), percent(group.hit_ratio), group.step_seconds ? milliseconds(group.step_seconds) : "–"];
+  const facts = [whole.format(group.running), whole.format(group.waiting), percent(group.hit_ratio), group.step_seconds ? milliseconds(group.step_seconds) : "–", group.uptime_seconds ? duration(group.uptime_seconds) : "–", whole.format(group.restarts)];
   card.querySelectorAll("dd").forEach((node, i) => setText(node, facts[i]));
   showTier(card, "device", { used: group.device.used, cached: group.device.cached }, group.device.total);
   showTier(card, "host", { cached: group.host.used }, group.host.total);
@@ -137,9 +139,15 @@ function show(state) {
   setText(byId("state"), state.state);
   byId("state").className = badgeClass(state.state);
   document.title = `Coatcheck · ${state.state}`;
+  setText(byId("settings"), state.configuration ? `Settings: ${state.configuration}` : "");
+  byId("settings").hidden = !state.configuration;
+  const ended = state.outcomes.map((one) => `${whole.format(one.count)} ${one.outcome}`);
+  const serving = state.groups.filter((group) => group.state === "serving").length;
+  setText(byId("outcomes"), `${serving} of ${state.groups.length} groups serve. Requests of the last five minutes: ${ended.join(", ") || "none"}.`);
   showTile("Tokens a second", whole.format(Math.round(rate)), "", rate);
   showTile("Running", whole.format(state.running), "sequences", state.running);
-  showTile("Queue", whole.format(state.waiting), "waiting", state.waiting);
+  const waiting = state.waiting + state.queued;
+  showTile("Queue", whole.format(waiting), waiting && state.queue_seconds ? `waiting, for up to ${milliseconds(state.queue_seconds)}` : "waiting", waiting);
   showTile("Hit ratio", percent(state.hit_ratio), "of prompts", state.hit_ratio);
   showTile("TTFT", state.latencies.ttft.count ? milliseconds(state.latencies.ttft.p50) : "–", "p50", state.latencies.ttft.p50);
   showTile("ITL", state.latencies.itl.count ? milliseconds(state.latencies.itl.p50) : "–", "p50", state.latencies.itl.p50);

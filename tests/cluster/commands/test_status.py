@@ -2,7 +2,7 @@
 
 import pytest
 
-from coatcheck.cluster.commands.status import _print
+from coatcheck.cluster.commands.status import _print, describe_age
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, RankStatus, StatusResponse
 
 
@@ -39,3 +39,24 @@ def test_a_line_names_the_kernels_in_use(capsys: pytest.CaptureFixture[str]) -> 
     kinds = ("native (avx2)", "native (amx)", "native (avx2)", "")
     _print(StatusResponse(groups=[GroupStatus(name=f"group-{i}", kernels=kind) for i, kind in enumerate(kinds)]))
     assert "kernels: native (amx), native (avx2)" in capsys.readouterr().out.splitlines()
+
+
+def test_a_full_queue_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The router's own queue with its longest wait, and how requests ended; nothing while there is neither."""
+    answer = StatusResponse(queued_requests=12, queue_seconds=3.25)
+    answer.outcomes.add(outcome="ok", count=3)
+    answer.outcomes.add(outcome="queue_full", count=2)
+    _print(answer)
+    lines = capsys.readouterr().out.splitlines()
+    assert "12 requests in the router's queue, for up to 3.2 s" in lines
+    assert "requests of the last 5 min: 3 ok, 2 queue_full" in lines
+    _print(StatusResponse())
+    assert not any("request" in line for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "-"), (0.5, "0 s"), (59.9, "59 s"), (60, "1 min"), (7300, "2 h"), (200_000, "2 d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    """One unit, rounded down."""
+    assert describe_age(seconds) == text

@@ -35,6 +35,8 @@ GROUP = pb.GroupStatus(
     cached_device_tokens=100,
     generated_tokens=1000,
     step_seconds=0.012,
+    uptime_seconds=7300,
+    restarts=2,
     ranks=[pb.RankStatus(rank=0, healthy=True), pb.RankStatus(rank=1)],
 )
 LATENCY = pb.LatencyStatus(p50_seconds=0.025, p90_seconds=0.03, p99_seconds=1.5, count=4000)
@@ -108,6 +110,26 @@ def test_one_look_has_everything() -> None:
         "group-1: rank 0 ended [1]",
     ):  # fmt: skip
         assert part in text, (part, text)
+
+
+def test_what_is_wrong_is_said() -> None:
+    """Requests that wait in the router count as waiting, with how long they wait. How requests ended, a setting that is
+    refused, and how often and when a group last started are on the screen."""
+    status = pb.StatusResponse()
+    status.CopyFrom(STATUS)
+    status.MergeFrom(pb.StatusResponse(queued_requests=1200, queue_seconds=7.25, configuration="refused: no tp"))
+    for outcome, count in (("ok", 3000), ("queue_full", 41), ("unavailable", 1)):
+        status.outcomes.add(outcome=outcome, count=count)
+    history = History()
+    history.add_sample(status, 10.0)
+    text = drawn(status, history)
+    for part in (
+        "2 run, 1,203 wait", "settings: refused: no tp", "requests wait for up to 7.2 s",
+        "1 of 2 groups serving; requests of the last 5 min: 3,000 ok, 41 queue_full, 1 unavailable",
+        "group-0: 2 restarts, the last 2 h ago", "group-1: rank 0 ended [1]",
+    ):  # fmt: skip
+        assert part in text, (part, text)
+    assert list(history.waiting) == [1203]
 
 
 def test_eighty_columns_are_enough() -> None:

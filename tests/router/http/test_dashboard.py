@@ -26,6 +26,7 @@ STATUS = GroupStatus(
     cached_device_tokens=100,
     generated_tokens=1000,
     step_seconds=0.012,
+    uptime_seconds=7300,
     ranks=[RankStatus(rank=rank, healthy=rank == 0, node="node-a", pid=7, steps=12) for rank in range(2)],
 )
 CARD = "document.querySelector('#cards [data-key=g0]')"
@@ -67,6 +68,8 @@ async def test_a_browser_shows_the_cluster_as_it_moves(start_http_router: StartH
             "3",
             "50.0%",
             "12.0 ms",
+            "2 h",
+            "0",
         ]
         assert await browser.run("document.querySelector('[data-key=ttft]').children[4].textContent") == "1"
         # As they move.
@@ -187,6 +190,25 @@ async def test_a_group_that_is_lost_is_said(start_http_router: StartHttpRouter) 
         await browser.see(f"{CARD}.querySelector('.badge').textContent", "lost")
         await browser.see("document.querySelector('#state').textContent", "unavailable")
         assert "unavailable" in await browser.run("document.title")
+
+
+async def test_what_is_wrong_is_said(start_http_router: StartHttpRouter) -> None:
+    """How requests ended, the settings that are refused, and requests that wait in the router itself."""
+    group = FakeGroup()
+    router = await start_http_router(group)
+    await router.openai.completions.create(model="tiny", prompt="a fox", max_tokens=4)
+    router.server.set_configuration("refused: a running cluster cannot change tp")
+    async with Browser() as browser:
+        await browser.open(f"http://{router.http_address}/")
+        settings = "document.querySelector('#settings')"
+        await browser.see(f"{settings}.textContent", "Settings: refused: a running cluster cannot change tp")
+        outcomes = "document.querySelector('#outcomes').textContent"
+        await browser.see(outcomes, "1 of 1 groups serve. Requests of the last five minutes: 1 ok.")
+        router.server.set_configuration("")
+        await browser.see(f"{settings}.hidden", True)
+        waits = "{...previous, queued: 70, queue_seconds: 3.25, waiting: 2}"
+        queue = "document.querySelector('[data-key=Queue] dd').textContent"
+        assert await browser.run(f"(show({waits}), {queue})") == "72waiting, for up to 3.25 s"
 
 
 async def test_headers_and_state(start_http_router: StartHttpRouter) -> None:

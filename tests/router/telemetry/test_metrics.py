@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.bench.router_cases.metrics import busy_status
+from coatcheck.proto.errors import Overloaded, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     CacheAudit,
     Evictions,
@@ -21,6 +22,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.proto.stubs.worker_pb2 import Load
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
+from coatcheck.router.telemetry.request_metrics import RecentOutcomes, RequestMetrics
 from tests.router.fake_group import FakeGroup
 from tests.router.metric_lint import complaints
 from tests.router.router_under_test import RouterUnderTest, StartRouter
@@ -170,3 +172,27 @@ def test_an_audit_is_on_the_page() -> None:
     text = metrics.render().decode()
     assert 'coatcheck_routing_predicted_tokens_total{group="g"} 100' in text
     assert 'coatcheck_routing_divergences_total{group="g"} 1' in text
+
+
+def test_outcomes_of_the_last_five_minutes() -> None:
+    """The most frequent first; what is older than five minutes no longer counts."""
+    now = 0.0
+    outcomes = RecentOutcomes(clock=lambda: now)
+    for outcome in ("ok", "ok", "queue_full"):
+        outcomes.record(outcome)
+    now = 200.0
+    outcomes.record("cancelled")
+    assert outcomes.counts() == [("ok", 2), ("queue_full", 1), ("cancelled", 1)]
+    now = 310.0
+    assert outcomes.counts() == [("cancelled", 1)]
+    now = 900.0
+    assert outcomes.counts() == []
+
+
+def test_a_refused_request_counts_once() -> None:
+    """By the reason of its refusal, and not as an error too."""
+    metrics = RequestMetrics(CollectorRegistry())
+    metrics.record_end(Overloaded("full", reason="queue_full"), 1.0)
+    metrics.record_end(Unavailable("none"), 1.0)
+    metrics.record_end(None, 1.0)
+    assert sorted(metrics.outcomes.counts()) == [("ok", 1), ("queue_full", 1), ("unavailable", 1)]
