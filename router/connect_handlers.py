@@ -25,6 +25,7 @@ from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.response_sender import ClientDisconnected, while_connected
+from coatcheck.router.serving.embed_service import EmbedService
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -40,11 +41,12 @@ _Kind = TypeVar("_Kind", bound=Message)
 class ConnectHandlers:
     """Adds its endpoints to `app`."""
 
-    def __init__(self, app: FastAPI, generation: GenerateService, side: SideProcesses) -> None:
+    def __init__(self, app: FastAPI, generation: GenerateService, embedding: EmbedService, side: SideProcesses) -> None:
         self._side = side
         self._stream = generation.generate_stream
         unary: dict[str, Any] = {
             "Generate": self._unary(pb.GenerateRequest, generation.generate),
+            "Embed": self._unary(pb.EmbedRequest, embedding.embed),
             "Tokenize": self._unary(pb.TokenizeRequest, lambda message, _: generation.tokenize(message)),
             "Detokenize": self._unary(pb.DetokenizeRequest, lambda message, _: generation.detokenize(message)),
             "GetModel": self._unary(pb.GetModelRequest, lambda message, _: generation.get_model(message)),

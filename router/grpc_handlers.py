@@ -32,6 +32,7 @@ from coatcheck.router.access.tenant import Scope, Tenant
 from coatcheck.router.event_loop.message_limits import check_bytes, parse_message
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.serving.admin_service import AdminService
+from coatcheck.router.serving.embed_service import EmbedService
 from coatcheck.router.serving.explanation import trailing_metadata, wants_explanation
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
@@ -56,6 +57,7 @@ class GrpcHandlers:
     def __init__(
         self,
         generation: GenerateService,
+        embedding: EmbedService,
         admin: AdminService,
         authenticator: Authenticator,
         side: SideProcesses,
@@ -63,6 +65,7 @@ class GrpcHandlers:
     ) -> None:
         """`side` checks long messages. A client that reads nothing for `slow_reader_seconds` loses its stream."""
         self._generation = generation
+        self._embedding = embedding
         self._admin = admin
         self._authenticator = authenticator
         self._side = side
@@ -79,6 +82,9 @@ class GrpcHandlers:
                 pb.GenerateRequest,
                 lambda message, call: generation.generate_stream(message, call.options()),
                 "generate",
+            ),
+            "Embed": self._unary(
+                pb.EmbedRequest, lambda message, call: self._embedding.embed(message, call.options()), "generate"
             ),
             "Tokenize": self._unary(pb.TokenizeRequest, lambda message, _: generation.tokenize(message), "generate"),
             "Detokenize": self._unary(

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import grpc
@@ -34,6 +35,7 @@ from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.anthropic.routes import AnthropicRoutes
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.connect_handlers import ConnectHandlers
+from coatcheck.router.embeddings.routes import EmbeddingRoutes
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_list import GroupListUpdate, GroupListVersion
@@ -49,6 +51,7 @@ from coatcheck.router.responses.routes import ResponsesRoutes
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.admission_queue import AdmissionQueue
 from coatcheck.router.serving.dispatcher import Dispatcher
+from coatcheck.router.serving.embed_service import EmbedService
 from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
@@ -82,6 +85,7 @@ class Router:
         self.config = config
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         defaults = NO_DEFAULTS
+        directory: Path | None = None
         if tokenizer is None:
             directory = find_files(config.model)
             tokenizer = TokenizerJson.load(str(directory))
@@ -111,13 +115,16 @@ class Router:
             self._tracing,
             defaults,
         )
+        embedding = EmbedService(self.generation, directory)
         self.admin = AdminService(config, self.groups, self.dispatcher, self.traffic, request_metrics)
         self.metrics = PrometheusPage(self.admin.counts, registry)
         authenticator = Authenticator(config.key_file, on_refused=request_metrics.record_refusal)
 
         max_grpc_connections = ("grpc.max_allowed_incoming_connections", max_connections(GRPC_SHARE))
         self._grpc = grpc.aio.server(options=[*_GRPC_OPTIONS, max_grpc_connections])
-        handlers = GrpcHandlers(self.generation, self.admin, authenticator, self._side, config.slow_reader_seconds)
+        handlers = GrpcHandlers(
+            self.generation, embedding, self.admin, authenticator, self._side, config.slow_reader_seconds
+        )
         handlers.add_to(self._grpc)
         self._health = HealthServicer()
         services = (GENERATION_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
@@ -127,7 +134,8 @@ class Router:
         routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, planner)
         AnthropicRoutes(routes.app, routes.chats)
         ResponsesRoutes(routes.app, routes.chats)
-        ConnectHandlers(routes.app, self.generation, self._side)
+        EmbeddingRoutes(routes.app, embedding, routes.large, config.model_name)
+        ConnectHandlers(routes.app, self.generation, embedding, self._side)
         app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal

@@ -44,6 +44,11 @@ class GenerationStub:
                 request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/coatcheck.v1.Generation/Embed',
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/coatcheck.v1.Generation/Tokenize',
                 request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeRequest.SerializeToString,
@@ -73,6 +78,13 @@ class GenerationServicer:
 
     def GenerateStream(self, request, context):
         """Streams the answer: one Started, then PromptLogprobs if requested, then Deltas, then one Final.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns the embedding of a prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +123,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.FromString,
                     response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.EmbedRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -182,6 +199,33 @@ class Generation:
             '/coatcheck.v1.Generation/GenerateStream',
             coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
             coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coatcheck.v1.Generation/Embed',
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.EmbedRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,7 @@ class Hello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant", "max_queued_tokens", "seconds_left")
+    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant", "max_queued_tokens", "pooling", "seconds_left")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Submit(_message.Message):
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     id: int
     attempt: int
@@ -70,8 +71,9 @@ class Submit(_message.Message):
     tracestate: str
     tenant: str
     max_queued_tokens: int
+    pooling: _coatcheck_pb2.Pooling
     seconds_left: float
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., tenant: _Optional[str] = ..., max_queued_tokens: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., tenant: _Optional[str] = ..., max_queued_tokens: _Optional[int] = ..., pooling: _Optional[_Union[_coatcheck_pb2.Pooling, str]] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("id", "choice")
@@ -138,7 +140,7 @@ class StepBatch(_message.Message):
     def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("id", "attempt", "choice", "token_ids", "logprobs", "finish_reason", "stop_token_id", "first_output", "prompt_logprobs")
+    __slots__ = ("id", "attempt", "choice", "token_ids", "logprobs", "finish_reason", "stop_token_id", "first_output", "prompt_logprobs", "embedding")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +150,7 @@ class SequenceOutput(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     id: int
     attempt: int
     choice: int
@@ -157,7 +160,8 @@ class SequenceOutput(_message.Message):
     stop_token_id: int
     first_output: FirstOutput
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_coatcheck_pb2.TokenLogprob]
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_coatcheck_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., first_output: _Optional[_Union[FirstOutput, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+    embedding: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_coatcheck_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., first_output: _Optional[_Union[FirstOutput, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FirstOutput(_message.Message):
     __slots__ = ("device_tokens", "host_tokens", "queued_seconds", "prefill_seconds")

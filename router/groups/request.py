@@ -7,7 +7,7 @@ from typing import Final
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, Resumed
+from coatcheck.proto.stubs.coatcheck_pb2 import POOLING_UNSPECIFIED, GetModelResponse, Pooling, Resumed
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.stubs.worker_pb2 import Submit
 from coatcheck.proto.tracing import NO_TRACE_CONTEXT
@@ -29,6 +29,7 @@ class Request:
     session_id: str = ""
     retention: Retention | None = None
     tenant: Tenant = ANONYMOUS
+    pooling: Pooling = POOLING_UNSPECIFIED
     deadline: float | None = None  # when the client gives up, in the event loop's time
     _block_hashes: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
@@ -89,6 +90,7 @@ class Request:
             priority=self.priority,
             tenant="" if self.tenant is ANONYMOUS else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,
+            pooling=self.pooling,
             seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
             **trace_context,
         )

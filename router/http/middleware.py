@@ -26,7 +26,9 @@ _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
 # Domains that cannot be registered in the public DNS.
 _LOCAL_DOMAINS: Final = (".localhost", ".internal")
 _OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and the response is one word
-_GENERATE_PATHS: Final = ("/v1/", "/tokenize", "/detokenize", "/version", "/coatcheck.v1.Generation/")
+_GENERATE_PATHS: Final = (
+    "/v1/", "/v2/", "/rerank", "/score", "/tokenize", "/detokenize", "/version", "/coatcheck.v1.Generation/",
+)  # fmt: skip
 # A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only paths that need the scope
 # "observe", such as the dashboard, offer `Basic`.
 _CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}

@@ -46,6 +46,17 @@ def _wrong_item(index: str, item: object) -> ValueError:
     )
 
 
+def split_prompts(sent: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+    """The prompts that a client has sent, at least one; raises InvalidRequest."""
+    if isinstance(sent, str):
+        return [sent]
+    if not sent:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    if isinstance(sent[0], int):
+        return [sent]  # all are integers (see check_prompt_items)
+    return cast(list[Prompt], sent)
+
+
 class CompletionRequest(SamplingFields):
     """`prompt` is a text or token ids, or a list of such prompts. The choices of prompt i have the indices i*n to
     i*n + n-1."""
@@ -67,16 +78,6 @@ class CompletionRequest(SamplingFields):
     def scores_only(self) -> bool:
         """Whether only the prompt is scored. Groups generate at least one token, which the response does not show."""
         return self.echo and self.max_tokens == 0
-
-    def split_prompts(self) -> list[Prompt]:
-        """The prompts, at least one; raises InvalidRequest."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # then all are (see check_prompt_items)
-        return cast(list[Prompt], self.prompt)
 
     def to_generate_requests(self, prompts: Sequence[Prompt], request_id: str) -> list[GenerateRequest]:
         """One for each of `prompts`; raises InvalidRequest."""

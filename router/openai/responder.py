@@ -1,20 +1,22 @@
 """Responder: generates for a request, and sends the response, whole or as a stream."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.response_sender import HttpAnswer, LargeResponses, SseResponse, while_connected
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
+_T = TypeVar("_T")
 _MAX_LOGPROBS: Final = 1 << 22  # of one response; 2.7 million are 76 MB of JSON
 
 
@@ -33,7 +35,8 @@ class Responder:
         options = CallOptions(request.scope["tenant"], trace_context)
         self._check_logprobs(messages, stream=stream)
         if not stream:
-            responses = await while_connected(request.receive, self._generate_all(messages, options))
+            calls = [partial(self._generation.generate, message, options) for message in messages]
+            responses = await while_connected(request.receive, run_all(calls))
             return await self._large.make_response(answer, responses)
         admitted = asyncio.Semaphore(0)
         options = replace(options, on_admitted=admitted.release)
@@ -59,15 +62,16 @@ class Responder:
                 "less with logprobs, n or max_tokens, or send fewer prompts in a request"
             )
 
-    async def _generate_all(self, messages: Sequence[GenerateRequest], options: CallOptions) -> list[GenerateResponse]:
-        """The responses to all messages; the first error cancels the others."""
-        tasks: list[asyncio.Task[GenerateResponse]] = []
-        try:
-            for message in messages:
-                tasks.append(asyncio.create_task(self._generation.generate(message, options)))
-                await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+async def run_all(calls: Sequence[Callable[[], Coroutine[Any, Any, _T]]]) -> list[_T]:
+    """The results of all calls, which run together; the first error cancels the others."""
+    tasks: list[asyncio.Task[_T]] = []
+    try:
+        for call in calls:
+            tasks.append(asyncio.create_task(call()))
+            await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.chat_runner import ChatRunner
-from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
+from coatcheck.router.openai.completion_request import CompletionRequest, Prompt, split_prompts
 from coatcheck.router.openai.completion_response import CompletionResponse
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.request_body import body_route, in_thread_if_long
@@ -37,11 +37,15 @@ from coatcheck.router.serving.request_validation import check_model_name
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
 
-_PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+_PROMPT_FIELDS: Final = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/embeddings": "input",
+}
 
 
 class OpenAIRoutes:
-    """`app` is the ASGI application. `chats` runs chats for this API and others."""
+    """`app` is the ASGI application. `chats` runs chats, and `large` makes responses, for this API and others."""
 
     def __init__(
         self,
@@ -57,8 +61,8 @@ class OpenAIRoutes:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._formatter = LogprobsFormatter(tokenizer)
-        self._large = LargeResponses(side)
-        self._responder = Responder(generation, self._large)
+        self.large = LargeResponses(side)
+        self._responder = Responder(generation, self.large)
         self.chats = ChatRunner(generation, planner, self._responder)
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
@@ -94,7 +98,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Completes one or several prompts."""
         request_id: str = request.scope["request_id"]
-        prompts = body.split_prompts()
+        prompts = split_prompts(body.prompt)
         kept = body.truncate_prompt_tokens
         needs_ids = (
             body.return_token_ids
@@ -140,13 +144,13 @@ class OpenAIRoutes:
         found = await self._generation.tokenize(message)
         max_model_len = self._generation.model.max_model_len if self._generation.model else None
         formatter = self._formatter if body.return_token_strs else None
-        return await self._large.make_json(len(found.token_ids), tokenize_response, found, max_model_len, formatter)
+        return await self.large.make_json(len(found.token_ids), tokenize_response, found, max_model_len, formatter)
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
         """Returns the text of token ids."""
         message = await in_thread_if_long(request, body.to_proto)
         text = (await self._generation.detokenize(message)).text
-        return await self._large.make_json(count_text(text), dict, prompt=text)
+        return await self.large.make_json(count_text(text), dict, prompt=text)
 
     async def health(self) -> Response:
         """Responds 200 if a new request would be accepted, else 503."""

@@ -201,6 +201,7 @@ class Relay:
             routed_by=submission.decision.why,
             moves=self._moves,
             choices=self._response.choice_ends(),
+            embedding=self._response.embedding,
         )
 
 

@@ -20,7 +20,7 @@ from coatcheck.proto.errors import ContextLengthExceeded, InvalidParameter, Inva
 from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
-from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Pooling, Resumed, TokenizeRequest
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.request import Request
 from coatcheck.router.parsing.output_planner import OutputPlanner
@@ -103,6 +103,8 @@ def validate_request(
     for name in ("request_id", "cache_salt", "session_id"):  # these are kept, logged, sent on, or hashed for each group
         if len(getattr(message, name)) > _LONGEST_NAME:
             raise InvalidRequest(f"{name} has {len(getattr(message, name))} characters; the maximum is {_LONGEST_NAME}")
+    if message.pooling not in Pooling.values():
+        raise InvalidParameter("pooling", f"is {message.pooling}; it must be POOLING_LAST or POOLING_MEAN")
     if not token_ids:
         raise InvalidRequest(_EMPTY)
     length = len(token_ids)
@@ -145,6 +147,7 @@ def validate_request(
         session_id=message.session_id,
         retention=retention,
         tenant=tenant,
+        pooling=message.pooling,
         deadline=deadline,
     )
 

@@ -21,6 +21,7 @@ class ResponseBuilder:
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self._request = request
         self._choices: list[Choice] = []
+        self.embedding: Sequence[float] = ()  # of the prompt, if the request asks for it
         self._has_first_output = False  # whether any group has sent its first output
         # Numbers of prompt log-probabilities: those that the client has, and those that the present group has sent.
         # Each group sends all of them.
@@ -82,6 +83,8 @@ class ResponseBuilder:
         events: list[GenerateEvent] = []
         deltas: dict[int, Delta] = {}
         for output in outputs:
+            if output.embedding:
+                self.embedding = output.embedding
             if output.prompt_logprobs and (fresh := self._fresh_logprobs(output)) is not None:
                 events.append(GenerateEvent(prompt_logprobs=fresh))
             index = output.choice

@@ -23,6 +23,7 @@ from coatcheck.router.text.detokenizer import ByteDetokenizer, Detokenizer, Wind
 _FILES = [
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     "generation_config.json",
+    "1_Pooling/config.json",
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # for AutoTokenizer
 ]
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import grpc
 
@@ -50,6 +50,11 @@ def scripted_token(submit: Submit, choice: int, position: int) -> int:
     """A pseudo-random token that is not special."""
     digest = hashlib.sha256(f"{submit.sampling.seed}/{choice}/{position}".encode()).digest()
     return 2 + int.from_bytes(digest[:4], "little") % (VOCAB - 2)
+
+
+def fake_embedding(token_ids: Sequence[int], pooling: int) -> list[float]:
+    """The embedding that a FakeGroup returns: how often each of the first eight ids occurs, and the pooling."""
+    return [*(float(sum(token % 8 == place for token in token_ids)) for place in range(8)), float(pooling)]
 
 
 class FakeGroup(WorkerServicer):
@@ -299,6 +304,8 @@ class FakeGroup(WorkerServicer):
                 first = False
                 output.first_output.CopyFrom(FirstOutput(device_tokens=self._found(submit)))
                 output.prompt_logprobs.extend(scored)
+                if submit.pooling and choice == 0:
+                    output.embedding.extend(fake_embedding(submit.prompt_token_ids, submit.pooling))
             if token in ends:
                 output.finish_reason, output.stop_token_id = FINISH_REASON_STOP, token
             elif position + 1 == sampling.max_tokens:

@@ -1,9 +1,18 @@
 """EngineRequest: a request to a group in token ids, with every default filled in."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
+
+
+class Pooling(Enum):
+    """How the hidden states of a prompt become its embedding. The values equal those of the public contract."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +25,7 @@ class EngineRequest:
     `uncached_tokens`: prompt tokens that the router expects to be computed; None for all.
     `seconds_left`: the request must start within this time or is refused; None for no deadline.
     `tenant`: "" if every `cache_salt` is a tenant.
+    `pooling`: the first output of choice 0 has the prompt's embedding.
     """
 
     request_id: str
@@ -28,6 +38,7 @@ class EngineRequest:
     retention: Retention | None = None
     seconds_left: float | None = None
     tenant: str = ""
+    pooling: Pooling = Pooling.NONE
 
     @property
     def owner(self) -> str:

@@ -40,6 +40,7 @@ class StepResult:
 
     `token_ids`: one for each scheduled sequence; -1 for those that do not sample.
     `logprobs`, `prompt_logprobs`: by index in `scheduled`, for sequences that asked for them.
+    `embeddings`: by index in `scheduled`, of the prompts whose last token this step has computed.
     `failed`: by index in `scheduled`, why the sequence cannot continue.
     `copy_report`: set while copies between tiers are in progress.
     `num_compiled`: set while grammars are being compiled. For each compile queue, how many of the grammars sent since
@@ -52,6 +53,7 @@ class StepResult:
     copy_report: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)
     num_compiled: tuple[int, ...] | None = None
+    embeddings: dict[int, list[float]] = field(default_factory=dict)
 
 
 class LaunchedStep(Protocol):

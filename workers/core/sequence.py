@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from coatcheck.workers.core.cache_reasons import PrefixMiss
-from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.core.step_output import FinishReason, SequenceOutput, TokenLogprob
 
 
@@ -52,6 +52,7 @@ class Sequence:
     miss: PrefixMiss | None = None
     awaited_hash: bytes = b""
     num_prompt_logprobs: int = 0  # already sent
+    embedding: list[float] = field(default_factory=list)  # of the prompt, once it is computed
     has_sent_output: bool = False
     submitted_at: float = 0.0
     deadline: float = math.inf  # refused if not started by then
@@ -89,9 +90,14 @@ class Sequence:
         return min(self.num_unscheduled, uncached + self.num_outputs)
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
+    def computes_whole_prompt(self) -> bool:
         """Whether the whole prompt must be computed, cached or not."""
-        return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
+        if self.choice:
+            return False
+        pooling = Pooling.NONE if self.has_sent_output else self.request.pooling
+        # A resumed prompt may be cached with its last token, whose hidden state is the embedding.
+        needs_states = pooling is Pooling.MEAN or (pooling is Pooling.LAST and bool(self.request.resume))
+        return needs_states or self.request.sampling.prompt_logprobs is not None
 
     def take_new_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
         """The part of `logprobs` that has not been sent. `start`: the position of the first of `logprobs`.
@@ -109,6 +115,7 @@ class Sequence:
         output.cached_device_tokens = self.cached_device_tokens
         output.cached_host_tokens = self.cached_host_tokens
         output.miss = self.miss
+        output.embedding = self.embedding
         output.queued_seconds = self.started_at - self.submitted_at
         output.prefill_seconds = now - self.started_at
 

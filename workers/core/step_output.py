@@ -32,7 +32,8 @@ class TokenLogprob:
 class SequenceOutput:
     """New tokens of one choice.
 
-    `cached_*`, `queued_seconds`, `prefill_seconds` and `miss` are set with the first token only (`cached_*`: else -1).
+    `cached_*`, `queued_seconds`, `prefill_seconds`, `miss` and `embedding` are set with the first token only
+    (`cached_*`: else -1).
     `prompt_logprobs` come in chunks as the prompt is computed, before or with the first token.
     """
 
@@ -48,6 +49,7 @@ class SequenceOutput:
     queued_seconds: float = 0.0
     prefill_seconds: float = 0.0
     miss: PrefixMiss | None = None
+    embedding: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

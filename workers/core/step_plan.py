@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Self
 
 from coatcheck.proto.grammar import KINDS, Grammar
 from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
+from coatcheck.workers.core.request import Pooling
 
 # The parameters that change the draw. Rank 0 handles the others, and the router stop strings.
 _SAMPLING: Final = struct.Struct("=Q6f4i")
@@ -40,6 +41,7 @@ class NewSequence:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     grammar_id: int | None = None
+    pooling: Pooling = Pooling.NONE
 
 
 class ScheduledSequence(NamedTuple):
@@ -94,7 +96,8 @@ class StepPlan:
         """The plan as int32. `decode` is the inverse."""
         out = array("i", (self.step, int(self.stop), len(self.new_sequences), len(self.new_grammars)))
         for new in self.new_sequences:
-            out.extend((new.slot, new.choice, new.prompt_len, -1 if new.grammar_id is None else new.grammar_id))
+            grammar_id = -1 if new.grammar_id is None else new.grammar_id
+            out.extend((new.slot, new.choice, new.prompt_len, grammar_id, new.pooling.value))
             _put_list(out, new.token_ids)
             _put_list(out, new.stop_token_ids)
             _put_sampling(out, new.sampling)
@@ -151,10 +154,10 @@ class _Reader:
 
 
 def _decode_new_sequence(reader: _Reader) -> NewSequence:
-    slot, choice, prompt_len, grammar_id = reader.take(4)
+    slot, choice, prompt_len, grammar_id, pooling = reader.take(5)
     ids, stops = reader.take_list().tolist(), tuple(reader.take_list())
     grammar = None if grammar_id < 0 else grammar_id
-    return NewSequence(slot, choice, prompt_len, ids, _take_sampling(reader), stops, grammar)
+    return NewSequence(slot, choice, prompt_len, ids, _take_sampling(reader), stops, grammar, Pooling(pooling))
 
 
 def _put_sampling(out: "array[int]", params: SamplingParams) -> None:

@@ -263,6 +263,8 @@ class Engine:
         output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
         if index in result.prompt_logprobs:
             output.prompt_logprobs = sequence.take_new_prompt_logprobs(planned.start, result.prompt_logprobs[index])
+        if index in result.embeddings:
+            sequence.embedding = result.embeddings[index]
         if planned.needs_sample:
             self._add_token(output, sequence, index, result)
         return output if output.token_ids or output.prompt_logprobs else None

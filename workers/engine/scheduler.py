@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
+from coatcheck.workers.core.request import Pooling
 from coatcheck.workers.core.runner_protocol import CopyReport
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
@@ -313,8 +314,9 @@ class Scheduler:
         sampling = sequence.request.sampling
         stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
         ids = list(sequence.token_ids)
+        pooling = Pooling.NONE if sequence.choice or sequence.has_sent_output else sequence.request.pooling
         plan.new_sequences.append(
-            NewSequence(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops)
+            NewSequence(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops, pooling=pooling)
         )
         plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
         return True

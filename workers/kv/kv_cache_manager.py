@@ -76,7 +76,7 @@ class KVCacheManager:
 
     def find_cached_blocks(self, sequence: Sequence, *, with_decodes: bool) -> list[int | None]:
         """The leading blocks that need not be computed: device blocks, None for one to restore."""
-        if sequence.wants_prompt_logprobs:
+        if sequence.computes_whole_prompt:
             return []
         found: list[int | None] = []
         for block_hash in sequence.block_hashes[: self.count_cacheable_blocks(sequence)]:
@@ -93,7 +93,7 @@ class KVCacheManager:
 
     def is_prefix_pending(self, sequence: Sequence, *, with_decodes: bool) -> bool:
         """Whether another sequence computes or restores the next block that `sequence` needs."""
-        if sequence.wants_prompt_logprobs:
+        if sequence.computes_whole_prompt:
             return False
         if sequence.awaited_hash in self._pending:
             return True
@@ -126,7 +126,7 @@ class KVCacheManager:
         if sequence.cached_device_tokens >= 0:
             return
         num_full = min(sequence.prompt_len // self.block_size, self.count_cacheable_blocks(sequence))
-        if missing is not None and missing < num_full and not sequence.wants_prompt_logprobs:
+        if missing is not None and missing < num_full and not sequence.computes_whole_prompt:
             block_hash = sequence.block_hashes[missing]
             if block_hash in self.host:
                 sequence.miss = PrefixMiss(missing, MissReason.RECOMPUTED)

@@ -54,6 +54,7 @@ class DeviceStep:
     copy_report: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)
     num_compiled: tuple[int, ...] | None = None
+    embeddings: dict[int, HostCopy] = field(default_factory=dict)  # float32 [hidden_size] each
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -65,4 +66,7 @@ class DeviceStep:
         prompt_logprobs = {
             row: [entry for part in parts for entry in part.wait()] for row, parts in self.prompt_logprobs.items()
         }
-        return StepResult(token_ids, row_logprobs, prompt_logprobs, self.copy_report, self.failed, self.num_compiled)
+        embeddings = {row: copied.wait() for row, copied in self.embeddings.items()}
+        return StepResult(
+            token_ids, row_logprobs, prompt_logprobs, self.copy_report, self.failed, self.num_compiled, embeddings
+        )

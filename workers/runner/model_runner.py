@@ -30,6 +30,7 @@ from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
 from coatcheck.workers.runner.kv_memory import make_layer_caches
+from coatcheck.workers.runner.pooler import Pooler
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans
@@ -69,6 +70,7 @@ class ModelRunner:
         self._token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
         self._sampler = Sampler(max_num_seqs, self._device)
+        self._pooler = Pooler()
         grammars = grammars or GrammarBackend(None, "this runner has no grammar backend")
         self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
         self._grammar_compiler = GrammarCompiler(grammars, communicator or Communicator())
@@ -101,6 +103,7 @@ class ModelRunner:
         for new in plan.new_sequences:
             self._token_ids[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
             self._sampler.set_parameters(new)
+            self._pooler.set_sequence(new)
             self._bitmasks.set_grammar(new)
         if plan.table_writes:
             triples = self._int32([(write.slot, write.block_index, write.block) for write in plan.table_writes]).T
@@ -122,18 +125,25 @@ class ModelRunner:
 
     def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
         scores_prompts = any(self._sampler.scores_prompt(row.slot, row.start) for row in rows)
-        if not scores_prompts and (size := self.graphs.pick_size(rows)) is not None:
+        pools = any(self._pooler.pools(row) for row in rows)
+        if not (scores_prompts or pools) and (size := self.graphs.pick_size(rows)) is not None:
             return self._sample(rows, self.graphs.replay(rows, size), {})
-        indices, reports = self._logits_indices(rows), {}
-        if scores_prompts:  # prompt logprobs need the hidden states of all tokens
+        indices = self._logits_indices(rows)
+        reports: dict[int, list[LogprobReport]] = {}
+        embeddings: dict[int, HostCopy] = {}
+        if scores_prompts or pools:  # they need the hidden states of all tokens
             hidden = self._forward(rows, None)
             reports = self._prompt_logprobs(rows, hidden)
+            embeddings = self._pooler.pool(rows, hidden)
             hidden = hidden if indices is None else hidden[indices.tokens]
         else:
             hidden = self._forward(rows, indices)
-        if not any(row.needs_sample for row in rows):
-            return DeviceStep(len(rows), [], None, prompt_logprobs=reports)
-        return self._sample(rows, self.model.logits(hidden), reports)
+        if any(row.needs_sample for row in rows):
+            step = self._sample(rows, self.model.logits(hidden), reports)
+        else:
+            step = DeviceStep(len(rows), [], None, prompt_logprobs=reports)
+        step.embeddings = embeddings
+        return step
 
     def _logits_indices(self, rows: list[ScheduledSequence]) -> LogitsIndices | None:
         """The last token of each row that samples. None if these are all tokens of the step."""

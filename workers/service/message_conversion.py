@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from coatcheck.proto.errors import CoatcheckError, status_of
+from coatcheck.proto.errors import CoatcheckError, InvalidRequest, status_of
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core import step_output
-from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.core.request import EngineRequest, Pooling
 
 # The event of a stored block takes 42 bytes: a full message stays below the contract's 256 KiB.
 EVENTS_PER_MESSAGE = 6000
@@ -18,6 +18,8 @@ CHUNK_BLOCKS = 1000
 
 def request_from_message(submit: wire.Submit, engine_request_id: str) -> EngineRequest:
     """The engine's form of a submission. Raises InvalidRequest for an invalid sampling parameter or retention."""
+    if submit.pooling not in public.Pooling.values():
+        raise InvalidRequest(f"pooling is {submit.pooling}, which this group does not know")
     return EngineRequest(
         request_id=engine_request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
@@ -28,6 +30,7 @@ def request_from_message(submit: wire.Submit, engine_request_id: str) -> EngineR
         uncached_tokens=submit.uncached_tokens if submit.HasField("uncached_tokens") else None,
         retention=Retention.from_message(submit.retention) if submit.HasField("retention") else None,
         tenant=submit.tenant,
+        pooling=Pooling(submit.pooling),
         seconds_left=submit.seconds_left if submit.HasField("seconds_left") else None,
     )
 
@@ -46,6 +49,8 @@ def write_output(
         message.logprobs.extend(map(_logprob, output.logprobs))
     if output.prompt_logprobs:
         message.prompt_logprobs.extend(map(_logprob, output.prompt_logprobs))
+    if output.embedding:
+        message.embedding.extend(output.embedding)
     if output.finish_reason is not None:
         message.finish_reason = output.finish_reason.value  # type: ignore[assignment]  # the same numbers by contract
     if output.stop_token_id is not None:

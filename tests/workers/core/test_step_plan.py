@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
+from coatcheck.workers.core.request import Pooling
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 grammars = st.builds(
@@ -36,7 +37,15 @@ plans = st.builds(
     step=ints,
     new_sequences=st.lists(
         st.builds(
-            NewSequence, ints, ints, ints, st.lists(ints, max_size=5), sampling, st.tuples(ints), st.none() | ints
+            NewSequence,
+            ints,
+            ints,
+            ints,
+            st.lists(ints, max_size=5),
+            sampling,
+            st.tuples(ints),
+            st.none() | ints,
+            st.sampled_from(Pooling),
         ),
         max_size=3,
     ),

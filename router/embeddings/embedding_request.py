@@ -1,0 +1,100 @@
+"""EmbeddingRequest: the body of POST /v1/embeddings, and its response."""
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import (
+    POOLING_LAST,
+    POOLING_MEAN,
+    POOLING_UNSPECIFIED,
+    EmbedRequest,
+    EmbedResponse,
+    TokenIds,
+)
+from coatcheck.router.openai.completion_request import Prompt, check_prompt_items, split_prompts
+from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
+
+PoolingName = Literal["last", "mean"]
+_POOLING = {None: POOLING_UNSPECIFIED, "last": POOLING_LAST, "mean": POOLING_MEAN}
+
+
+class PoolingFields(RequestBody):
+    """What all bodies of this folder have in common. `pooling`: see EmbedRequest in coatcheck.proto."""
+
+    model: str = ""
+    pooling: PoolingName | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: str = ""
+
+    def to_embed_requests(self, prompts: Sequence[Prompt], request_id: str, **fields: Any) -> list[EmbedRequest]:
+        """One for each of `prompts`. `fields`: further fields of each."""
+        return [
+            EmbedRequest(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                model=self.model,
+                pooling=_POOLING[self.pooling],
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                **({"text": prompt} if isinstance(prompt, str) else {"token_ids": TokenIds(ids=prompt)}),
+                **fields,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+class EmbeddingRequest(PoolingFields):
+    """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's."""
+
+    accepted_values: ClassVar = {"add_special_tokens": (True,), "embed_dtype": ("float32",), "endianness": ("native",)}
+
+    input: Annotated[
+        str
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)],
+        BeforeValidator(check_prompt_items),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    normalize: bool = True
+
+    def to_requests(self, request_id: str) -> list[EmbedRequest]:
+        """One for each input. Raises InvalidRequest."""
+        prompts = split_prompts(self.input)
+        if not all(prompts):
+            raise InvalidRequest("an input is empty; give at least one token")
+        fields = {"normalize": self.normalize} | ({"dimensions": self.dimensions} if self.dimensions else {})
+        return self.to_embed_requests(prompts, request_id, **fields)
+
+
+def embedding_response(
+    model: str, encoding_format: Literal["float", "base64"], embedded: Sequence[EmbedResponse]
+) -> dict[str, Any]:
+    """OpenAI's list of embeddings. base64: of the values as float32, least significant byte first."""
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _encode(encoding_format, one.embedding)}
+            for index, one in enumerate(embedded)
+        ],
+        "model": model,
+        "usage": usage_of(embedded),
+    }
+
+
+def usage_of(embedded: Sequence[EmbedResponse]) -> dict[str, Any]:
+    """The `usage` of a response."""
+    count = sum(one.prompt_tokens for one in embedded)
+    cached = sum(one.cached_tokens for one in embedded)
+    return {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _encode(encoding_format: str, values: Sequence[float]) -> str | list[float]:
+    if encoding_format == "float":
+        return list(values)
+    return base64.b64encode(array("f", values).tobytes()).decode()

@@ -1,0 +1,64 @@
+"""EmbeddingRoutes: the HTTP endpoints of embeddings, and of what is made of embeddings: scores and reranking."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from coatcheck.proto.stubs.coatcheck_pb2 import EmbedRequest, EmbedResponse
+from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
+from coatcheck.router.embeddings.embedding_request import EmbeddingRequest, embedding_response
+from coatcheck.router.embeddings.score_request import RerankRequest, ScoreRequest
+from coatcheck.router.openai.request_body import in_thread_if_long
+from coatcheck.router.openai.responder import run_all
+from coatcheck.router.openai.response_sender import LargeResponses, while_connected
+from coatcheck.router.serving.embed_service import EmbedService
+from coatcheck.router.serving.generate_service import CallOptions
+
+
+class EmbeddingRoutes:
+    """Adds its endpoints to `app`. `model_name`: the model's name for clients."""
+
+    def __init__(self, app: FastAPI, service: EmbedService, large: LargeResponses, model_name: str) -> None:
+        self._service = service
+        self._large = large
+        self._model_name = model_name
+        app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/score", self.score, methods=["POST"], response_model=None)
+        app.add_api_route("/score", self.score, methods=["POST"], response_model=None, include_in_schema=False)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            app.add_api_route(
+                path, self.rerank, methods=["POST"], response_model=None, include_in_schema=path == "/rerank"
+            )
+
+    async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
+        """Returns the embedding of each input."""
+        request_id: str = request.scope["request_id"]
+        embedded = await self._embed(request, await in_thread_if_long(request, lambda: body.to_requests(request_id)))
+        values = sum(len(one.embedding) for one in embedded) if body.encoding_format == "float" else len(embedded)
+        return await self._large.make_json(values, embedding_response, self._model_name, body.encoding_format, embedded)
+
+    async def score(self, request: Request, body: ScoreRequest) -> Response:
+        """Scores how similar texts are."""
+        return await self._compare(request, body, "score")
+
+    async def rerank(self, request: Request, body: RerankRequest) -> Response:
+        """Orders documents by how similar they are to a query."""
+        return await self._compare(request, body, "rerank")
+
+    async def _compare(self, request: Request, body: ScoreRequest | RerankRequest, prefix: str) -> Response:
+        request_id: str = request.scope["request_id"]
+        embedded = await self._embed(request, await in_thread_if_long(request, lambda: body.to_requests(request_id)))
+        values = sum(len(one.embedding) for one in embedded)
+        return await self._large.make_json(
+            values, body.make_response, f"{prefix}-{request_id}", self._model_name, int(time.time()), embedded
+        )
+
+    async def _embed(self, request: Request, messages: Sequence[EmbedRequest]) -> list[EmbedResponse]:
+        """The embeddings of all messages; the first error cancels the others."""
+        trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
+        options = CallOptions(request.scope["tenant"], trace_context)
+        calls = [partial(self._service.embed, message, options) for message in messages]
+        return await while_connected(request.receive, run_all(calls))
