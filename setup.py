@@ -20,7 +20,7 @@ INCLUDE = "kernels/csrc"
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 
 # A class without a kernel of its own takes that of the class before it.
-KERNELS = ["attention", "linear", "rows", "sampling", "shared_memory", "transfer_blocks"]
+KERNELS = ["attention", "experts", "linear", "rows", "sampling", "shared_memory", "transfer_blocks"]
 CLASSES = {"generic": (KERNELS, [])}
 if platform.machine() in ("x86_64", "AMD64"):
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -71,7 +71,7 @@ setup(
     ext_modules=[
         Extension(
             "coatcheck.kernels._native",
-            sources=[f"kernels/csrc/{name}.c" for name in ("cpu", "decoder_layers", "pack_weight")],
+            sources=[f"kernels/csrc/{name}.c" for name in ("cpu", "decoder_layers", "expert_layers", "pack_weight")],
             depends=glob("kernels/csrc/**/*.[ch]", recursive=True),
             include_dirs=[INCLUDE],
             extra_compile_args=FLAGS,

@@ -24,25 +24,29 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 10
+VERSION = 11
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it. A kernel that a class lacks is that of the class before.
 CLASSES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
+# One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, q: int64, v: void).
 _CLASS_SIGNATURES = {
     "attention_bf16": "p:r",
     "attention_f32": "p:r",
+    "clamped_swiglu": "p:v",
     "copy_blocks": "pqppqq:v",
     "linear_bf16": "p:v",
     "linear_f32": "p:v",
+    "linears_bf16": "pq:v",
+    "linears_f32": "pq:v",
     "logprobs": "pqqqpqpppp:v",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",
     "rms_norm": "p:v",
     "rotary": "p:v",
+    "route": "p:v",
     "sample": "pqqqpppppppp:r",
     "shared_all_gather": "ppqp:r",
     "shared_all_reduce": "ppqq:r",
@@ -50,19 +54,24 @@ _CLASS_SIGNATURES = {
     "silu_mul": "pqpqqqq:v",
     "token_mask": "pqqpqpq:v",
     "transfer_blocks": "pqppqpqqp:v",
+    "weighted_sum": "p:v",
 }
 _SIGNATURES = {
     "attention_sublayer": "ppppp:r",
+    "experts_product": "ppp:v",
+    "experts_scratch": "pq:q",
     "fused_layers": "pppqpp:r",
     "has_class": "p:r",
     "mlp_sublayer": "ppp:v",
     "native_version": ":r",
     "pack_weight": "pqqpq:v",
+    "sparse_scratch": "pq:q",
+    "sparse_sublayer": "ppp:v",
 }
 
 # The C structs, with the fields of the headers.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
-LINEAR = struct.Struct("@PqqPPqqPqP")
+LINEAR = struct.Struct("@PqqPPqqPqPP")
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
@@ -81,7 +90,7 @@ class Library:
     """The loaded library with the kernels of `cpu_class`, by default the best one. Every C function is an attribute.
 
     `is_chosen`: the class was asked for by name. `attention`, `linear`: the function for each dtype. `kernels`: the C
-    struct Kernels of decoder_layers.c.
+    struct Kernels of sublayers.h.
     """
 
     def __init__(self, path: Path, cpu_class: str = "") -> None:
@@ -104,8 +113,13 @@ class Library:
             setattr(self, name, _typed(self._dll[f"{name}_{built}"], signature))
         self.attention = {torch.bfloat16: self.attention_bf16, torch.float32: self.attention_f32}
         self.linear = {torch.bfloat16: self.linear_bf16, torch.float32: self.linear_f32}
-        operations = (*self.linear.values(), *self.attention.values(), self.rms_norm, self.rotary, self.silu_mul)
-        self.kernels = struct.pack("@7P", *(ctypes.cast(function, _POINTER).value for function in operations))
+        operations = (
+            *self.linear.values(), self.linears_bf16, self.linears_f32, *self.attention.values(), self.rms_norm,
+            self.rotary, self.silu_mul, self.route, self.clamped_swiglu, self.weighted_sum,
+        )  # fmt: skip
+        self.kernels = struct.pack(
+            f"@{len(operations)}P", *(ctypes.cast(function, _POINTER).value for function in operations)
+        )
 
     def has_own(self, cpu_class: str, *kernels: str) -> bool:
         """Whether one of `kernels` was compiled for a class."""
@@ -122,7 +136,7 @@ class Library:
 def _typed(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFuncPointer:
     arguments, result = signature.split(":")
     function.argtypes = [_POINTER if letter == "p" else _INT for letter in arguments]
-    function.restype = ctypes.c_int if result == "r" else None
+    function.restype = {"r": ctypes.c_int, "q": _INT, "v": None}[result]
     return function
 
 
@@ -139,6 +153,13 @@ def _load() -> tuple[Library | None, str]:
             return None, f"torch reference (native library refused: {error})"
         return loaded, f"native ({loaded.cpu_class})"
     return None, "torch reference (native library not built)"
+
+
+def address_of(packed: bytes) -> int:
+    """The address of a packed C struct. Valid while `packed` lives."""
+    address = ctypes.cast(ctypes.c_char_p(packed), _POINTER).value
+    assert address is not None
+    return address
 
 
 def library() -> Library | None:

@@ -1,43 +1,7 @@
 /* A sublayer of a decoder layer, attention or MLP, as one call, and consecutive whole layers as one. They call the
  * operations of the other files and keep the rows between them in one scratch buffer, which stays in the cache. The
  * results have the same bits as the separate calls. */
-#include "attention.h"
-#include "linear.h"
-#include "rows.h"
-
-/* The operations of the class in use, for bfloat16 and float32. */
-typedef struct {
-    void (*linear[2])(const Linear *l);
-    int (*attention[2])(const Attention *a);
-    void (*rms_norm)(const Norm *n);
-    void (*rotary)(const Rotary *r);
-    void (*silu_mul)(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu,
-                     int64_t type);
-} Kernels;
-
-typedef struct {
-    const void *weight; /* null: no norm here */
-    float eps, offset;
-} Scale;
-
-typedef struct {
-    const void *packed, *bias;
-    int64_t features, depth;
-} Weight;
-
-/* The input and output of a sublayer, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused
- * in a first layer, where `residual` is null. `out` gets the sublayer's result. */
-typedef struct {
-    const void *x, *residual;
-    void *sum, *out, *scratch;
-    int64_t tokens;
-} Stream;
-
-typedef struct {
-    Scale norm;
-    Weight gate_up, down;
-    int64_t gelu, type;
-} Mlp;
+#include "sublayers.h"
 
 typedef struct {
     Scale norm, q_norm, k_norm;
@@ -58,20 +22,6 @@ typedef struct {
     int64_t seqs;
 } Step;
 
-static int64_t bytes(int64_t type) { return type == 0 ? 2 : 4; }
-
-/* The next `size` bytes of scratch, from the beginning of a cache line on. */
-static void *allocate(char **scratch, int64_t size) {
-    void *allocated = *scratch;
-    *scratch += (size + 63) / 64 * 64;
-    return allocated;
-}
-
-static void normed(const Kernels *f, const Scale *s, const Stream *stream, int64_t width, int64_t type, void *out) {
-    f->rms_norm(&(Norm){stream->x, stream->residual, s->weight, out, stream->sum, stream->tokens, 1, width, width, 0,
-                     width, 0, s->eps, s->offset, s->offset == 0.0f, type});
-}
-
 /* Heads of rows that lie `stride` apart, in place. */
 static void norm_heads(const Kernels *f, const Scale *s, char *x, int64_t tokens, int64_t heads, int64_t dim,
                        int64_t stride, int64_t type, void *out) {
@@ -79,19 +29,11 @@ static void norm_heads(const Kernels *f, const Scale *s, char *x, int64_t tokens
                      s->offset == 0.0f, type});
 }
 
-static void product(const Kernels *f, const Weight *w, const void *x, int64_t rows, int64_t type, void *y, char *scratch) {
-    f->linear[type](&(Linear){x, w->depth, rows, w->packed, w->bias, w->features, w->depth, y, w->features, scratch});
-}
-
 void mlp_sublayer(const Kernels *f, const Mlp *m, const Stream *s) {
     char *scratch = s->scratch;
-    const int64_t width = m->gate_up.depth, inner = m->down.depth, size = bytes(m->type);
-    void *x = allocate(&scratch, s->tokens * width * size), *wide = allocate(&scratch, s->tokens * 2 * inner * size);
-    void *gated = allocate(&scratch, s->tokens * inner * size);
-    normed(f, &m->norm, s, width, m->type, x);
-    product(f, &m->gate_up, x, s->tokens, m->type, wide, scratch);
-    f->silu_mul(wide, 2 * inner, gated, s->tokens, inner, m->gelu, m->type);
-    product(f, &m->down, gated, s->tokens, m->type, s->out, scratch);
+    void *x = allocate(&scratch, s->tokens * m->gate_up.depth * bytes(m->type));
+    normed(f, &m->norm, s, m->gate_up.depth, m->type, x);
+    mlp_rows(f, &m->gate_up, &m->down, m->gelu, m->type, x, s->tokens, s->out, scratch);
 }
 
 /* Returns 0, or -1 if attention cannot allocate its list of work items. */
@@ -128,6 +70,7 @@ typedef struct {
     Attend attention;
     Scale after_attention;
     Mlp mlp;
+    const Sparse *experts; /* instead of mlp; null in a dense layer */
     Scale after_mlp;
     int64_t table_index;
 } Layer;
@@ -145,11 +88,12 @@ int fused_layers(const Kernels *f, const Layer *layers, const KvCache *caches, i
     Stream now = *s;
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = layers + i;
-        const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
+        const int64_t width = l->attention.qkv.depth, type = l->attention.type;
         if (attention_sublayer(f, &l->attention, caches + i, steps + l->table_index, &now)) return -1;
         scale_rows(f, &l->after_attention, now.out, now.tokens, width, type);
         now.x = now.out, now.residual = now.sum;
-        mlp_sublayer(f, &l->mlp, &now);
+        if (l->experts) sparse_sublayer(f, l->experts, &now);
+        else mlp_sublayer(f, &l->mlp, &now);
         scale_rows(f, &l->after_mlp, now.out, now.tokens, width, type);
     }
     return 0;

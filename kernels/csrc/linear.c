@@ -81,11 +81,11 @@ static void tile_of_floats(int64_t m, int64_t n, const Weights *w, const float *
 static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
     for (int64_t i = 0; i < m; i++) {
         if (type == F32) {
-            const float *row = (const float *)l->x + (first + i) * l->ldx;
+            const float *row = source_row(l, first + i, F32);
             for (int64_t k = from; k < to; k++) packed[k * m + i] = row[k];
             continue;
         }
-        const uint16_t *row = (const uint16_t *)l->x + (first + i) * l->ldx;
+        const uint16_t *row = source_row(l, first + i, BF16);
         for (int64_t k = from; k < to; k++) {
             const uint32_t low = 2 * k < l->depth ? row[2 * k] : 0, high = 2 * k + 1 < l->depth ? row[2 * k + 1] : 0;
             if (HAS_DOT) {
@@ -109,55 +109,91 @@ static void widen(const Weights *pairs, int64_t panels, float *to) {
             }
 }
 
-INLINE void linear(const Linear *l, const int type) {
-    const int64_t words = words_of(l->depth, type), rows = l->rows;
-    /* Tiles of almost equal height: a thin last tile would wait for its own sums. */
-    const int64_t tiles = (rows + ROWS - 1) / ROWS, height = rows ? (rows + tiles - 1) / tiles : 0;
-    const int64_t n = height <= ACCUMULATORS / WIDE ? WIDE : NARROW, group = n / VECTORS;
-    const int64_t groups = panels_of(l->features) / group, blocks = (tiles + TILES - 1) / TILES;
-    const int widened = type == BF16 && !HAS_DOT && tiles > 1, in_place = rows == 1 && type == F32;
-    const int64_t width = type == BF16 && !HAS_DOT ? 2 : 1; /* of a word of x, in floats */
-    const int64_t step = tiles == 1 ? words : DEPTH / width;
-    const float *x = in_place ? l->x : l->scratch;
+/* How a linear is cut: into slices of x to repack, and into items, each a group of panels by up to TILES tiles of rows.
+ * `first_slice` and `first_item` count over all linears of a call. */
+typedef struct {
+    const float *x;
+    int64_t words, tiles, height; /* tiles of almost equal height: a thin last tile would wait for its own sums */
+    int64_t n, group, blocks;     /* vectors of features of a tile, panels of an item, items for each group of panels */
+    int64_t step;                 /* words of the depth at a time */
+    int64_t width;                /* of a word of x, in floats */
+    int widened, in_place;
+    int64_t first_slice, first_item;
+} Cut;
+
+INLINE Cut cut(const Linear *l, const int type) {
+    const int64_t words = words_of(l->depth, type), tiles = (l->rows + ROWS - 1) / ROWS;
+    const int64_t height = l->rows ? (l->rows + tiles - 1) / tiles : 0;
+    const int64_t n = height <= ACCUMULATORS / WIDE ? WIDE : NARROW, width = type == BF16 && !HAS_DOT ? 2 : 1;
+    const int in_place = l->rows == 1 && type == F32;
+    return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
+                 (tiles + TILES - 1) / TILES, tiles == 1 ? words : DEPTH / width, width,
+                 type == BF16 && !HAS_DOT && tiles > 1, in_place, 0, 0};
+}
+
+/* Item `item` of a linear. */
+INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type) {
+    const int64_t words = c->words, height = c->height, rows = l->rows;
+    const int64_t panel = item / c->blocks * c->group, block = item % c->blocks * TILES;
+    const int64_t last = min_i64(block + TILES, c->tiles);
+    Floats sums[TILES][ACCUMULATORS];
+    float wide[NARROW / VECTORS * DEPTH * PANEL] __attribute__((aligned(64)));
+    memset(sums, 0, (last - block) * sizeof sums[0]);
+    for (int64_t k = 0; k < words; k += c->step) {
+        Weights part = {l->packed + (panel * words + k) * PANEL, words * PANEL, min_i64(c->step, words - k)};
+        if (c->widened) {
+            widen(&part, c->group, wide);
+            part = (Weights){(const uint32_t *)wide, 2 * part.words * PANEL, 2 * part.words};
+        }
+        for (int64_t t = block; t < last; t++) {
+            const int64_t first = t * height, m = min_i64(height, rows - first);
+            const float *tile_x = c->x + (first * words + k * m) * c->width;
+            (type == F32 || c->widened ? tile_of_floats : tile_of_pairs)(m, c->n, &part, tile_x, sums[t - block]);
+        }
+    }
+    for (int64_t t = block; t < last; t++)
+        put_rows(l, t * height, min_i64(height, rows - t * height), panel * PANEL, c->group * PANEL,
+                 (const float *)sums[t - block], c->group * PANEL, type);
+}
+
+INLINE void linears(const Linear *all, int64_t count, const int type) {
+    Cut cuts[MAX_LINEARS];
+    int64_t slices = 0, items = 0;
+    for (int64_t i = 0; i < count; i++) {
+        cuts[i] = cut(all + i, type);
+        cuts[i].first_slice = slices, cuts[i].first_item = items;
+        slices += cuts[i].in_place ? 0 : cuts[i].tiles * 8;
+        items += panels_of(all[i].features) / cuts[i].group * cuts[i].blocks;
+    }
 #pragma omp parallel
     {
-        if (!in_place) {
+        if (slices) {
+            int64_t i = 0;
 #pragma omp for schedule(static)
-            for (int64_t slice = 0; slice < tiles * 8; slice++) {
-                const int64_t first = slice / 8 * height, m = min_i64(height, rows - first);
-                pack_rows(l, first, m, words * (slice % 8) / 8, words * (slice % 8 + 1) / 8, type,
-                          (float *)l->scratch + first * words * width);
+            for (int64_t s = 0; s < slices; s++) {
+                while (i + 1 < count && cuts[i + 1].first_slice <= s) i++;
+                const Linear *l = all + i;
+                const Cut *c = cuts + i;
+                const int64_t slice = s - c->first_slice, first = slice / 8 * c->height;
+                const int64_t m = min_i64(c->height, l->rows - first);
+                pack_rows(l, first, m, c->words * (slice % 8) / 8, c->words * (slice % 8 + 1) / 8, type,
+                          (float *)l->scratch + first * c->words * c->width);
             }
         }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < groups * blocks; item++) {
-            const int64_t panel = item / blocks * group, block = item % blocks * TILES;
-            const int64_t last = min_i64(block + TILES, tiles);
-            Floats sums[TILES][ACCUMULATORS];
-            float wide[NARROW / VECTORS * DEPTH * PANEL] __attribute__((aligned(64)));
-            memset(sums, 0, (last - block) * sizeof sums[0]);
-            for (int64_t k = 0; k < words; k += step) {
-                Weights part = {l->packed + (panel * words + k) * PANEL, words * PANEL, min_i64(step, words - k)};
-                if (widened) {
-                    widen(&part, group, wide);
-                    part = (Weights){(const uint32_t *)wide, 2 * part.words * PANEL, 2 * part.words};
-                }
-                for (int64_t t = block; t < last; t++) {
-                    const int64_t first = t * height, m = min_i64(height, rows - first);
-                    const float *tile_x = x + (first * words + k * m) * width;
-                    (type == F32 || widened ? tile_of_floats : tile_of_pairs)(m, n, &part, tile_x, sums[t - block]);
-                }
-            }
-            for (int64_t t = block; t < last; t++)
-                put_rows(l, t * height, min_i64(height, rows - t * height), panel * PANEL, group * PANEL,
-                         (const float *)sums[t - block], group * PANEL, type);
+        int64_t i = 0;
+#pragma omp for schedule(monotonic : dynamic, 1) nowait
+        for (int64_t item = 0; item < items; item++) {
+            while (i + 1 < count && cuts[i + 1].first_item <= item) i++;
+            multiply(all + i, cuts + i, item - cuts[i].first_item, type);
         }
     }
 }
 
-void FOR_CLASS(linear_bf16)(const Linear *l) { linear(l, BF16); }
+void FOR_CLASS(linear_bf16)(const Linear *l) { linears(l, 1, BF16); }
+void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) { linears(all, count, BF16); }
 
 /* With the dot products of bfloat16 float32 is multiplied as without them. */
 #if !HAS_DOT
-void FOR_CLASS(linear_f32)(const Linear *l) { linear(l, F32); }
+void FOR_CLASS(linear_f32)(const Linear *l) { linears(l, 1, F32); }
+void FOR_CLASS(linears_f32)(const Linear *all, int64_t count) { linears(all, count, F32); }
 #endif

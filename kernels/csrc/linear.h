@@ -1,4 +1,5 @@
-/* The arguments of one linear, y = x W^T + b, and the packed form of a weight that all classes share. */
+/* The arguments of one linear, y = x W^T + b, and the packed form of a weight that all classes share. A call computes one
+ * linear, or a group of linears over rows of the same x: the experts of a layer. */
 #pragma once
 #include "simd/vectors.h"
 
@@ -7,6 +8,7 @@
 #define PANEL 16
 #define GROUP 4
 #define TILE_WORDS 16
+#define MAX_LINEARS 256 /* of a group */
 
 typedef struct {
     const void *x; /* [rows][ldx] */
@@ -17,12 +19,17 @@ typedef struct {
     void *y; /* [rows][ldy] */
     int64_t ldy;
     void *scratch; /* for x repacked: (rows + 15) * (depth + 31) floats, aligned to 64 bytes */
+    const int32_t *source; /* the row of x that each row is; null: all rows in order */
 } Linear;
 
 INLINE int64_t words_of(int64_t depth, int type) {
     return type == BF16 ? (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * TILE_WORDS : depth;
 }
 INLINE int64_t panels_of(int64_t features) { return (features + GROUP * PANEL - 1) / (GROUP * PANEL) * GROUP; }
+
+INLINE const void *source_row(const Linear *l, int64_t row, int type) {
+    return at(l->x, (l->source ? l->source[row] : row) * l->ldx, type);
+}
 
 /* Adds the bias to rows of sums, `stride` floats apart, and stores them as y[row + i][feature ... feature + width). */
 INLINE void put_rows(const Linear *l, int64_t row, int64_t rows, int64_t feature, int64_t width, const float *sums,

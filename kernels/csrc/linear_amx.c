@@ -31,7 +31,7 @@ static const TileConfig whole_tiles = {
 static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *packed) {
     for (int64_t i = 0; i < TILE_ROWS; i++) {
         const int64_t row = tile * TILE_ROWS + i;
-        const uint16_t *from = (const uint16_t *)l->x + row * l->ldx;
+        const uint16_t *from = row < l->rows ? source_row(l, row, BF16) : NULL;
         for (int64_t k = 0; k < words; k += TILE_WORDS) {
             uint16_t *to = (uint16_t *)(packed + k * TILE_ROWS + i * TILE_WORDS);
             const int64_t count = row < l->rows ? min_i64(l->depth - 2 * k, 2 * TILE_WORDS) : 0;
@@ -121,33 +121,63 @@ static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int
                  sums[(tile - from) / 2], 2 * PANEL, BF16);
 }
 
-void FOR_CLASS(linear_bf16)(const Linear *l) {
-    const int64_t steps = words_of(l->depth, BF16) / TILE_WORDS, rows = l->rows, is_thin = rows <= TILE_ROWS;
-    const int64_t tiles = is_thin ? 1 : (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
-    const int64_t groups = panels_of(l->features) / GROUP, block = max_i64(2, min_i64(BLOCK, BLOCK_TILES / steps / 2 * 2));
-    const int64_t blocks = (tiles + block - 1) / block;
+/* How a linear is cut: into tiles of rows to repack, and into items, each GROUP panels by a block of tiles of rows, which
+ * stays in the second cache while all panels pass. `first_tile` and `first_item` count over all linears of a call. */
+typedef struct {
+    int64_t steps, tiles, groups, block, is_thin;
+    int64_t first_tile, first_item;
+} Cut;
+
+static Cut cut(const Linear *l) {
+    const int64_t steps = words_of(l->depth, BF16) / TILE_WORDS, is_thin = l->rows <= TILE_ROWS;
+    const int64_t tiles = is_thin ? l->rows > 0 : (l->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
+    return (Cut){steps, tiles, panels_of(l->features) / GROUP,
+                 max_i64(2, min_i64(BLOCK, BLOCK_TILES / steps / 2 * 2)), is_thin, 0, 0};
+}
+
+static void multiply(const Linear *l, const Cut *c, int64_t item, int has_next) {
+    const int64_t panel = item % c->groups * GROUP, from = item / c->groups * c->block;
+    const uint32_t *x = l->scratch;
+    if (c->is_thin) {
+        float sums[4 * TILE] __attribute__((aligned(64)));
+        multiply_one(x, l->packed + panel * c->steps * TILE, c->steps, sums);
+        put_rows(l, 0, l->rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
+        return;
+    }
+    multiply_block(l, x, from, min_i64(from + c->block, c->tiles), panel, 1);
+    multiply_block(l, x, from, min_i64(from + c->block, c->tiles), panel + 2, has_next);
+}
+
+void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) {
+    Cut cuts[MAX_LINEARS];
+    int64_t tiles = 0, items = 0;
+    for (int64_t i = 0; i < count; i++) {
+        cuts[i] = cut(all + i);
+        cuts[i].first_tile = tiles, cuts[i].first_item = items;
+        tiles += cuts[i].tiles;
+        items += cuts[i].groups * ((cuts[i].tiles + cuts[i].block - 1) / cuts[i].block);
+    }
+    if (!items) return;
     /* A thread takes consecutive panels, so that it can prefetch the next ones. */
-    const int64_t chunk = max_i64(1, min_i64(4, groups * blocks / (4 * omp_get_max_threads())));
-    uint32_t *x = l->scratch;
-    if (rows == 0) return;
+    const int64_t chunk = max_i64(1, min_i64(4, items / (4 * omp_get_max_threads())));
 #pragma omp parallel
     {
+        int64_t i = 0;
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles; tile++) pack_tile(l, tile, steps * TILE_WORDS, x + tile * steps * TILE);
+        for (int64_t t = 0; t < tiles; t++) {
+            while (i + 1 < count && cuts[i + 1].first_tile <= t) i++;
+            const int64_t tile = t - cuts[i].first_tile, size = cuts[i].steps * TILE;
+            pack_tile(all + i, tile, cuts[i].steps * TILE_WORDS, (uint32_t *)all[i].scratch + tile * size);
+        }
         _tile_loadconfig(&whole_tiles);
-        /* A block of rows stays in the second cache while all panels pass. */
-#pragma omp for schedule(dynamic, chunk) nowait
-        for (int64_t item = 0; item < groups * blocks; item++) {
-            const int64_t panel = item % groups * GROUP, from = item / groups * block;
-            if (is_thin) {
-                float sums[4 * TILE] __attribute__((aligned(64)));
-                multiply_one(x, l->packed + panel * steps * TILE, steps, sums);
-                put_rows(l, 0, rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
-                continue;
-            }
-            multiply_block(l, x, from, min_i64(from + block, tiles), panel, 1);
-            multiply_block(l, x, from, min_i64(from + block, tiles), panel + 2, (item + 1) % chunk != 0);
+        i = 0;
+#pragma omp for schedule(monotonic : dynamic, chunk) nowait
+        for (int64_t item = 0; item < items; item++) {
+            while (i + 1 < count && cuts[i + 1].first_item <= item) i++;
+            multiply(all + i, cuts + i, item - cuts[i].first_item, (item + 1) % chunk != 0);
         }
         _tile_release();
     }
 }
+
+void FOR_CLASS(linear_bf16)(const Linear *l) { FOR_CLASS(linears_bf16)(l, 1); }

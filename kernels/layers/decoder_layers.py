@@ -1,7 +1,8 @@
-"""Pre-norm decoder layers as calls into the C library: one sublayer, attention or MLP, or consecutive whole layers.
+"""Pre-norm decoder layers as calls into the C library: one sublayer (attention, MLP or experts), or consecutive layers.
 
     attention   out = output(attend(rotary(split(qkv(norm(x + residual))))))     keys and values stored on the way
     mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
+    experts     out = experts(h, *route(router(h))) + sigmoid(shared_gate(h)) * shared(h),  h as above
 
 Each returns (out, x + residual). `out` is not added yet, because other ranks may hold a part of it. The C library calls
 the operations of the other files in turn, so the results are the same bits. This saves the calls from Python, a fifth
@@ -26,8 +27,10 @@ from coatcheck.kernels.attention.paged_attention import check_tables
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
+from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear, scratch, scratch_size
 from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.kernels.layers.route import Routing
 
 _SCALE = struct.Struct("@Pff")
 _LINEAR = struct.Struct("@PPqq")
@@ -35,13 +38,16 @@ _MLP = struct.Struct("@qq")
 _ATTEND = struct.Struct("@qqqqffq")
 _STEP = struct.Struct("@PPqqPPqPPq")
 _STREAM = struct.Struct("@5Pq")
-_TABLE_INDEX = struct.Struct("@q")
+_INT = struct.Struct("@q")
+_POINTER = struct.Struct("@P")
 _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
+_NO_LINEAR = _LINEAR.pack(0, 0, 0, 0)
+_NO_MLP = _NO_NORM + 2 * _NO_LINEAR + _MLP.pack(0, 0)
 
 
 def is_native(*linears: object, head_dim: int = 16) -> bool:
-    """Whether a sublayer with these linears can be one native call."""
-    native_form = all(isinstance(linear, PackedLinear) and linear.form == "native" for linear in linears)
+    """Whether a sublayer with these linears and experts can be one native call."""
+    native_form = all(isinstance(one, (PackedLinear, PackedExperts)) and one.form == "native" for one in linears)
     return "cpu" not in TRITON_DEVICES and native_form and head_dim % 16 == 0 and head_dim <= 256
 
 
@@ -97,7 +103,7 @@ class AttentionSublayer:
             + _ATTEND.pack(heads, kv_heads, head_dim, sliding_window, scale, softcap, native.TYPES[self.dtype])
         )  # fmt: skip
         rows = self.hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
-        self.row_bytes = _row_bytes(rows, self.dtype, qkv, output)
+        self._row_bytes = _row_bytes(rows, self.dtype, qkv, output)
         self._kernels, self._call = _library().kernels, _library().attention_sublayer
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -108,10 +114,14 @@ class AttentionSublayer:
         packed_cache = self.pack_cache(cache)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((tokens, self._out), dtype=self.dtype)
-        stream = _stream(x, residual, total, out, self.row_bytes)
+        stream = _stream(x, residual, total, out, self.scratch_size(tokens))
         if self._call(self._kernels, self.packed, packed_cache, step.packed, stream):
             raise native.out_of_memory("attention_sublayer")
         return out, total
+
+    def scratch_size(self, tokens: int) -> int:
+        """Bytes of working memory for a call."""
+        return _scratch_size(tokens, self._row_bytes)
 
     def pack_cache(self, cache: KVCache) -> bytes:
         """One layer's cache as the C library reads it."""
@@ -133,15 +143,65 @@ class MlpSublayer:
             _scale(norm) + _linear(gate_up) + _linear(down)
             + _MLP.pack(activation == "gelu_tanh", native.TYPES[self.dtype])
         )  # fmt: skip
-        self.row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
+        self._row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
         self._kernels, self._call = _library().kernels, _library().mlp_sublayer
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         _check_stream(x, residual, self.hidden, self.dtype)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((x.shape[0], self._out), dtype=self.dtype)
-        self._call(self._kernels, self.packed, _stream(x, residual, total, out, self.row_bytes))
+        self._call(self._kernels, self.packed, _stream(x, residual, total, out, self.scratch_size(x.shape[0])))
         return out, total
+
+    def scratch_size(self, tokens: int) -> int:
+        """Bytes of working memory for a call."""
+        return _scratch_size(tokens, self._row_bytes)
+
+
+class ExpertsSublayer:
+    """Norm to weighted sum of a mixture of experts. Linears and experts must pass `is_native`.
+
+    `router`: in the experts' dtype, or in float32. `shared`: gate_up and down of the expert that every token takes.
+    """
+
+    def __init__(
+        self,
+        norm: RmsNorm,
+        router: PackedLinear,
+        routing: Routing,
+        experts: PackedExperts,
+        shared: tuple[PackedLinear, PackedLinear] | None = None,
+        shared_gate: PackedLinear | None = None,
+    ) -> None:
+        check_shape("norm", norm.weight, (experts.hidden,))
+        if router.weight_shape != (routing.experts, experts.hidden):
+            refuse("router", f"[{routing.experts}, {experts.hidden}]", list(router.weight_shape))
+        if router.dtype not in (experts.dtype, torch.float32):
+            refuse("router", f"dtype {experts.dtype} or {torch.float32}", router.dtype)
+        if routing.top_k != experts.top_k:
+            refuse("routing", f"the experts' top_k, {experts.top_k}", routing.top_k)
+        if shared is not None and shared[0].weight_shape != (2 * shared[1].weight_shape[1], experts.hidden):
+            refuse("shared", f"2 * {shared[1].weight_shape[1]} features, as down reads", shared[0].weight_shape[0])
+        self._held = (norm, router, routing, experts, shared, shared_gate)  # `packed` points into them
+        self.dtype, self.hidden = experts.dtype, experts.hidden
+        self.packed = (
+            _scale(norm) + _linear(router) + _INT.pack(native.TYPES[router.dtype]) + routing.pack() + experts.packed
+            + (2 * _NO_LINEAR if shared is None else _linear(shared[0]) + _linear(shared[1]))
+            + (_NO_LINEAR if shared_gate is None else _linear(shared_gate))
+        )  # fmt: skip
+        library = _library()
+        self._kernels, self._call, self._size = library.kernels, library.sparse_sublayer, library.sparse_scratch
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        _check_stream(x, residual, self.hidden, self.dtype)
+        total = x if residual is None else torch.empty_like(x)
+        out = torch.empty_like(x)
+        self._call(self._kernels, self.packed, _stream(x, residual, total, out, self.scratch_size(x.shape[0])))
+        return out, total
+
+    def scratch_size(self, tokens: int) -> int:
+        """Bytes of working memory for a call."""
+        return int(self._size(self.packed, tokens)) + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +213,7 @@ class FusedLayer:
     """
 
     attention: AttentionSublayer
-    mlp: MlpSublayer
+    mlp: MlpSublayer | ExpertsSublayer
     after_attention: RmsNorm | None = None
     after_mlp: RmsNorm | None = None
     table_index: int = 0
@@ -168,12 +228,12 @@ class FusedLayers:
         if len(widths) != 1:
             refuse("layers", "one hidden size and dtype", widths)
         self._packed = b"".join(
-            layer.attention.packed + _scale(layer.after_attention) + layer.mlp.packed + _scale(layer.after_mlp)
-            + _TABLE_INDEX.pack(layer.table_index)
+            layer.attention.packed + _scale(layer.after_attention) + _mlp_or_experts(layer.mlp)
+            + _scale(layer.after_mlp) + _INT.pack(layer.table_index)
             for layer in layers
         )  # fmt: skip
-        self._row_bytes = max(sublayer.row_bytes for layer in layers for sublayer in (layer.attention, layer.mlp))
         self._head_dim = min(layer.attention.head_dim for layer in layers)
+        self._sized_for, self._size = -1, 0
         self._caches: Sequence[KVCache] = ()
         self._packed_caches = b""
         self._kernels, self._call = _library().kernels, _library().fused_layers
@@ -196,19 +256,35 @@ class FusedLayers:
             self._caches = caches
         out = torch.empty_like(x)
         tables = b"".join(step.packed for step in steps)
-        stream = _stream(x, None, x, out, self._row_bytes)
+        stream = _stream(x, None, x, out, self._scratch_size(x.shape[0]))
         if self._call(self._kernels, self._packed, self._packed_caches, count, tables, stream):
             raise native.out_of_memory("fused_layers")
         return out, x
 
+    def _scratch_size(self, tokens: int) -> int:
+        """Bytes of working memory for a call of at most `tokens`; computed for the largest call so far."""
+        if tokens > self._sized_for:
+            parts = [part for layer in self._layers for part in (layer.attention, layer.mlp)]
+            self._sized_for, self._size = tokens, max(part.scratch_size(tokens) for part in parts)
+        return self._size
 
-def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_bytes: int) -> bytes:
-    tokens = x.shape[0]
-    # At most eight buffers, each rounded up to a cache line, and a misaligned start. Linears pad their input with rows.
-    buffer = scratch((tokens + 15) * row_bytes + 9 * 64)
+
+def _mlp_or_experts(sublayer: MlpSublayer | ExpertsSublayer) -> bytes:
+    if isinstance(sublayer, MlpSublayer):
+        return sublayer.packed + _POINTER.pack(0)
+    return _NO_MLP + _POINTER.pack(native.address_of(sublayer.packed))
+
+
+def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, size: int) -> bytes:
     return _STREAM.pack(
-        x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), buffer, tokens
-    )
+        x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), scratch(size),
+        x.shape[0],
+    )  # fmt: skip
+
+
+def _scratch_size(tokens: int, row_bytes: int) -> int:
+    # At most eight buffers, each rounded up to a cache line, and a misaligned start. Linears pad their input with rows.
+    return (tokens + 15) * row_bytes + 9 * 64
 
 
 def _row_bytes(elements: int, dtype: torch.dtype, *linears: PackedLinear) -> int:

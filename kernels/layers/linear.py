@@ -66,7 +66,7 @@ class PackedLinear(nn.Module):
         self._call(
             native.LINEAR.pack(
                 rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth,
-                y.data_ptr(), features, scratch(scratch_size(count, depth)),
+                y.data_ptr(), features, scratch(scratch_size(count, depth)), 0,
             )
         )  # fmt: skip
         return y

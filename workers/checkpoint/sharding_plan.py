@@ -15,6 +15,8 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 
 Shape = tuple[int, ...]
 
+_SHARED_EXPERT = (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+
 
 class ParallelRole(Enum):
     """How a module combines the ranks' outputs; see parallel_layers.py. A column-parallel linear has no role."""
@@ -44,8 +46,10 @@ def plan_sharding(
 ) -> ShardingPlan:
     """Plan one rank's shard.
 
-    `shapes`: of all parameters, unsharded. `tp_plan`: transformers' style by module or parameter name, with `*` for a
-    layer index. `embedding`, `lm_head`: the names of those modules.
+    `shapes`: of all parameters, unsharded. `tp_plan`: the style by module or parameter name, with `*` for a layer
+    index. Styles are transformers', and two for experts [experts, in, out]: "pairs_of_columns" splits their columns,
+    gate and up in turn, and "rows_of_experts" the rows of the second product. `embedding`, `lm_head`: the names of
+    those modules.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
@@ -62,6 +66,8 @@ def plan_sharding(
         _shard_attention(plan, shapes, layer, shard)
     attention = {layer.module for layer in layers}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
+    if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan leaves the shared expert out
+        styles += [(re.compile(rf".*\.shared_experts?\.{name}_proj"), style) for name, style in _SHARED_EXPERT]
     # An entry of tp_plan names a parameter (of experts), or a module whose weight and bias are meant.
     parents = {_parent(name) for name in shapes}
     grandparents = {_parent(name) for name in parents} - {""}
@@ -129,6 +135,11 @@ def _shard_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, sty
             step = shape[dim] // pieces
             rows = shard.split_evenly(step, f"the rows of {tensor}")
             plan.slices[tensor] = TensorSlice(dim, tuple(_shift(rows, i * step) for i in range(pieces)))
+    elif style in ("pairs_of_columns", "rows_of_experts"):
+        shape = shapes[name]
+        dim, step = (len(shape) - 1, 2) if style == "pairs_of_columns" else (1, 1)
+        start, stop = shard.split_evenly(shape[dim] // step, f"the experts' intermediate size in {name}")
+        plan.slices[name] = TensorSlice(dim, ((start * step, stop * step),))
     elif style in ("rowwise", "rowwise_split_input"):
         for tensor in tensors:
             if not _is_bias(tensor):

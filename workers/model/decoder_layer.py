@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.kv_cache import KVCache
@@ -26,9 +26,8 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.model.packed_linears import pack_linears, pack_merged, pack_row_parallel
-
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
+from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
+from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +160,6 @@ class DenseMlp:
         return (x if self.reduce is None else self.reduce(x)), residual
 
 
-class SparseMlp:
-    """transformers' mixture of experts, with packed linears. Returns its output and x + residual."""
-
-    def __init__(self, mlp: nn.Module, norm: RmsNorm, *, batch_invariant: bool) -> None:
-        pack_linears(mlp, batch_invariant=batch_invariant)
-        self.norm = norm
-        self.experts = mlp
-
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm.add_and_norm(x, residual)
-        return self.experts(x[None])[0], residual
-
-
 def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> FusedLayers | None:
     """All layers as one call into C; None if a layer is not native, or contains an all-reduce.
 
@@ -182,7 +168,7 @@ def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[in
     fused = []
     for layer, table in zip(layers, table_indices, strict=True):
         mlp = layer.mlp
-        if layer.attention_sublayer is None or not isinstance(mlp, DenseMlp) or mlp.native_sublayer is None:
+        if layer.attention_sublayer is None or mlp.native_sublayer is None:
             return None
         if layer.reduce is not None or mlp.reduce is not None:
             return None

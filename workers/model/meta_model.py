@@ -27,6 +27,7 @@ from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import check_deterministic_heads, check_model_kind, deterministic_experts_error
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
+from coatcheck.workers.model.sparse_mlp import expert_tp_plan
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -80,7 +81,7 @@ def prepare_model(
     get_lm_head: Any = causal.get_output_embeddings
     plan = plan_sharding(
         {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
-        causal.tp_plan,
+        {**causal.tp_plan, **expert_tp_plan(causal)},
         layers,
         names[causal.get_input_embeddings()],
         names[get_lm_head()],

@@ -26,6 +26,7 @@ from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import check_complete, prepare_model
 from coatcheck.workers.model.packed_linears import pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
+from coatcheck.workers.model.sparse_mlp import replace_experts
 
 Body = Callable[[Tensor, Tensor, AttentionMetadata, LayerCaches, LogitsIndices | None], Tensor]
 
@@ -129,7 +130,7 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    # Routing tokens to experts asks the host which experts have tokens, so only dense models can be captured.
+    # The plain form of experts asks the host which experts have tokens, so only dense models can be captured.
     supports_cuda_graphs = isinstance(body, FusedBody) and body.is_dense and communicator.supports_cuda_graphs
     return Model(spec, body, head, directory, deterministic=deterministic, supports_cuda_graphs=supports_cuda_graphs)
 
@@ -159,6 +160,7 @@ class TransformersBody:
     ) -> None:
         self.base = base
         self._layers = layers
+        replace_experts(base, batch_invariant=batch_invariant)
         pack_linears(base, batch_invariant=batch_invariant, exclude=unpackable)
 
     def __call__(

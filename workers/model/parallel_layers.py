@@ -38,6 +38,8 @@ def apply_tensor_parallel(
                 bias, module.bias = module.bias, None
                 wrapped: nn.Module = RowParallelLinear(module, bias, communicator)
             case ParallelRole.EXPERTS:
+                if communicator.rank and (down_bias := getattr(module, "down_proj_bias", None)) is not None:
+                    down_bias.data.zero_()  # rank 0 alone adds it, because the ranks' outputs are added
                 wrapped = TensorParallelExperts(module, communicator)
             case ParallelRole.EMBEDDING:
                 wrapped = VocabParallelEmbedding(module, plan.slices[f"{name}.weight"], communicator)
@@ -86,7 +88,11 @@ class TensorParallelExperts(nn.Module):
         self._communicator = communicator
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._communicator.all_reduce(self.experts(*args, **kwargs))
+        return self.reduce(self.experts(*args, **kwargs))
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """All-reduce this rank's partial sum."""
+        return self._communicator.all_reduce(partial)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,0 +1,179 @@
+"""PackedExperts: the products of a mixture of experts.
+
+    y[t, j] = down_e(act(gate_e(x[t])) * up_e(x[t])),  e = ids[t, j]
+    out[t]  = sum over j of weights[t, j] * y[t, j]  +  sigmoid(shared_gate[t]) * shared[t]
+
+act is `silu`, `gelu_tanh`, or gpt-oss' `clamped_swiglu`: (clamp(up) + 1) * g * sigmoid(alpha * g), with
+g = min(gate, limit).
+
+Shapes: x [tokens, hidden], dense; ids int32 and weights float32 [tokens, top_k]; gate_up [experts, 2 * I, hidden], the
+gates first; down [experts, hidden, I]; shared [tokens, hidden] and shared_gate [tokens, 1], each may be None; out as x.
+A rank may hold some of the experts: those from `first` on. The others add nothing.
+
+    native   CPU with the C library, bfloat16 or float32: kernels/csrc/expert_layers.c, each used expert is read once
+    plain    everything else: products of torch for each used expert
+
+The sum is computed in float32, in the order of `ids`. In the native form a token's result does not
+depend on the other tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coatcheck.kernels import huge_pages, native
+from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
+from coatcheck.kernels.layers.linear import scratch
+from coatcheck.kernels.layers.silu_mul import silu_mul_reference
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+_EXPERTS = struct.Struct("@PPqqPPqq5qff")
+_CALL = struct.Struct("@7Pq")
+
+
+class PackedExperts(nn.Module):
+    """The experts that a rank holds, for inference. Keeps no plain weight in the native form."""
+
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        top_k: int,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str = "silu",
+        alpha: float = 1.0,
+        limit: float = 0.0,
+        first: int = 0,
+    ) -> None:
+        """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: of clamped_swiglu."""
+        super().__init__()
+        check_shape("gate_up", gate_up, (None, None, None))
+        count, wide, hidden = gate_up.shape
+        if wide % 2:
+            refuse("gate_up", "shape [experts, 2 * I, hidden]", list(gate_up.shape))
+        check_shape("down", down, (count, hidden, wide // 2))
+        check_dtype("down", down, gate_up.dtype)
+        for name, bias, width in (("gate_up_bias", gate_up_bias, wide), ("down_bias", down_bias, hidden)):
+            if bias is not None:
+                check_shape(name, bias, (count, width))
+                check_dtype(name, bias, gate_up.dtype)
+        if activation not in ACTIVATIONS:
+            refuse("activation", " or ".join(ACTIVATIONS), activation)
+        self.count, self.hidden, self.inner = count, hidden, wide // 2
+        self.first, self.top_k = first, top_k
+        self.activation, self.alpha, self.limit = activation, alpha, limit
+        self.dtype, self.device = gate_up.dtype, gate_up.device
+        self.form = pick_form(gate_up)
+        for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+            self.register_buffer(name, None if bias is None else bias.detach().contiguous(), persistent=False)
+        # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
+        self.gate_up, self.down = (_pack(weight.detach(), self.form) for weight in (gate_up, down))
+        library = native.library()
+        if self.form == "native" and library is not None:
+            self.packed = _EXPERTS.pack(
+                self.gate_up.data_ptr(), _pointer(self.gate_up_bias), wide, hidden, self.down.data_ptr(),
+                _pointer(self.down_bias), hidden, self.inner, first, count, top_k, ACTIVATIONS.index(activation),
+                native.TYPES[self.dtype], alpha, limit,
+            )  # fmt: skip
+            self._kernels, self._call = library.kernels, library.experts_product
+            self._scratch_size = library.experts_scratch
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        _check(x, ids, weights, shared, shared_gate, self.hidden, self.top_k, self.dtype, self.device)
+        if self.form == "native":
+            out = torch.empty_like(x)
+            tokens = x.shape[0]
+            call = _CALL.pack(
+                x.data_ptr(), ids.data_ptr(), weights.data_ptr(), _pointer(shared), _pointer(shared_gate),
+                out.data_ptr(), scratch(self._scratch_size(self.packed, tokens)), tokens,
+            )  # fmt: skip
+            self._call(self._kernels, self.packed, call)
+            return out
+        out = self._sum_of_experts(x, ids, weights)
+        if shared is not None:
+            out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
+        return out.to(x.dtype)
+
+    def _sum_of_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum in float32. The rows of each used expert are one product."""
+        y = x.new_zeros((*ids.shape, self.hidden))
+        for expert in ids.unique().tolist():
+            local = expert - self.first
+            if not 0 <= local < self.count:
+                continue
+            token, choice = torch.where(ids == expert)
+            bias = None if self.gate_up_bias is None else self.gate_up_bias[local]
+            wide = F.linear(x[token], self.gate_up[local], bias)
+            bias = None if self.down_bias is None else self.down_bias[local]
+            gated = activate(wide, self.activation, self.alpha, self.limit)
+            y[token, choice] = F.linear(gated, self.down[local], bias)
+        return (y.float() * weights.unsqueeze(-1)).sum(1)
+
+
+def activate(gate_up: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
+    """[rows, 2 * I] -> [rows, I], computed in float32 and rounded once."""
+    if activation != "clamped_swiglu":
+        return silu_mul_reference(gate_up, activation)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return ((up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+
+
+def pick_form(weight: Tensor) -> str:
+    return "plain" if native.library_for(weight) is None else "native"
+
+
+def _pack(weight: Tensor, form: str) -> Tensor:
+    if form != "native":
+        return weight.contiguous()
+    library = native.library_for(weight)
+    assert library is not None, "the native form is only picked where the library is"
+    count, features, depth = weight.shape
+    # As panels_of and words_of in kernels/csrc/linear.h.
+    panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16
+    packed = huge_pages.empty((count, panels, words, 16), torch.int32)
+    for plain, to in zip(weight, packed, strict=True):
+        dense = plain.contiguous()
+        library.pack_weight(dense.data_ptr(), features, depth, to.data_ptr(), native.TYPES[weight.dtype])
+    return packed
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@once_per_geometry
+def _check(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    hidden: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    check_dense("x", x, (None, hidden), dtype, device)
+    check_dense("ids", ids, (x.shape[0], top_k), torch.int32, device)
+    check_dense("weights", weights, (x.shape[0], top_k), torch.float32, device)
+    if shared is not None:
+        check_dense("shared", shared, tuple(x.shape), dtype, device)
+    if shared_gate is not None:
+        check_dense("shared_gate", shared_gate, (x.shape[0], 1), dtype, device)

@@ -1,0 +1,135 @@
+"""MixtureOfExperts against transformers' blocks, and whole models of these blocks on several ranks."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.model.sparse_mlp import ExpertsAdapter, MixtureOfExperts, PackedBlock, is_known_block
+from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+from tests.workers.driver import Driver
+from tests.workers.model.architectures import shape_of
+from tests.workers.ranks import run_ranks
+
+_GROUPS = dict(n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, moe_intermediate_size=32)
+_DEEPSEEK = _GROUPS | dict(n_shared_experts=2, first_k_dense_replace=0, routed_scaling_factor=2.5)
+_LATENT = dict(kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+_QWEN = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32)
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": ("deepseek_v2", _DEEPSEEK | _LATENT | dict(topk_method="group_limited_greedy")),
+    "deepseek-v2-lite": ("deepseek_v2", _DEEPSEEK | _LATENT | dict(topk_method="greedy")),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK | _LATENT | dict(norm_topk_prob=True)),
+    "deepseek-v3-plain": ("deepseek_v3", _DEEPSEEK | _LATENT | dict(norm_topk_prob=False)),
+    "dots1": ("dots1", _DEEPSEEK),
+    "glm4-moe": ("glm4_moe", _DEEPSEEK | dict(n_group=1, topk_group=1)),
+    "gpt-oss": ("gpt_oss", dict(num_local_experts=6, num_experts_per_tok=3, head_dim=16)),
+    "mixtral": ("mixtral", dict(num_local_experts=6, num_experts_per_tok=3)),
+    "olmoe": ("olmoe", _QWEN),
+    "qwen2-moe": ("qwen2_moe", _QWEN | dict(shared_expert_intermediate_size=48, norm_topk_prob=False)),
+    "qwen3-moe": ("qwen3_moe", _QWEN | dict(norm_topk_prob=True, hidden_act="gelu_pytorch_tanh")),
+}
+PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def block_of(name: str) -> nn.Module:
+    """transformers' block with random weights; all experts and groups are chosen for some token."""
+    model_type, shape = BLOCKS[name]
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(shape_of(model_type, **shape), dtype=torch.float32)
+    block: nn.Module = model.model.layers[-1].mlp
+    with torch.no_grad():
+        for tensor in (*block.parameters(), *block.buffers()):
+            tensor.normal_(std=0.3)
+    return block
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_a_block_equals_transformers(name: str, tokens: int) -> None:
+    """In float32 our mixture of experts gives the outputs of transformers' block."""
+    block = block_of(name)
+    assert is_known_block(block)
+    x = torch.randn(tokens, 64)
+    with torch.inference_mode():
+        wanted = block(x[None])
+        ours = PackedBlock(block, batch_invariant=False)(x[None])
+    if name == "gpt-oss":
+        wanted, ours = wanted[0], ours[0]
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral", "qwen2-moe", "gpt-oss"])
+def test_a_token_does_not_depend_on_its_neighbours(name: str) -> None:
+    """A token has the same bits alone and beside others, in bfloat16 and in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        moe = MixtureOfExperts(block_of(name).to(dtype), batch_invariant=True)
+        x = torch.randn(50, 64).to(dtype)
+        whole = moe(x)
+        for first, last in ((0, 1), (7, 20), (3, 50)):
+            assert torch.equal(moe(x[first:last]), whole[first:last])
+
+
+def test_other_routers_keep_transformers_code(checkpoint_directory: Path) -> None:
+    """phimoe chooses experts in its own way: only its experts' products are ours."""
+    shape = shape_of("phimoe", num_local_experts=4, sliding_window=16)
+    path = tiny_checkpoint("phimoe", checkpoint_directory, config=shape)
+    model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu")
+    block = model._body.base.layers[0].mlp  # type: ignore[attr-defined]
+    assert not isinstance(block, PackedBlock) and isinstance(block.experts, ExpertsAdapter)
+
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": _DEEPSEEK | dict(first_k_dense_replace=1, use_qk_norm=True, head_dim=16, moe_intermediate_size=48),
+    "gpt_oss": dict(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=16,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": _QWEN,
+    "qwen2_moe": _QWEN | dict(shared_expert_intermediate_size=48, mlp_only_layers=[1]),
+    "qwen3_moe": _QWEN | dict(norm_topk_prob=True, head_dim=16, decoder_sparse_step=2),
+}  # fmt: skip
+
+
+def checkpoint_of(model_type: str, directory: Path) -> Path:
+    limits = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256, vocab_size=VOCAB)
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3) | limits | _FAMILIES[model_type]
+    tokens = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = CONFIG_MAPPING[model_type](**(shape | tokens))
+    return tiny_checkpoint(f"experts-{model_type}", directory, config=config)
+
+
+@cache
+def expected(path: Path) -> list[int]:
+    """transformers' greedy tokens."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)  # type: ignore[misc]
+    return list(out[0, len(PROMPT) :].tolist())
+
+
+def run_models(communicator: Communicator, arguments: dict[str, Path]) -> dict[str, tuple[list[int], int]]:
+    """The work of one rank: (greedy tokens, bytes of weights) of every model, beside another prompt."""
+    answers = {}
+    for name, path in arguments.items():
+        model = load_model(path, communicator=communicator, dtype="float32", device="cpu")
+        tokens = Driver(model).greedy([PROMPT, PROMPT[::-1][:23]], 10, chunk=16)
+        answers[name] = tokens[0], model.spec.weight_bytes
+    return answers
+
+
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_greedy_tokens_equal_transformers(tp: int, checkpoint_directory: Path) -> None:
+    """Prompts in chunks, beside another one, give transformers' tokens on every rank."""
+    paths = {name: checkpoint_of(name, checkpoint_directory) for name in _FAMILIES}
+    ranks = [run_models(Communicator(), paths)] if tp == 1 else run_ranks(tp, run_models, paths)
+    for answers in ranks:
+        for name, (tokens, _) in answers.items():
+            assert tokens == expected(paths[name]), name

@@ -1,0 +1,257 @@
+"""SparseMlp: the mixture of experts of a decoder layer, read from transformers' modules.
+
+    h = norm(x + residual),  experts chosen by router(h),  out = weighted sum of their outputs + shared expert(h)
+
+The table of routers tells how each of transformers' routers chooses (kernels/layers/route.py). Blocks with another
+router keep transformers' code, with our grouped products in place of its experts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate
+
+from coatcheck.kernels.layers.decoder_layers import ExpertsSublayer, is_native
+from coatcheck.kernels.layers.experts import PackedExperts
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.kernels.layers.route import Routing, route
+from coatcheck.kernels.layers.silu_mul import silu_mul
+from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
+from coatcheck.workers.model.parallel_layers import TensorParallelExperts
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
+
+
+class SparseMlp:
+    """Returns the experts' output and x + residual."""
+
+    def __init__(self, block: Any, norm: RmsNorm, *, batch_invariant: bool) -> None:
+        """`block`: transformers' module, one that `is_known_block` accepts."""
+        self.norm = norm
+        self.moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
+        self.reduce = self.moe.reduce
+        self.native_sublayer = self.moe.native_sublayer(norm)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if self.native_sublayer is not None:
+            x, residual = self.native_sublayer(x, residual)
+        else:
+            x, residual = self.norm.add_and_norm(x, residual)
+            x = self.moe(x)
+        return (x if self.reduce is None else self.reduce(x)), residual
+
+
+class MixtureOfExperts:
+    """Router, experts and shared expert of one of transformers' blocks: [T, hidden] -> [T, hidden].
+
+    `reduce`: all-reduces what the ranks return; None in a group of one rank.
+    """
+
+    def __init__(self, block: Any, *, batch_invariant: bool) -> None:
+        module, self.reduce = _unwrap(block.experts)
+        router = _router_of(block)
+        read, in_float32 = _ROUTERS[type(router).__name__]
+        self.routing = read(router)
+        weight, bias = router.weight.detach(), getattr(router, "bias", None)
+        if in_float32:
+            weight = weight.float()
+        self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
+        self.experts = pack_experts(module, self.routing.top_k)
+        self.shared: tuple[PackedLinear, PackedLinear] | None = None
+        self.shared_gate: PackedLinear | None = None
+        shared = next((getattr(block, name) for name in _SHARED if hasattr(block, name)), None)
+        if shared is not None:
+            gate_up = pack_merged(shared, "gate_up_proj", ("gate_proj", "up_proj"), batch_invariant=batch_invariant)
+            self.shared = gate_up, pack_row_parallel(shared.down_proj, batch_invariant=batch_invariant)[0]
+        if hasattr(block, "shared_expert_gate"):
+            self.shared_gate = PackedLinear(block.shared_expert_gate.weight, batch_invariant=batch_invariant)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's part of the output, not reduced yet."""
+        ids, weights = route(self.router(x.to(self.router.dtype)), self.routing)
+        shared = gate = None
+        if self.shared is not None:
+            shared = self.shared[1](silu_mul(self.shared[0](x), self.experts.activation))
+        if self.shared_gate is not None:
+            gate = self.shared_gate(x)
+        out: Tensor = self.experts(x, ids, weights, shared, gate)
+        return out
+
+    def native_sublayer(self, norm: RmsNorm) -> ExpertsSublayer | None:
+        """Norm and block as one call into C; None if the weights do not have the native form."""
+        others = () if self.shared is None else self.shared
+        if not is_native(self.router, self.experts, *others):
+            return None
+        return ExpertsSublayer(norm, self.router, self.routing, self.experts, self.shared, self.shared_gate)
+
+
+class PackedBlock(nn.Module):
+    """A MixtureOfExperts in the place of transformers' block, within transformers' decoder layer."""
+
+    def __init__(self, block: nn.Module, *, batch_invariant: bool) -> None:
+        super().__init__()
+        self._moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
+        self._returns_scores = type(block).__name__ == "GptOssMLP"
+
+    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, None]:
+        out = self._moe(hidden.flatten(0, -2).contiguous())
+        out = (out if self._moe.reduce is None else self._moe.reduce(out)).view(hidden.shape)
+        return (out, None) if self._returns_scores else out
+
+
+class ExpertsAdapter(nn.Module):
+    """PackedExperts behind the signature of transformers' experts, for blocks whose router is not known."""
+
+    def __init__(self, experts: PackedExperts, reduce: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.experts = experts
+        self._reduce = reduce
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        ids, weights = top_k_index.to(torch.int32), top_k_weights.float()
+        out: Tensor = self.experts(hidden.contiguous(), ids.contiguous(), weights.contiguous())
+        return out if self._reduce is None else self._reduce(out)
+
+
+def replace_experts(module: nn.Module, *, batch_invariant: bool) -> None:
+    """Replace every mixture of experts below `module`: whole blocks where the router is known, else the experts."""
+    for name, child in module.named_children():
+        if is_known_block(child):
+            setattr(module, name, PackedBlock(child, batch_invariant=batch_invariant))
+        elif is_experts(_unwrap(child)[0]):
+            experts = pack_experts(_unwrap(child)[0], _top_k(module))
+            setattr(module, name, ExpertsAdapter(experts, _unwrap(child)[1]))
+        else:
+            replace_experts(child, batch_invariant=batch_invariant)
+
+
+def expert_tp_plan(model: nn.Module) -> dict[str, str]:
+    """Styles for plan_sharding that transformers' own plan lacks: those of gpt-oss' experts."""
+    plan: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "GptOssExperts":
+            columns = dict.fromkeys((f"{name}.gate_up_proj", f"{name}.gate_up_proj_bias"), "pairs_of_columns")
+            plan |= {name: "moe_tp_experts", **columns, f"{name}.down_proj": "rows_of_experts"}
+    return plan
+
+
+def is_known_block(block: Any) -> bool:
+    """Whether MixtureOfExperts computes what transformers' block does."""
+    if type(block).__name__ not in _BLOCKS or type(_router_of(block)).__name__ not in _ROUTERS:
+        return False
+    return is_experts(_unwrap(block.experts)[0])
+
+
+def is_experts(module: Any) -> bool:
+    """Whether PackedExperts computes what transformers' module of experts does."""
+    if not getattr(module, "has_gate", False) or module.has_post_expert_norm:
+        return False
+    return type(module).__name__ == "GptOssExperts" or (
+        type(module)._apply_gate is _default_apply_gate
+        and not module.has_bias
+        and not module.is_transposed
+        and _activation_of(module) is not None
+    )
+
+
+def pack_experts(module: Any, top_k: int) -> PackedExperts:
+    """Our form of transformers' module of experts. `module` passes `is_experts`."""
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    if type(module).__name__ != "GptOssExperts":
+        activation = _activation_of(module)
+        assert activation is not None
+        return PackedExperts(gate_up, down, top_k=top_k, activation=activation)
+    # gpt-oss stores [experts, in, out], with gates and ups in turn.
+    bias = module.gate_up_proj_bias.detach()
+    return PackedExperts(
+        torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], -1).transpose(1, 2),
+        down.transpose(1, 2),
+        top_k=top_k,
+        gate_up_bias=torch.cat([bias[:, ::2], bias[:, 1::2]], -1),
+        down_bias=module.down_proj_bias.detach(),
+        activation="clamped_swiglu",
+        alpha=module.alpha,
+        limit=module.limit,
+    )
+
+
+def _unwrap(experts: Any) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
+    """transformers' experts, and the all-reduce of their outputs."""
+    return (experts.experts, experts.reduce) if isinstance(experts, TensorParallelExperts) else (experts, None)
+
+
+def _activation_of(module: Any) -> str | None:
+    for name, ours in ACTIVATIONS.items():
+        if type(module.act_fn) is type(ACT2FN[name]):
+            return ours
+    return None
+
+
+def _router_of(block: Any) -> Any:
+    return block.router if hasattr(block, "router") else block.gate
+
+
+def _top_k(block: Any) -> int:
+    return int(block.top_k if hasattr(block, "top_k") else _router_of(block).top_k)
+
+
+_BLOCKS = frozenset(
+    {
+        "DeepseekV2Moe",
+        "DeepseekV3MoE",
+        "Dots1MoE",
+        "Glm4MoeMoE",
+        "GptOssMLP",
+        "MixtralSparseMoeBlock",
+        "OlmoeSparseMoeBlock",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen3MoeSparseMoeBlock",
+    }
+)
+_SHARED = ("shared_expert", "shared_experts")
+
+
+def _softmax(router: Any) -> Routing:
+    return Routing(router.num_experts, router.top_k, renormalise=getattr(router, "norm_topk_prob", True))
+
+
+def _softmax_of_chosen(router: Any) -> Routing:
+    return Routing(router.num_experts, router.top_k, "softmax_of_chosen")
+
+
+def _deepseek_v2(router: Any) -> Routing:
+    groups, top_groups = router.num_group, router.topk_group
+    if router.topk_method == "greedy":
+        groups = top_groups = 1
+    scale = router.routed_scaling_factor
+    return Routing(router.num_experts, router.top_k, groups=groups, top_groups=top_groups, scale=scale)
+
+
+def _deepseek_v3(router: Any) -> Routing:
+    return Routing(
+        router.num_experts,
+        router.top_k,
+        "sigmoid",
+        groups=router.num_group,
+        top_groups=router.topk_group,
+        group_best=2,
+        renormalise=router.norm_topk_prob,
+        epsilon=1e-20,
+        scale=router.routed_scaling_factor,
+        correction=router.e_score_correction_bias.detach().float(),
+    )
+
+
+# By the class of transformers' router: how it chooses, and whether it computes its logits in float32.
+_ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
+    **dict.fromkeys(
+        ("MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"), (_softmax, False)
+    ),
+    "GptOssTopKRouter": (_softmax_of_chosen, False),
+    "DeepseekV2TopkRouter": (_deepseek_v2, True),
+    **dict.fromkeys(("DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeTopkRouter"), (_deepseek_v3, True)),
+}
