@@ -32,13 +32,19 @@ install_dependencies() {
 
 list_requirements() {
   "$prefix/bin/python" - <<'END'
+import re
 import tomllib
+from importlib.metadata import packages_distributions
 
 with open("pyproject.toml", "rb") as file:
     written = tomllib.load(file)
 project = written["project"]
 print(*written["build-system"]["requires"], "wheel", sep="\n")
-print(*project["dependencies"], *project["optional-dependencies"]["node"], sep="\n")
+needed = [*project["dependencies"], *project["optional-dependencies"]["node"]]
+# PyTorch for ROCm brings Triton in a package of another name. PyPI's triton would write over its files.
+if any(name != "triton" for name in packages_distributions().get("triton", [])):
+    needed = [requirement for requirement in needed if re.match(r"[\w-]+", requirement)[0] != "triton"]
+print(*needed, sep="\n")
 END
 }
 

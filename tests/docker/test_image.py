@@ -21,7 +21,8 @@ from tests.sources import source_files
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 _BUILD = "docker/install.sh"
-_STAGES = ["dependencies", "build", "base", "cuda", "cpu"]
+_IMAGES = ("cuda", "rocm", "cpu")
+_STAGES = ["dependencies", "build", "base", "gpu", *_IMAGES]
 
 
 def dockerfile_stages() -> dict[str, str]:
@@ -134,15 +135,17 @@ def test_a_server_runs_from_it(tree: Path) -> None:
 
 def test_the_dockerfile_builds_what_is_tested() -> None:
     """Its stages run the script's steps, its base is pinned, both images end as a user who is not root."""
-    stages = list(dockerfile_stages().values())
-    assert f"sh {_BUILD} --dependencies /opt/coatcheck" in stages[0] and f"sh {_BUILD} --wheel" in stages[1]
+    stages = dockerfile_stages()
+    assert f"sh {_BUILD} --dependencies /opt/coatcheck" in stages["dependencies"]
+    assert f"sh {_BUILD} --wheel" in stages["build"]
     assert re.search(r"^ARG PYTHON=\d+\.\d+\.\d+-\S+$", DOCKERFILE, flags=re.MULTILINE)
-    for stage in stages[3:]:
-        assert re.search(r"^USER 1000:1000$", stage, flags=re.MULTILINE)
+    for image in _IMAGES:
+        assert re.search(r"^USER 1000:1000$", stages[image], flags=re.MULTILINE)
     # KubeRay's probes and its start command; the chart's readiness probe with mutual TLS.
-    assert {"bash", "wget"} <= set(stages[2].split())
-    # NCCL loads them for InfiniBand and RoCE; without them it falls back to TCP and says nothing.
-    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(stages[3].split())
+    assert {"bash", "wget"} <= set(stages["base"].split())
+    # NCCL loads them for InfiniBand and RoCE; without them it falls back to TCP and says nothing. Triton calls gcc.
+    assert {"gcc", "libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(stages["gpu"].split())
+    assert all(stages[image].startswith(f"gpu AS {image}") for image in ("cuda", "rocm"))
     version = re.search(r'^version = "(\S+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert version and f"coatcheck:{version[1]}" in DOCKERFILE
 
@@ -153,33 +156,48 @@ def test_new_code_changes_one_small_layer() -> None:
     copied = [line for line in stages["dependencies"].splitlines() if line.startswith("COPY")]
     assert copied == ["COPY pyproject.toml constraints.txt ./", "COPY docker/install.sh docker/"]
     assert "COPY --from=dependencies /opt/coatcheck /opt/coatcheck" in stages["base"]
-    for image in ("cuda", "cpu"):
+    for image in _IMAGES:
         layers = [line for line in stages[image].splitlines() if line.startswith(("RUN", "COPY", "ADD"))]
         assert layers[-1].endswith(f"sh /source/{_BUILD} --code /opt/coatcheck") and "from=build" in layers[-1]
         assert not any(line.startswith(("COPY", "ADD")) for line in layers)
 
 
-def test_requirements_are_those_of_the_project(tmp_path: Path) -> None:
-    """The step of the dependencies asks pip for what pyproject.toml names, with the versions of constraints.txt."""
-    (tmp_path / "docker").mkdir()
+def requirements(folder: Path) -> tuple[list[str], list[str]]:
+    """What the step of the dependencies asks pip for: the calls of pip, and the lines of requirements.txt."""
+    (folder / "docker").mkdir()
     for file in (_BUILD, "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / file, tmp_path / file)
-    calls = tmp_path / "calls"
-    (tmp_path / "python").write_text(
+        shutil.copy(ROOT / file, folder / file)
+    calls = folder / "calls"
+    (folder / "python").write_text(
         "#!/bin/sh\n"
         f'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit; fi\n'
         f'if [ "$2" = pip ]; then echo "$@" >>{calls}; exit; fi\nexec {sys.executable} "$@"\n'
     )
-    (tmp_path / "python").chmod(0o755)
-    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TORCH": "torch==1+cpu"}
-    command = ["sh", str(tmp_path / _BUILD), "--dependencies", str(tmp_path / "prefix")]
+    (folder / "python").chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(folder / "python"), "TORCH": "torch==1+cpu"}
+    environment["PYTHONPATH"] = str(folder / "more")
+    command = ["sh", str(folder / _BUILD), "--dependencies", str(folder / "prefix")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    torch, others = calls.read_text().splitlines()
+    return calls.read_text().splitlines(), (folder / "prefix" / "requirements.txt").read_text().splitlines()
+
+
+def test_requirements_are_those_of_the_project(tmp_path: Path) -> None:
+    """The step of the dependencies asks pip for what pyproject.toml names, with the versions of constraints.txt."""
+    (torch, others), asked = requirements(tmp_path)
     assert torch.endswith("install -c constraints.txt torch==1+cpu") and "-c constraints.txt -r" in others
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = (tmp_path / "prefix" / "requirements.txt").read_text().splitlines()
     assert set(asked) >= {*project["dependencies"], *project["optional-dependencies"]["node"]}
+
+
+def test_the_triton_of_rocm_stays(tmp_path: Path) -> None:
+    """PyTorch for ROCm brings Triton in a package of another name; PyPI's would write over its files."""
+    package = tmp_path / "more" / "triton_rocm-3.7.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: triton-rocm\nVersion: 3.7.1\n")
+    (package / "top_level.txt").write_text("triton\n")
+    _, asked = requirements(tmp_path)
+    assert not any(line.startswith("triton") for line in asked) and any(line.startswith("torch>=") for line in asked)
 
 
 def test_the_image_agrees_with_the_chart() -> None:

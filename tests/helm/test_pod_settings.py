@@ -125,3 +125,10 @@ def test_kubectl_logs_shows_ranks_and_routers() -> None:
         assert shared in containers["logs"]["volumeMounts"]
     for template in render("eight-gpus", "logs.enabled=false").templates:
         assert "logs" not in {one["name"] for one in template["spec"]["containers"]}
+
+
+def test_groups_of_devices() -> None:
+    """Every container may open what these groups may, such as /dev/kfd."""
+    for template in render("one-gpu", "security.supplementalGroups={44,109}").templates:
+        assert template["spec"]["securityContext"]["supplementalGroups"] == [44, 109]
+    assert "supplementalGroups" not in render("one-gpu").templates[0]["spec"]["securityContext"]

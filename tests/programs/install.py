@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from tests.helm import unpack_helm
+from tests.programs import unpack_helm
 from tests.programs.find import FOLDER, find_program, note_of
 from tests.router.http.browser import CHROMIUM_NAMES
 

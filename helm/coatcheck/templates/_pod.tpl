@@ -10,6 +10,9 @@ runAsUser: {{ .Values.security.runAsUser }}
 runAsGroup: {{ .Values.security.runAsUser }}
 fsGroup: {{ .Values.security.runAsUser }}
 fsGroupChangePolicy: OnRootMismatch
+{{- with .Values.security.supplementalGroups }}
+supplementalGroups: {{ toJson . }}
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
