@@ -64,7 +64,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--enable-auto-tool-choice": _TOOLS,
     "--guided-decoding-backend": _GRAMMARS,
     "--grammar-backend": _GRAMMARS,
-    "--distributed-executor-backend": f"{NOT_NEEDED}Ray starts all ranks",
+    "--distributed-executor-backend": f"{NOT_NEEDED}Ray starts all ranks, or with --no-ray `serve` itself",
     "--scheduling-policy": f"{NOT_NEEDED}the field `priority` of a request always counts",
     "--disable-log-requests": _REQUEST_LOGS,
     "--no-enable-log-requests": _REQUEST_LOGS,

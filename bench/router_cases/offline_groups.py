@@ -4,8 +4,8 @@ The benchmark hands each connection the messages that its group would send; what
 is dropped. All else is the router's own code.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
@@ -19,7 +19,6 @@ from coatcheck.proto.stubs.worker_pb2 import (
     SnapshotChunk,
     Tier,
 )
-from coatcheck.proto.tracing import NO_TRACE_CONTEXT
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -55,16 +54,7 @@ class OfflineConnection(GroupConnection):
         self.next_sequence += len(events)
         return FromGroup(events=message)
 
-    def submit(
-        self,
-        request: Request,
-        decision: Decision,
-        attempt: int = 0,
-        delivered: Mapping[int, Sequence[int]] | None = None,
-        trace_context: Mapping[str, str] = NO_TRACE_CONTEXT,
-        *,
-        may_return: bool = False,
-    ) -> Submission:
+    def submit(self, request: Request, decision: Decision, attempt: int = 0, *_: Any, **__: Any) -> Submission:
         """Counts the request as sent, in the group's load and in the index. No message is made."""
         self._last_id += 1
         submission = Submission(self, request, decision, self._last_id, attempt)

@@ -45,7 +45,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     # Reconnect to a restarted router at once, not after gRPC's default backoff of up to minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name this is also the time limit of one attempt to connect; TLS to a far or busy host takes seconds.
+    # Despite its name this is also the time limit of connecting; TLS to a far or busy host takes seconds.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
@@ -220,7 +220,7 @@ class AsyncClient:
         lost_since = 0.0
         while True:
             try:
-                async with aclosing(self._attempt(delivered.request(), deadline)) as events:
+                async with aclosing(self._stream_from_router(delivered.request(), deadline)) as events:
                     async for event in events:
                         if (new := delivered.record_event(event)) is not None:
                             losses = 0
@@ -267,7 +267,7 @@ class AsyncClient:
         except grpc.aio.AioRpcError as error:
             raise explain_error(error, self.address, timeout) from None
 
-    async def _attempt(
+    async def _stream_from_router(
         self, request: pb.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())

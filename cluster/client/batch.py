@@ -24,7 +24,7 @@ from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig, Unavailable
 
 _URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-_ATTEMPTS: Final = 8  # of a request that finds the server full or gone
+_MAX_SENDS: Final = 8  # of a request that finds the server full or gone
 _MAX_WAIT_SECONDS: Final = 30.0
 
 
@@ -132,7 +132,7 @@ class Sender:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Lets no request wait for another attempt."""
+        """Lets no request wait until it is sent again."""
         self._stopped.set()
 
     def send(self, request: BatchRequest) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class Sender:
         server."""
         data = json.dumps(request.body).encode()
         message = urllib.request.Request(self._server + request.url, data, self._headers)
-        for attempt in range(_ATTEMPTS):
-            is_last = attempt == _ATTEMPTS - 1
+        for resends in range(_MAX_SENDS):
+            is_last = resends == _MAX_SENDS - 1
             try:
                 with urllib.request.urlopen(message, context=self._tls) as response:
                     return _line(request, response.status, response.headers, response.read())
@@ -154,10 +154,10 @@ class Sender:
                 if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
                     raise Unavailable(f"no answer from {self._server}: {getattr(error, 'reason', error)}") from None
                 asked = ""
-            wait = float(asked) if asked.isdigit() else 0.5 * 2.0**attempt
+            wait = float(asked) if asked.isdigit() else 0.5 * 2.0**resends
             if self._stopped.wait(min(wait, _MAX_WAIT_SECONDS)):
                 raise Unavailable("interrupted")
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("the last send returns or raises")
 
 
 def _line(request: BatchRequest, status: int, headers: Any, data: bytes) -> dict[str, Any]:

@@ -11,8 +11,8 @@ class ResumeState:
         self._started: pb.Started | None = None
         self._ids: dict[int, list[int]] = {resumed.choice: list(resumed.token_ids) for resumed in request.resume}
         self._ended: set[int] = set()
-        self._prompt_logprobs = 0  # number received, over all attempts
-        self._attempt_prompt_logprobs = 0  # number sent by the current router
+        self._prompt_logprobs = 0  # number received, from all routers
+        self._router_prompt_logprobs = 0  # number sent by the current router
         self.complete = False
 
     @property
@@ -50,15 +50,15 @@ class ResumeState:
             if delta.finish_reason:
                 self._ended.add(delta.choice)
         elif kind == "started":
-            self._attempt_prompt_logprobs = 0
+            self._router_prompt_logprobs = 0
             if self._started is not None:
                 return None
             self._started = event.started
         elif kind == "prompt_logprobs":
             tokens = event.prompt_logprobs.tokens  # a part of the prompt at a time
-            known = min(max(self._prompt_logprobs - self._attempt_prompt_logprobs, 0), len(tokens))
-            self._attempt_prompt_logprobs += len(tokens)
-            self._prompt_logprobs = max(self._prompt_logprobs, self._attempt_prompt_logprobs)
+            known = min(max(self._prompt_logprobs - self._router_prompt_logprobs, 0), len(tokens))
+            self._router_prompt_logprobs += len(tokens)
+            self._prompt_logprobs = max(self._prompt_logprobs, self._router_prompt_logprobs)
             if known == len(tokens):
                 return None
             if known:

@@ -96,11 +96,22 @@ class RouterSet:
         return all(await asyncio.gather(*(router.drain_router() for router in self._supervisors.values())))
 
     async def restart_router(self, address: str, drain_seconds: float) -> None:
-        """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound."""
-        router = next((router for router in self._supervisors.values() if router.address == address), None)
-        if router is None:
+        """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound.
+
+        Returns once the new process uses every serving group, or after 10 s: if the caller then restarts another
+        router, this one takes its requests.
+        """
+        name = next((name for name, router in self._supervisors.items() if router.address == address), None)
+        if name is None:
             raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
+        router = self._supervisors[name]
         await router.restart_router(drain_seconds)
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while reason := missing_connection({name: await router.read_status()}, self._serving()):
+            if time.monotonic() > deadline:
+                _log.warning("after its restart %s", reason)
+                return
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def wait_until_idle(self, group: str, seconds: float) -> None:
         """Wait until no router counts a request on a draining group, at most `seconds`."""
@@ -123,10 +134,9 @@ class RouterSet:
 
     async def find_missing_connection(self) -> str:
         """Which router does not answer, or is not connected to which serving group; "" if all are connected to all."""
-        serving = [state.name for state in self._groups if state.state == "serving"]
         statuses = await self._read_statuses()
         silent = next((f"{name} does not answer" for name, status in statuses.items() if status is None), "")
-        return silent or missing_connection(statuses, serving)
+        return silent or missing_connection(statuses, self._serving())
 
     async def find_router_without(self, groups: Sequence[str]) -> str:
         """The first router that was told, with `coatcheck drain`, to send nothing to any of `groups`; "" if none was.
@@ -148,6 +158,9 @@ class RouterSet:
         await asyncio.gather(*(router.stop_router(now=now) for router in self._supervisors.values()))
         for router in self._supervisors.values():
             router.forget_ports()
+
+    def _serving(self) -> list[str]:
+        return [state.name for state in self._groups if state.state == "serving"]
 
     async def _read_statuses(self) -> dict[str, StatusResponse | None]:
         """The status of each router, by name; None for a router that does not answer."""

@@ -28,7 +28,8 @@ class FakeMethod:
 class FakeRouterActor:
     """Serves at once, and connects to every group that it is told of. `waiting`: requests that wait in each group.
     `drained`: groups that an operator has drained. `updates`: those that came, in order, of which the first `to_lose`
-    are lost. `missing`: groups that it reports as missing. `reports`: how many it has made."""
+    are lost. `missing`: groups that it reports as missing. `reports`: how many it has made. `unconnected`: groups that
+    its status shows as starting. `asked`: number of its statuses."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -42,6 +43,8 @@ class FakeRouterActor:
         self.waiting = 0
         self.configuration = ""
         self.drained: set[str] = set()
+        self.unconnected: set[str] = set()
+        self.asked = 0
 
     @property
     def groups(self) -> list[GroupEndpoint]:
@@ -75,7 +78,9 @@ class FakeRouterActor:
     async def _status(self) -> StatusResponse:
         if self.is_dead:
             raise RayActorError
+        self.asked += 1
         states = {group.name: "drained" if group.name in self.drained else group.state for group in self.groups}
+        states |= dict.fromkeys(self.unconnected, "starting")
         groups = [GroupStatus(name=name, state=state, waiting=self.waiting) for name, state in states.items()]
         return StatusResponse(groups=groups, queue_seconds=0.5 * self.waiting)
 

@@ -98,6 +98,21 @@ async def test_a_router_that_ends_is_started_again_at_its_address(
     assert len(started) == 3 and started[1].has_stopped and routers.all_serve
 
 
+async def test_a_restarted_router_is_waited_for(supervise: Supervise, started: list[FakeRouterActor]) -> None:
+    """A restart is complete when the new process uses the group that serves: until then another router must not be
+    restarted."""
+    routers = await supervise(grpc_port=0)
+    restart = asyncio.create_task(routers.restart_router("host:5000", 0.0))
+    await until(lambda: len(started) == 2)
+    started[1].unconnected = {"group-0"}
+    await until(lambda: bool(started[1].groups))
+    asked = started[1].asked
+    await until(lambda: started[1].asked > asked + 1)
+    assert not restart.done()
+    started[1].unconnected = set()
+    await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
+
+
 async def test_a_router_is_sent_changes_and_nothing_else(supervise: Supervise, started: list[FakeRouterActor]) -> None:
     """The router gets the list once, whole, and then each change. While nothing changes nothing is sent."""
     routers = await supervise()
