@@ -44,6 +44,7 @@ from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
+from coatcheck.router.serving.output_splitter import OutputSplitter, join_calls
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import (
     check_model_name,
@@ -56,6 +57,7 @@ from coatcheck.router.serving.request_validation import (
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
+from coatcheck.router.text.detokenizer import Detokenizer
 from coatcheck.router.text.tokenizer import TokenizerJson
 
 _T = TypeVar("_T")
@@ -159,18 +161,20 @@ class GenerateService:
                 )
                 self._limits.charge_tokens(tenant, len(request.prompt_token_ids))
                 options.on_admitted()
-                skip = request.sampling.skip_special_tokens
+                make_detokenizer, splitter = self._make_text_stages(message, request)
                 relay = Relay(
                     request,
                     lifecycle,
                     self._dispatcher,
                     self._config,
-                    make_detokenizer=lambda: self._tokenizer.detokenizer(skip),
+                    make_detokenizer=make_detokenizer,
                 )
                 try:
                     async for event in relay.events():
                         if event.HasField("delta"):
                             lifecycle.record_delta(event.delta.choice)
+                            if splitter is not None:
+                                splitter.split(event.delta)
                         yield event
                 finally:
                     relay.close()
@@ -187,6 +191,7 @@ class GenerateService:
         """Runs `generate_stream` and merges its events into one response."""
         response = GenerateResponse()
         texts: dict[int, list[str]] = {}
+        reasoning: dict[int, list[str]] = {}
         async with aclosing(self.generate_stream(message, options)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
@@ -199,6 +204,8 @@ class GenerateService:
                         while len(response.choices) <= delta.choice:
                             response.choices.add(choice=len(response.choices))
                         texts.setdefault(delta.choice, []).append(delta.text)
+                        if delta.reasoning:
+                            reasoning.setdefault(delta.choice, []).append(delta.reasoning)
                         delta.ClearField("text")  # MergeFrom would replace the text, not append to it
                         # Merged now, because copying millions of log-probabilities at the end takes 0.2 s.
                         response.choices[delta.choice].MergeFrom(delta)
@@ -206,6 +213,13 @@ class GenerateService:
                         response.final.CopyFrom(event.final)
         for index, pieces in texts.items():
             response.choices[index].text = "".join(pieces)
+        for index, pieces in reasoning.items():
+            response.choices[index].reasoning = "".join(pieces)
+        for choice in response.choices:
+            if choice.tool_calls:
+                calls = join_calls(choice.tool_calls)
+                del choice.tool_calls[:]
+                choice.tool_calls.extend(calls)
         return response
 
     async def check_grammar(self, grammar: Grammar) -> None:
@@ -286,6 +300,22 @@ class GenerateService:
         if len(token_ids) > _LONG_PROMPT:
             await self._in_thread(lambda: request.prepare_long_prompt(model))
         return request
+
+    def _make_text_stages(
+        self, message: GenerateRequest, request: Request
+    ) -> tuple[Callable[[], Detokenizer], OutputSplitter | None]:
+        """What makes a choice's text of its tokens, and what splits the text, if the client asks for that. Tokens of
+        the model's markers are text for the splitter."""
+        splits = message.chat.split_output
+        shows_markers = splits and self._planner.output_format.shows_special_tokens
+        skip = request.sampling.skip_special_tokens and not shows_markers
+
+        def make_detokenizer() -> Detokenizer:
+            return self._tokenizer.detokenizer(skip)
+
+        if not splits:
+            return make_detokenizer, None
+        return make_detokenizer, OutputSplitter(message.chat, self._planner, request.resume, make_detokenizer)
 
     async def _check_entries(self, message: Message) -> None:
         """As check_entries; in a thread if the message is long."""

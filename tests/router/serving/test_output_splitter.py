@@ -1,0 +1,88 @@
+"""Chat.split_output over gRPC: reasoning and tool calls in fields of their own."""
+
+import json
+
+import pytest
+
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.openai.scripted_chat import WEATHER, saying
+from tests.router.router_under_test import StartRouter
+from tests.router.tiny_tokenizer import write_model
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}[tool {{ tool | tojson }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if deep %}<think>{% endif %}{% endif %}{# </think> <tool_call> #}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+ANSWER = f"<think>hm, well</think>\n\nLet me see.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
+    """A model that reasons and calls tools."""
+    return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("splitter"), TEMPLATE)))
+
+
+def asking(*, with_tools: bool = True, split: bool = True, arguments: str = "", **more: object) -> pb.GenerateRequest:
+    chat = pb.Chat(
+        messages=[pb.ChatMessage(role="user", content="hello")],
+        tools=[json.dumps(WEATHER)] if with_tools else [],
+        split_output=split,
+        template_arguments=arguments,
+    )
+    sampling = pb.SamplingParams(seed=7, max_tokens=500)
+    return pb.GenerateRequest(chat=chat, sampling=sampling, **more)  # type: ignore[arg-type]
+
+
+async def test_reasoning_and_calls_have_fields(start_router: StartRouter, thinker: TokenizerJson) -> None:
+    """Whole and streamed alike: the reasoning, the content, and each call with its name, id and arguments."""
+    router = await start_router(saying(ANSWER), tokenizer=thinker)
+    (whole,) = (await router.generation.Generate(asking())).choices
+    assert (whole.reasoning, whole.text.strip()) == ("hm, well", "Let me see.")
+    assert [(call.index, call.name, json.loads(call.arguments)) for call in whole.tool_calls] == [
+        (0, "weather", {"city": "Bonn"}),
+        (1, "weather", {"city": "Bonn"}),
+    ]
+    assert len({call.id for call in whole.tool_calls}) == 2
+    deltas = [event.delta async for event in router.generation.GenerateStream(asking()) if event.HasField("delta")]
+    assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
+    assert "".join(delta.text for delta in deltas) == whole.text
+    pieces = [piece for delta in deltas for piece in delta.tool_calls]
+    assert [piece.name for piece in pieces if piece.name] == ["weather"] * 2
+    assert "".join(piece.arguments for piece in pieces if piece.index == 1) == whole.tool_calls[1].arguments
+    assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
+
+
+async def test_the_text_is_whole_unless_it_is_to_be_split(start_router: StartRouter, thinker: TokenizerJson) -> None:
+    """Without split_output the text is the model's; without tools calls are content; the prompt may open reasoning."""
+    router = await start_router(saying(ANSWER), tokenizer=thinker)
+    (plain,) = (await router.generation.Generate(asking(split=False))).choices
+    assert (plain.text, plain.reasoning, len(plain.tool_calls)) == (ANSWER, "", 0)
+    (no_tools,) = (await router.generation.Generate(asking(with_tools=False))).choices
+    assert no_tools.reasoning == "hm, well" and CALL in no_tools.text
+    opened = await start_router(saying("hm</think>yes"), tokenizer=thinker)
+    (choice,) = (await opened.generation.Generate(asking(arguments='{"deep": true}'))).choices
+    assert (choice.reasoning, choice.text) == ("hm", "yes")
+
+
+async def test_a_resumed_stream_goes_on_where_it_was(start_router: StartRouter, thinker: TokenizerJson) -> None:
+    """With the tokens that the client has, the rest of reasoning, content and calls follows, cut anywhere."""
+    router = await start_router(saying(ANSWER), tokenizer=thinker)
+    deltas = [event.delta async for event in router.generation.GenerateStream(asking()) if event.HasField("delta")]
+    ids = [token for delta in deltas for token in delta.token_ids]
+    for kept in range(1, len(ids) - 1, 9):
+        seen, count = 0, 0
+        for delta in deltas:  # the deltas that a client has which has read `kept` tokens
+            if count >= kept:
+                break
+            seen, count = seen + 1, count + len(delta.token_ids)
+        resumed = asking(resume=[pb.Resumed(choice=0, token_ids=ids[:count])])
+        rest = [event.delta async for event in router.generation.GenerateStream(resumed) if event.HasField("delta")]
+        whole = [*deltas[:seen], *rest]
+        assert "".join(delta.reasoning for delta in whole) == "hm, well"
+        assert "".join(delta.text for delta in whole).strip() == "Let me see."
+        pieces = [piece for delta in whole for piece in delta.tool_calls]
+        assert [piece.name for piece in pieces if piece.name] == ["weather"] * 2
+        assert json.loads("".join(piece.arguments for piece in pieces if piece.index == 1)) == {"city": "Bonn"}
