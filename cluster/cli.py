@@ -23,6 +23,7 @@ COMMANDS = {
     "batch": "client.batch",
     "bench": "benchmark.bench",
     "plan": "planner.plan",
+    "verify": "commands.verify",
     "keys": "commands.keys",
     "doctor": "preflight.doctor",
     "logs": "commands.logs",

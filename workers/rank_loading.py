@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
@@ -22,6 +23,7 @@ from coatcheck.workers.runner.memory_budget import MemoryBudget
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
+from coatcheck.workers.verification.verification import verify_once
 
 _WARM_UP_TOKENS = 64
 
@@ -52,6 +54,9 @@ def load_rank(
     `update_progress` gets the fields of RankProgress that change.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for settings that do not fit the machine.
     """
+    if not config.skip_verify:
+        with Checkpoint.open(config.model) as checkpoint:
+            verify_once(checkpoint.directory, config.max_model_len)
     model = load_model(
         config.model,
         communicator=communicator,

@@ -16,12 +16,16 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.meta_model import prepare_model
+from coatcheck.workers.verification.verification import verify_once
 
 
 def find_refusal(
-    model: str, *, tp: int, dtype: str, max_model_len: int | None, deterministic_on: str | None
+    model: str, *, tp: int, dtype: str, max_model_len: int | None, deterministic_on: str | None, verify: bool
 ) -> InvalidConfig | InvalidModel | None:
-    """The error that a rank would raise before it reads weights, or None. `deterministic_on`: see prepare_model."""
+    """The error that a rank would raise before it reads weights, or None.
+
+    `deterministic_on`: see prepare_model. `verify`: also compare a small copy with transformers, as verify_once does.
+    """
     try:
         with Checkpoint.open(model) as checkpoint:
             prepare_model(
@@ -32,6 +36,8 @@ def find_refusal(
                 max_model_len=max_model_len,
                 deterministic_on=torch.device(deterministic_on) if deterministic_on else None,
             )
+            if verify:
+                verify_once(checkpoint.directory, max_model_len)
     except (InvalidConfig, InvalidModel) as refusal:
         return refusal
     return None

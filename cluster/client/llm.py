@@ -68,6 +68,7 @@ class LLMSettings(TypedDict, total=False):
     max_model_len: int
     generation_config: str
     deterministic: bool
+    skip_verify: bool
     kv_memory: str | float
     kv_dtype: str
     host_kv_memory: str | float

@@ -74,6 +74,12 @@ class ServeConfig(Settings):
         False,
     )
 
+    skip_verify: bool = setting(
+        "Model",
+        "Serve a model type that the tests do not cover without comparing a small copy of it with transformers first.",
+        False,
+    )
+
     groups: Groups = setting("Groups", "Tensor-parallel groups. Each serves a copy of the model.", 1)
     tp: int = setting("Groups", "Ranks in each group: GPUs that share one copy.", 1, ge=1, le=1024)
     max_groups: Groups | None = setting(

@@ -26,17 +26,11 @@ class ModelConfig:
     @classmethod
     def open(cls, model: str) -> Self:
         """Raise InvalidModel if there is no config.json, or if it holds no JSON object."""
-        path = Path(model).expanduser()
-        if path.is_dir():
-            path, name = path / "config.json", path.resolve().name
-        elif path.is_file():
+        path = find_config(model)
+        if Path(model).expanduser().exists():
             name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        elif _HUB_ID.fullmatch(model):
-            path, name = _from_hub(model), model
         else:
-            raise InvalidModel(
-                f"there is no {model}; give a model's directory, its config.json, or a Hugging Face model id"
-            )
+            name = model
         return cls.read(path, name)
 
     @classmethod
@@ -74,6 +68,21 @@ class ModelConfig:
             name = next((name for name in names if self.values.get(name) is not None), names[0])
             raise InvalidModel(f"{self.name}: config.json has {name} {value}; it should be from 1 to {most:,}")
         return value
+
+
+def find_config(model: str) -> Path:
+    """The config.json of a model: a directory, a file or a model id, whose config.json is downloaded alone.
+
+    Raises InvalidModel if there is none.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if _HUB_ID.fullmatch(model):
+        return _from_hub(model)
+    raise InvalidModel(f"there is no {model}; give a model's directory, its config.json, or a Hugging Face model id")
 
 
 def _from_hub(hub_id: str) -> Path:

@@ -1,8 +1,8 @@
 """check_architecture: whether ranks can serve a local model of a type that the tests do not cover.
 
 For tested model types check_model suffices. For other types a child process builds the model without weights, as a
-rank does. That takes some seconds, because it imports torch and transformers. A rank would refuse the model only after
-most of a minute.
+rank does, and compares a small copy with transformers (workers/verification). That takes some seconds, because it
+imports torch and transformers. A rank would refuse the model only after most of a minute.
 """
 
 import json
@@ -56,6 +56,7 @@ def _run_servable(config: ServeConfig) -> dict[str, Any]:
         max_model_len=config.max_model_len,
         # Only Ray knows the device of `auto`.
         deterministic_on=config.device if config.deterministic and config.device != "auto" else None,
+        verify=not config.skip_verify,
     )
     try:
         done = subprocess.run(
@@ -63,7 +64,7 @@ def _run_servable(config: ServeConfig) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env=child_environment(),
             timeout=_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
@@ -73,3 +74,8 @@ def _run_servable(config: ServeConfig) -> dict[str, Any]:
     except (IndexError, ValueError):
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a process that computes small models: without GPUs, whose memory the ranks need."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

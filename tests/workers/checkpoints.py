@@ -1,14 +1,15 @@
 """Tiny random checkpoints of every architecture that we serve, for the tests of several rooms.
 
-`tiny_checkpoint(arch, directory)` writes one and returns its path. Weights are larger than the usual initialisation,
-so that greedy decoding wanders instead of repeating one token.
+`tiny_checkpoint(arch, directory)` writes one and returns its path.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
+
+from coatcheck.workers.verification.random_model import write_random_checkpoint
 
 VOCAB = 199  # odd, so that no number of ranks divides it
 
@@ -96,13 +97,4 @@ def tiny_checkpoint(
     if path.exists():
         return path
     config = config or tiny_config(arch, **overrides)
-    torch.manual_seed(sum(arch.encode()))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.25)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases that no mistake leaves alike
-    model.save_pretrained(path)
-    return path
+    return write_random_checkpoint(config, path, seed=sum(arch.encode()), dtype=dtype)

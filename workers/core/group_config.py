@@ -15,6 +15,7 @@ class GroupConfig:
 
     `host_kv_memory`: the same for the host tier; 0 for none.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
+    `skip_verify`: serve a model type that the tests do not cover without comparing a small copy with transformers.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.
     `startup_timeout_seconds`: the time within which all ranks must start and load.
@@ -38,6 +39,7 @@ class GroupConfig:
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
     deterministic: bool = False
+    skip_verify: bool = False
     threads: int = 0
     cluster_certificate: "ClusterCertificate | None" = None
     startup_timeout_seconds: float = 300.0

@@ -29,6 +29,7 @@ from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
 from coatcheck.workers.model.sparse_mlp import expert_tp_plan
 
+_PROBED_LENGTH: Final = 4096
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,7 +66,7 @@ def prepare_model(
     config = read_config(checkpoint.directory)
     stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
     model_dtype = choose_dtype(dtype, config, stored)
-    length = choose_max_model_len(config, max_model_len)
+    length = choose_length(config, max_model_len)
     causal = build_meta_model(config, model_dtype, device, length)
     with record_weight_reads(causal) as unpackable_linears:
         layers = probe_attention(causal, length)
@@ -112,6 +113,14 @@ def read_config(directory: Path) -> Any:
     if config.num_hidden_layers < 1:
         raise InvalidModel(f"{directory}/config.json has num_hidden_layers {config.num_hidden_layers}; it must be >= 1")
     return config
+
+
+def choose_length(config: Any, requested: int | None) -> int:
+    """As choose_max_model_len. For a model without max_position_embeddings, raises a better reason if there is one:
+    models that keep a state instead of keys and values have no such field."""
+    if not getattr(config, "max_position_embeddings", None):
+        probe_attention(build_meta_model(config, torch.float32, torch.device("cpu"), _PROBED_LENGTH), _PROBED_LENGTH)
+    return choose_max_model_len(config, requested)
 
 
 def choose_dtype(requested: str, config: Any, stored: torch.dtype) -> torch.dtype:

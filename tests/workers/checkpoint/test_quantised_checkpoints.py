@@ -13,8 +13,8 @@ from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.model.model import load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.driver import Driver
 from tests.workers.quantised_checkpoints import FORMATS, edit_quantisation, mxfp4_experts
 from tests.workers.ranks import run_ranks
 
@@ -22,7 +22,7 @@ from tests.workers.ranks import run_ranks
 def greedy(communicator: Communicator, path: Path, prompt: list[int], max_tokens: int) -> list[int]:
     """The tokens of one rank, served in float32."""
     model = load_model(path, communicator=communicator, dtype="float32", device="cpu")
-    return Driver(model).greedy([prompt], max_tokens, chunk=16)[0]
+    return PagedDriver(model).greedy([prompt], max_tokens, chunk=16)[0]
 
 
 def rank_greedy(communicator: Communicator, argument: tuple[Path, list[int]]) -> list[int]:

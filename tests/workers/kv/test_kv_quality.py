@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
-from tests.workers.driver import Driver
+from coatcheck.workers.verification.paged_driver import PagedDriver
 
 DEMO = Path(__file__).parents[3] / "demo"
 WINDOWS, LENGTH = 8, 512
@@ -31,7 +31,7 @@ def perplexity(model: Model, text: list[list[int]], kv_dtype: str) -> float:
     """Perplexity when every token is read back from the pool, across chunk boundaries."""
     loss = 0.0
     for window in text:
-        driver = Driver(model, block_size=16, num_blocks=LENGTH // 16 + 2, kv_dtype=kv_dtype)
+        driver = PagedDriver(model, block_size=16, num_blocks=LENGTH // 16 + 2, kv_dtype=kv_dtype)
         sequence = driver.start(window, 0)
         hidden = torch.cat([driver.hidden(sequence, LENGTH // 4) for _ in range(4)])
         loss += F.cross_entropy(model.logits(hidden[:-1]), torch.tensor(window[1:]), reduction="sum").item()

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import ARCHITECTURES, VOCAB, tiny_checkpoint
-from tests.workers.driver import Driver
 from tests.workers.ranks import run_ranks
 
 MAX_TOKENS = 8
@@ -61,7 +61,7 @@ def run_models(communicator: Communicator, paths: dict[str, Path]) -> dict[str, 
     outcomes = {}
     for arch, path in paths.items():
         model = load(path, communicator)
-        driver = Driver(model)
+        driver = PagedDriver(model)
         outcomes[arch] = {
             "tokens": driver.greedy(prompts_of(arch), MAX_TOKENS, chunk=CHUNK),
             "weight_bytes": model.spec.weight_bytes,
@@ -117,7 +117,7 @@ def test_neighbours_do_not_move_longrope(checkpoint_directory: Path) -> None:
     """With longrope, a short sequence has the same logits alone and beside a long one."""
     model = load(tiny_checkpoint("phi3-longrope", checkpoint_directory), Communicator())
     short, long = prompts_of("phi3-longrope")[0][:9], prompts_of("phi3-longrope")[0]
-    driver = Driver(model)
+    driver = PagedDriver(model)
     alone = driver.step([(driver.start(short, 1), 9)])
     together = driver.step([(driver.start(short, 1), 9), (driver.start(long, 1), 50)])
     torch.testing.assert_close(together[0], alone[0], rtol=0, atol=1e-5)
@@ -128,7 +128,7 @@ def test_longrope_takes_short_factors_for_a_short_limit(checkpoint_directory: Pa
     path = tiny_checkpoint("phi3-longrope", checkpoint_directory)
     model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=32)
     prompt = prompts_of("phi3-longrope")[0][:20]
-    driver = Driver(model)
+    driver = PagedDriver(model)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         wanted = reference(torch.tensor([prompt])).logits[0, -1]
@@ -142,7 +142,7 @@ def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
     assert model.spec.max_model_len == 512
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     prompt = torch.randint(3, VOCAB, (512,), generator=torch.Generator().manual_seed(1)).tolist()
-    driver = Driver(model)
+    driver = PagedDriver(model)
     with torch.inference_mode():
         wanted = reference(torch.tensor([prompt])).logits[0, -1]
     torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 512)])[0], wanted, rtol=1e-3, atol=1e-3)
@@ -160,7 +160,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(arch: str, checkpoint_direct
             logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].float()
         return logits
 
-    driver = Driver(load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu"))
+    driver = PagedDriver(load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu"))
     sequence = driver.start(prompt, 0)
     ours = torch.stack([driver.step([(sequence, 1)])[0] for _ in prompt])
     exact = reference(torch.float32)

@@ -12,8 +12,8 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model import load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import VOCAB
-from tests.workers.driver import Driver
 from tests.workers.model.architectures import REFUSED, REFUSED_SHAPES, SERVED, shape_of, write
 from tests.workers.ranks import run_ranks
 
@@ -22,7 +22,7 @@ PROMPT = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(
 
 def logits_of(path: Path, communicator: Communicator) -> torch.Tensor:
     """The logits after two chunks and after a decode."""
-    driver = Driver(load_model(path, communicator=communicator, dtype="float32", device="cpu"))
+    driver = PagedDriver(load_model(path, communicator=communicator, dtype="float32", device="cpu"))
     sequence = driver.start(PROMPT, 1)
     return torch.stack([driver.step([(sequence, n)])[0] for n in (20, 29, 1)])
 

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.model.sparse_mlp import ExpertsAdapter, MixtureOfExperts, PackedBlock, is_known_block
+from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
-from tests.workers.driver import Driver
 from tests.workers.model.architectures import shape_of
 from tests.workers.ranks import run_ranks
 
@@ -120,7 +120,7 @@ def run_models(communicator: Communicator, arguments: dict[str, Path]) -> dict[s
     answers = {}
     for name, path in arguments.items():
         model = load_model(path, communicator=communicator, dtype="float32", device="cpu")
-        tokens = Driver(model).greedy([PROMPT, PROMPT[::-1][:23]], 10, chunk=16)
+        tokens = PagedDriver(model).greedy([PROMPT, PROMPT[::-1][:23]], 10, chunk=16)
         answers[name] = tokens[0], model.spec.weight_bytes
     return answers
 

@@ -1,8 +1,9 @@
-"""Runs a Model by hand: block tables without a scheduler, chunked prefills and decodes mixed in one batch.
+"""PagedDriver: runs a Model over a KV pool of its own, with chunked prefills, decodes and shared prefixes in one batch.
 
-It stands in for the engine in tests of the model alone; it does not sample, share blocks or preempt.
+The caller decides what each step computes. There is no scheduler, and nothing is sampled or evicted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_cach
 
 @dataclass(slots=True)
 class Running:
-    """One sequence: its tokens, how many are in the cache, and its blocks."""
+    """One sequence. `computed`: how many of its tokens are in the pool. `output`: the tokens that `greedy` added."""
 
     tokens: list[int]
     blocks: list[int]
@@ -26,29 +27,43 @@ class Running:
     output: list[int] = field(default_factory=list)
 
 
-class Driver:
-    """A pool of `num_blocks` and the sequences that run over it; block 0 stays unused, others go out shuffled."""
+class PagedDriver:
+    """A pool of `num_blocks` blocks on the CPU, given out in random order, and the sequences that run over it."""
 
     def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 128, kv_dtype: str = "auto") -> None:
         self.model = model
         self.layout = BlockLayout.of(model.spec.layers, block_size, choose_kv_dtype(kv_dtype, model.spec.dtype))
-        # All bits set, a NaN of every float: a read outside of a sequence's own tokens cannot go unnoticed.
+        # All bits set is a NaN of every float type: a read outside of a sequence's own tokens shows in the result.
         pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
         self.layer_caches = make_layer_caches(self.layout, pool)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 
-    def start(self, tokens: list[int], max_tokens: int) -> Running:
-        """Takes the blocks that the sequence will ever need."""
-        count = -(-(len(tokens) + max_tokens) // self.layout.block_size)
+    def start(self, tokens: Sequence[int], max_tokens: int, *, prefix_of: Running | None = None) -> Running:
+        """A new sequence, with the blocks for its tokens and `max_tokens` more.
+
+        `prefix_of`: a sequence whose computed full blocks this one shares as far as the tokens are equal, except for
+        the block of its last token, as the prefix cache does.
+        """
+        size = self.layout.block_size
+        shared = 0
+        if prefix_of is not None:
+            most = min(prefix_of.computed, len(tokens) - 1) // size
+            while shared < most and prefix_of.tokens[: (shared + 1) * size] == list(tokens[: (shared + 1) * size]):
+                shared += 1
+        count = -(-(len(tokens) + max_tokens) // size) - shared
         blocks, self._free = self._free[:count], self._free[count:]
-        assert len(blocks) == count, "the test needs a larger pool"
-        return Running(list(tokens), blocks)
+        assert len(blocks) == count, "num_blocks is too small for these sequences"
+        inherited = prefix_of.blocks[:shared] if prefix_of is not None else []
+        return Running(list(tokens), [*inherited, *blocks], computed=shared * size)
 
     def step(self, work: list[tuple[Running, int]], *, sample_chunks: bool = True) -> Tensor:
-        """One forward pass over the next `n` tokens of each sequence; logits [R, vocab] after each one's last, those
-        still incomplete only if `sample_chunks`."""
+        """Logits [R, vocab_size] of one forward pass over the next `n` tokens of each sequence.
+
+        A row for each sequence, of the last of its `n` tokens. Without `sample_chunks`, sequences with tokens left to
+        compute get no row.
+        """
         ids: list[int] = []
         positions: list[int] = []
         slots, lens, starts = [], [], [0]
@@ -81,7 +96,7 @@ class Driver:
         )
 
     def hidden(self, sequence: Running, n: int) -> Tensor:
-        """Hidden states [n, hidden_size] of the next `n` tokens of one sequence, which reads all before them."""
+        """Hidden states [n, hidden_size] of the next `n` tokens of one sequence."""
         size, span = self.layout.block_size, range(sequence.computed, sequence.computed + n)
         sequence.computed = span.stop
         metadata = AttentionMetadata(
@@ -95,7 +110,8 @@ class Driver:
         return self.model.forward(ids, torch.tensor(list(span)), metadata, self.layer_caches)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
-        """Greedy tokens; sequence i joins at step i * stagger, so that its prefill meets the others' decodes."""
+        """The greedy tokens of each prompt, `max_tokens` each. Prompt i joins at step i * stagger, so that its prefill
+        meets the others' decodes."""
         waiting = [self.start(prompt, max_tokens) for prompt in prompts]
         everyone, running, step = list(waiting), list[Running](), 0
         while waiting or running:

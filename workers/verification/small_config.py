@@ -1,0 +1,180 @@
+"""shrink_config(): a small copy of a model's config that takes the same paths through the model's code.
+
+Switches, layer types, activations, multipliers and kinds of scaling stay as they are. Sizes become small, sliding
+windows and original context lengths shorter than the prompts that are compared, and of the layers the first few remain.
+"""
+
+import re
+import sys
+from copy import deepcopy
+from typing import Any, Final
+
+from coatcheck.proto.errors import InvalidModel
+
+VOCAB_SIZE: Final = 199
+MAX_POSITIONS: Final = 256
+SLIDING_WINDOW: Final = 16
+MAX_LAYERS: Final = 8  # of every published pattern of layer types one period fits
+_MAX_LAYERS_SHARED: Final = 12  # if layers share keys and values: two periods, because one of each kind is not shared
+_HEAD_DIM: Final = 16
+_INNER_SIZE: Final = 96
+_EXPERT_SIZE: Final = 32
+
+_LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads")
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
+_HEAD_DIMS: Final = ("head_dim", "global_head_dim", "kv_channels", "d_kv", "query_pre_attn_scalar")
+# The most that a number may be, by the field's name; of several patterns the first that matches.
+_MOST: Final = tuple(
+    (re.compile(pattern), most)
+    for pattern, most in (
+        (r"(sliding_)?window(_size)?|sliding_window_size|local_attention(_window)?|attention_window", SLIDING_WINDOW),
+        (r"max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len", MAX_POSITIONS),
+        (r"original_max_position_embeddings", 32),
+        (r"floor_scale", 8),  # llama4's attention depends on position // floor_scale
+        (r"attention_chunk_size", sys.maxsize),  # chunks are served only if the context fits in one
+        (r"vocab_size.*", VOCAB_SIZE),
+        (r"(num|n|moe_num)_(local_|routed_)?experts", 8),
+        (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_?k_experts|experts_per_token", 2),
+        (r"(num|n|moe_num)_shared_experts?", 2),
+        (r"(moe_)?n_group|num_expert_group", 2),
+        (r"(moe_)?topk_group", 1),
+        (r".*_(token|tok)_(id|index|ids)|.*_token|.*_id", 2),
+    )
+)
+_SIZE: Final = re.compile(r".*(size|dim|rank|inner|width|channels|hidden|ffn|embd|intermediate)(_.*)?|d_ff")
+# Lists of layer indices. Lists with an element for each layer are recognised by their length.
+_LAYER_INDICES: Final = ("mlp_only_layers", "moe_layers", "dense_layers", "global_attn_layers")
+# The number of first layers of another kind.
+_FIRST_LAYERS: Final = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+
+
+def shrink_config(config: Any) -> Any:
+    """A config of the same class with a few layers. Raises InvalidModel if the class refuses the small values."""
+    try:
+        return type(config).from_dict(_Shrinker(config).shrink())
+    except Exception as error:  # transformers' validators raise many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidModel(f"{config.model_type}: no small copy of its config can be made ({reason[:300]})") from error
+
+
+def keep_layers(config: Any, num_layers: int) -> Any:
+    """A config with only the first layers of `config`. Raises whatever transformers raises for it."""
+    old: int = config.num_hidden_layers
+    values: dict[str, Any] = config.to_dict()
+    values |= {name: num_layers for name in _LAYER_COUNTS if name in values}
+    lists = {name: value for name, value in values.items() if isinstance(value, list)}
+    values |= {name: value[:num_layers] for name, value in lists.items() if len(value) == old}
+    if by_layer := values.get("per_layer_config"):
+        values["per_layer_config"] = {key: of for key, of in by_layer.items() if int(key) < num_layers}
+    values |= {name: [i for i in value if i < num_layers] for name, value in lists.items() if name in _LAYER_INDICES}
+    return type(config).from_dict(values)
+
+
+def _count_layers(config: Any) -> int:
+    """How many layers to keep. The last one is of the kind of the model's last one, because Gemma 4 insists on it."""
+    most = _MAX_LAYERS_SHARED if getattr(config, "num_kv_shared_layers", 0) else MAX_LAYERS
+    old: int = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if old <= most or not isinstance(kinds, list) or len(kinds) != old:
+        return min(old, most)
+    return next((count for count in range(most, 0, -1) if kinds[count - 1] == kinds[-1]), most)
+
+
+class _Shrinker:
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+
+    def __init__(self, config: Any) -> None:
+        self.old_layers: int = config.num_hidden_layers
+        self.layers = _count_layers(config)
+        self.old_heads: int = config.num_attention_heads
+        self.old_hidden: int = config.hidden_size
+        self.values: dict[str, Any] = deepcopy(config.to_dict())
+        self.old_kv_heads: int = next(
+            (self.values[name] for name in _KV_HEADS if self.values.get(name)), self.old_heads
+        )
+        self.old_head_dim: int = self.values.get("head_dim") or self.old_hidden // self.old_heads
+        ratio = max(1, self.old_heads // self.old_kv_heads)
+        self.kv_heads = min(self.old_kv_heads, 4 if ratio == 1 else 2)
+        self.heads = self.kv_heads * min(ratio, 4)
+        # Some models have heads that together are wider, or narrower, than the hidden size.
+        is_whole = self.old_head_dim * self.old_heads == self.old_hidden
+        self.hidden = self.heads * (_HEAD_DIM if is_whole else _HEAD_DIM * 3 // 2)
+
+    def shrink(self) -> dict[str, Any]:
+        """The small config's fields."""
+        return self._fields(self.values)
+
+    def _fields(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._field(name, value) for name, value in values.items()}
+
+    def _field(self, name: str, value: Any) -> Any:
+        if isinstance(value, bool) or value is None or isinstance(value, float | str):
+            return value
+        if isinstance(value, dict):
+            if name in ("rope_parameters", "rope_scaling"):
+                return self._rope(value)
+            if name == "per_layer_config":
+                return {key: self._fields(of) for key, of in value.items() if int(key) < self.layers}
+            # The config of a part that text does not pass, such as a vision tower.
+            return {inner: 1 if inner in _LAYER_COUNTS else number for inner, number in value.items()}
+        if isinstance(value, list | tuple):
+            return self._list(name, list(value))
+        return self._count(name, value) if isinstance(value, int) else value
+
+    def _list(self, name: str, values: list[Any]) -> list[Any]:
+        if name in _LAYER_INDICES:
+            return [index for index in values if isinstance(index, int) and index < self.layers]
+        if len(values) == self.old_layers:
+            values = values[: self.layers]
+        return [self._field(name, value) for value in values]
+
+    def _count(self, name: str, value: int) -> int:
+        """The small value of a whole number, by the field's name."""
+        if name in _LAYER_COUNTS:
+            return self.layers
+        if name in _FIRST_LAYERS:
+            return self.layers if value >= self.old_layers else min(value, self.layers // 2)
+        if name == "num_kv_shared_layers":
+            return min(value, self.layers // 4)
+        if name in _HEADS:
+            return self.heads
+        if name in _KV_HEADS:
+            return self.kv_heads
+        most = next((most for pattern, most in _MOST if pattern.fullmatch(name)), None)
+        if most is not None:
+            return min(value, most)
+        return self._size(name, value) if _SIZE.fullmatch(name) else value
+
+    def _size(self, name: str, value: int) -> int:
+        if name in _HEAD_DIMS:
+            if value == self.old_hidden // self.old_heads and name == "query_pre_attn_scalar":
+                return self.hidden // self.heads
+            return max(2, _HEAD_DIM * value // self.old_head_dim // 2 * 2)
+        if name in _HIDDEN or value == self.old_hidden:
+            return self.hidden
+        if value == self.old_head_dim:
+            return _HEAD_DIM
+        if "rank" in name or "per_layer" in name:
+            return min(value, 8)
+        if "rotary" in name or "rope" in name:
+            return max(2, _HEAD_DIM * value // self.old_head_dim // 2 * 2)
+        if "expert" in name or "moe" in name:
+            return min(value, _EXPERT_SIZE)
+        return min(value, _INNER_SIZE)
+
+    def _rope(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Rotary parameters of all layers, or by layer type. The factors of longrope, one for each pair, are cut."""
+        small: dict[str, Any] = {}
+        for name, value in parameters.items():
+            if isinstance(value, dict):
+                small[name] = self._rope(value)
+            elif name.endswith("_factor") and isinstance(value, list):
+                small[name] = value[: max(1, len(value) * _HEAD_DIM // self.old_head_dim)]
+            else:
+                small[name] = self._field(name, value)
+        return small

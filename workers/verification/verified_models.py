@@ -1,0 +1,51 @@
+"""The record of models that were verified on this host, so that each is verified once. Imports no torch.
+
+A record is a file in $XDG_CACHE_HOME/coatcheck/verified (by default ~/.cache). Its name is a hash of the model's
+config.json and of the versions of Coatcheck, torch and transformers: another release of one of them verifies again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+# Fields of config.json that do not change what the model computes.
+_UNUSED_FIELDS: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config")
+
+
+def record_of(config: Mapping[str, Any]) -> Path:
+    """The file that exists if a model with this config.json was verified."""
+    used = {name: value for name, value in config.items() if name not in _UNUSED_FIELDS}
+    versions = [metadata.version(package) for package in ("coatcheck", "torch", "transformers")]
+    key = hashlib.blake2b(json.dumps([used, versions], sort_keys=True).encode(), digest_size=16).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return cache / "coatcheck" / "verified" / f"{key}.json"
+
+
+def write_record(record: Path, about: Mapping[str, Any]) -> None:
+    """Write `about` to the file. A host whose cache cannot be written verifies again at the next start."""
+    with suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        draft = record.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(about))
+        draft.replace(record)
+
+
+@contextmanager
+def one_at_a_time(record: Path) -> Iterator[None]:
+    """Hold the record's lock. Of several ranks of a host that start at once, one verifies and the others find its
+    record. Without a lock if the cache cannot be written."""
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        lock = record.with_suffix(".lock").open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
