@@ -69,8 +69,7 @@ class ServeConfig(Settings):
     )
     deterministic: bool = setting(
         "Model",
-        "A request gets the same bits whatever runs beside it, whether it is cached, chunked or preempted. Not for "
-        "mixtures of experts.",
+        "A request gets the same bits whatever runs beside it, whether it is cached, chunked or preempted.",
         False,
     )
 

@@ -24,7 +24,6 @@ from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, chec
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
     check_model_kind,
-    deterministic_experts_error,
     resolve_max_model_len,
 )
 
@@ -34,8 +33,6 @@ _FIELDS: Final = (
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
 )
-# Names of the number of experts in the config.json of different model families.
-_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_model(config: ServeConfig) -> None:
@@ -53,7 +50,6 @@ def check_model(config: ServeConfig) -> None:
     check_config(model)
     model = fill_defaults(model)
     _check_length(config, model)
-    _check_experts(config, model)
     model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
     try:
         shape = ModelShape.of(model)
@@ -133,13 +129,6 @@ def _check_length(config: ServeConfig, model: ModelConfig) -> None:
     kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
     numbers = {name: value for name, value in scaling.items() if _is_number(value)}
     resolve_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind})
-
-
-def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
-    counts = [(name, model.values.get(name)) for name in _EXPERTS]
-    experts = next((f"{name} {count}" for name, count in counts if _is_number(count) and count > 0), None)
-    if config.deterministic and experts is not None:
-        raise deterministic_experts_error(f"a mixture of experts ({experts} in config.json)")
 
 
 def _check_mlp(model: ModelConfig, shard: TpShard) -> None:

@@ -11,10 +11,11 @@ gates first; down [experts, hidden, I]; shared [tokens, hidden] and shared_gate 
 A rank may hold some of the experts: those from `first` on. The others add nothing.
 
     native   CPU with the C library, bfloat16 or float32: kernels/csrc/expert_layers.c, each used expert is read once
-    plain    everything else: products of torch for each used expert
+    triton   a GPU: kernels/layers/grouped_gemm.py
+    plain    a CPU otherwise: products of torch for each used expert
 
-The sum is computed in float32, in the order of `ids`. In the native form a token's result does not
-depend on the other tokens.
+The sum is computed in float32, in the order of `ids`. In the native form, and in the triton form with
+`batch_invariant`, a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coatcheck.kernels import huge_pages, native
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
+from coatcheck.kernels.layers import grouped_gemm
 from coatcheck.kernels.layers.linear import scratch
 from coatcheck.kernels.layers.silu_mul import silu_mul_reference
 
@@ -53,6 +56,7 @@ class PackedExperts(nn.Module):
         alpha: float = 1.0,
         limit: float = 0.0,
         first: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: of clamped_swiglu."""
         super().__init__()
@@ -69,7 +73,7 @@ class PackedExperts(nn.Module):
         if activation not in ACTIVATIONS:
             refuse("activation", " or ".join(ACTIVATIONS), activation)
         self.count, self.hidden, self.inner = count, hidden, wide // 2
-        self.first, self.top_k = first, top_k
+        self.first, self.top_k, self.batch_invariant = first, top_k, batch_invariant
         self.activation, self.alpha, self.limit = activation, alpha, limit
         self.dtype, self.device = gate_up.dtype, gate_up.device
         self.form = pick_form(gate_up)
@@ -105,6 +109,14 @@ class PackedExperts(nn.Module):
             )  # fmt: skip
             self._call(self._kernels, self.packed, call)
             return out
+        if self.form == "triton":
+            held = grouped_gemm.Weights(
+                self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.first,
+                ACTIVATIONS.index(self.activation), self.alpha, self.limit,
+            )  # fmt: skip
+            return grouped_gemm.grouped_experts(
+                held, x, ids, weights, shared, shared_gate, batch_invariant=self.batch_invariant
+            )
         out = self._sum_of_experts(x, ids, weights)
         if shared is not None:
             out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
@@ -136,6 +148,8 @@ def activate(gate_up: Tensor, activation: str, alpha: float, limit: float) -> Te
 
 
 def pick_form(weight: Tensor) -> str:
+    if uses_triton(weight):
+        return "triton"
     return "plain" if native.library_for(weight) is None else "native"
 
 

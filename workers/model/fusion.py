@@ -22,7 +22,7 @@ from coatcheck.workers.model.decoder_layer import (
     pack_fused_layers,
     read_norm,
 )
-from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
+from coatcheck.workers.model.sparse_mlp import ACTIVATIONS
 
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
@@ -41,7 +41,6 @@ class FusedBody:
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
-        self.is_dense = not any(isinstance(layer.mlp, SparseMlp) for layer in layers)
         self._rope_types = tuple(dict.fromkeys(rope_types))
         self._layers = list(zip(layers, rope_types, strict=True))
         self._is_native = any(layer.attention_sublayer is not None for layer in layers)

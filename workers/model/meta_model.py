@@ -27,7 +27,7 @@ from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import check_deterministic_heads, check_model_kind, deterministic_experts_error
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
-from coatcheck.workers.model.sparse_mlp import expert_tp_plan
+from coatcheck.workers.model.sparse_mlp import expert_tp_plan, is_known_block
 
 _PROBED_LENGTH: Final = 4096
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -201,12 +201,14 @@ def check_deterministic(
 
     - attention adds keys in one order, by absolute position (kernels/attention/paged_attention.py),
     - linears compute rows alone or in tiles of one height (kernels/layers/linear.py),
+    - experts are chosen by a token's logits alone, compute rows alone or in tiles of one height, and are added in the
+      order of the choice (kernels/layers/experts.py),
     - all-reduces add ranks in order (communicator.py),
     - a draw depends only on seed, choice and position (kernels/sampling).
     """
     for name, _ in model.named_modules():
-        if name.rpartition(".")[2] == "experts":
-            raise deterministic_experts_error(name)
+        if name.rpartition(".")[2] == "experts" and not is_known_block(model.get_submodule(name.rpartition(".")[0])):
+            raise deterministic_experts_error(name, model.config.model_type)
     if device.type != "cpu":
         if not is_fusable(model, layers):
             raise InvalidConfig(

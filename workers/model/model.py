@@ -130,8 +130,7 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    # The plain form of experts asks the host which experts have tokens, so only dense models can be captured.
-    supports_cuda_graphs = isinstance(body, FusedBody) and body.is_dense and communicator.supports_cuda_graphs
+    supports_cuda_graphs = isinstance(body, FusedBody) and communicator.supports_cuda_graphs
     return Model(spec, body, head, directory, deterministic=deterministic, supports_cuda_graphs=supports_cuda_graphs)
 
 

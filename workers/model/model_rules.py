@@ -37,11 +37,11 @@ def resolve_max_model_len(requested: int | None, model_len: int, rope_parameters
     return requested or model_len
 
 
-def deterministic_experts_error(what: str) -> InvalidConfig:
-    """The error for --deterministic with a mixture of experts. `what` names the module or setting."""
+def deterministic_experts_error(module: str, model_type: str) -> InvalidConfig:
+    """The error for --deterministic with a mixture of experts whose router is transformers' own code."""
     return InvalidConfig(
-        f"deterministic: {what} computes all tokens of one expert in one product, so a result depends on the other "
-        "requests of the step; serve a mixture of experts without --deterministic"
+        f"deterministic: {module} of {model_type} is behind a router that our batch-invariant kernels do not compute; "
+        "serve it without --deterministic"
     )
 
 

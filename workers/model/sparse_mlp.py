@@ -60,7 +60,7 @@ class MixtureOfExperts:
         if in_float32:
             weight = weight.float()
         self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
-        self.experts = pack_experts(module, self.routing.top_k)
+        self.experts = pack_experts(module, self.routing.top_k, batch_invariant=batch_invariant)
         self.shared: tuple[PackedLinear, PackedLinear] | None = None
         self.shared_gate: PackedLinear | None = None
         shared = next((getattr(block, name) for name in _SHARED if hasattr(block, name)), None)
@@ -123,7 +123,7 @@ def replace_experts(module: nn.Module, *, batch_invariant: bool) -> None:
         if is_known_block(child):
             setattr(module, name, PackedBlock(child, batch_invariant=batch_invariant))
         elif is_experts(_unwrap(child)[0]):
-            experts = pack_experts(_unwrap(child)[0], _top_k(module))
+            experts = pack_experts(_unwrap(child)[0], _top_k(module), batch_invariant=batch_invariant)
             setattr(module, name, ExpertsAdapter(experts, _unwrap(child)[1]))
         else:
             replace_experts(child, batch_invariant=batch_invariant)
@@ -158,13 +158,13 @@ def is_experts(module: Any) -> bool:
     )
 
 
-def pack_experts(module: Any, top_k: int) -> PackedExperts:
+def pack_experts(module: Any, top_k: int, *, batch_invariant: bool) -> PackedExperts:
     """Our form of transformers' module of experts. `module` passes `is_experts`."""
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
     if type(module).__name__ != "GptOssExperts":
         activation = _activation_of(module)
         assert activation is not None
-        return PackedExperts(gate_up, down, top_k=top_k, activation=activation)
+        return PackedExperts(gate_up, down, top_k=top_k, activation=activation, batch_invariant=batch_invariant)
     # gpt-oss stores [experts, in, out], with gates and ups in turn.
     bias = module.gate_up_proj_bias.detach()
     return PackedExperts(
@@ -176,6 +176,7 @@ def pack_experts(module: Any, top_k: int) -> PackedExperts:
         activation="clamped_swiglu",
         alpha=module.alpha,
         limit=module.limit,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -90,7 +90,8 @@ was built, and all others the references.
 The table shows for each key, compiled ahead of time without a GPU: registers of a thread, KiB of shared memory of a
 program, and bytes that a thread spills. A key is a kernel with the launch parameters for one shape. Unless the key says
 otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 32 KV heads; MQA: one; capped: with a
-soft-cap; batch-invariant: of the deterministic mode). `make test` compiles the first {first} keys for each target,
+soft-cap; batch-invariant: of the deterministic mode); of experts, 128 with 8 for each of 8192 tokens (many) or 8
+(few). `make test` compiles the first {first} keys for each target,
 `make test-all` all of them. On sm_90 none may spill.
 Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 

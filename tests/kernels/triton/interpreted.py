@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from tests.kernels.triton.interpreted_attention import attention, batch_invariant, long, matrix, quantised
+from tests.kernels.triton.interpreted_experts import products, routes
 from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
 from tests.kernels.triton.mended_bfloat16 import mend
@@ -21,6 +22,7 @@ def bfloat16() -> None:
     quantised(torch.bfloat16, torch.bfloat16)
     stores((torch.bfloat16,))
     rows((torch.bfloat16,))
+    products((torch.bfloat16,))
 
 
 GROUPS: dict[str, Callable[[], None]] = {
@@ -34,6 +36,8 @@ GROUPS: dict[str, Callable[[], None]] = {
     "stores": stores,
     "rows": rows,
     "empty": empty,
+    "routes": routes,
+    "products": products,
     "sampling": sampling,
     "filters": filters,
     "probabilities": probabilities,

@@ -15,7 +15,7 @@ import triton
 from coatcheck.kernels.attention import paged_decode, paged_prefill, rotary
 from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv import copy_blocks, store_kv
-from coatcheck.kernels.layers import rms_norm, silu_mul
+from coatcheck.kernels.layers import grouped_gemm, rms_norm, route, silu_mul
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
 
 Keys = Callable[[GpuProperties], "Key"]
@@ -126,6 +126,23 @@ def store_quantised(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
     return Key(store_kv._store_quantised, arguments, constants, warps)
 
 
+def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bool = False) -> Key:
+    """A product of 128 experts, 8 for each token; `oss`: with biases and gpt-oss' activation."""
+    size = 4 if dtype == "fp32" else 2
+    launch = grouped_gemm.pick_launch(tokens * 8, 128, size, gpu)
+    constants: dict[str, Any] = dict(
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", **({} if oss else dict(bias=None)),
+    )  # fmt: skip
+    floats = ""
+    if kernel is grouped_gemm._gate_up:
+        constants |= dict(TOP_K=8, ACTIVATION=2 if oss else 0)
+        floats = "fp32 fp32"
+    tensors = " ".join([f"*{dtype}"] * (4 if oss else 3))
+    arguments = f"{tensors} *i32 *i32 *i32 i32 i32 {floats}"
+    return Key(kernel, arguments, constants, launch.num_warps, launch.num_stages)
+
+
 def same(*parts: Any) -> Keys:
     """A key that does not depend on the processor."""
     key = Key(*parts)
@@ -161,6 +178,22 @@ KEYS: dict[str, Keys] = {
     "penalise": same(
         penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32", dict(BLOCK=1024)
     ),
+    "route": same(
+        route._route, "*fp32 *fp32 *i32 *fp32 fp32 fp32 i32 i32",
+        dict(TOP_K=8, TOP_GROUPS=4, GROUP_BEST=2, SCORING=1, RENORMALISE=True, LIMITED=True, CORRECTED=True, GROUPS=8,
+             SIZE=32, CHOSEN=8), 1,
+    ),
+    "count_pairs": same(grouped_gemm._count_pairs, "*i32 *i32 i32 i32", dict(BLOCK=1024)),
+    "sort_pairs": same(
+        grouped_gemm._sort_pairs, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", dict(EXPERTS=128, TILE=64, BLOCK=1024)
+    ),
+    "gate_up, many": partial(grouped, grouped_gemm._gate_up, "bf16", 8192),
+    "gate_up, few": partial(grouped, grouped_gemm._gate_up, "bf16", 8),
+    "down, many": partial(grouped, grouped_gemm._down, "bf16", 8192),
+    "down, few": partial(grouped, grouped_gemm._down, "bf16", 8),
+    "weighted_sum": same(
+        grouped_gemm._weighted_sum, "*bf16 *i32 *fp32 *bf16 *bf16 *bf16 i32 i32 i32", dict(TOP_K=8, BLOCK=1024)
+    ),
 }  # fmt: skip
 
 
@@ -183,6 +216,10 @@ def _others() -> Iterator[tuple[str, Keys]]:
         yield f"decode, {dim}, {name}, capped", partial(decode, dim, POOLS[name], 8, capped=True)
         yield f"prefill, {dim}, {name}, capped", partial(prefill, dim, POOLS[name], capped=True)
         yield f"prefill, {dim}, {name}, batch-invariant", partial(prefill, dim, POOLS[name], batch_invariant=True)
+    for kernel, title in ((grouped_gemm._gate_up, "gate_up"), (grouped_gemm._down, "down")):
+        for tokens, count in ((8192, "many"), (8, "few")):
+            yield f"{title}, {count}, fp32", partial(grouped, kernel, "fp32", tokens)
+            yield f"{title}, {count}, gpt-oss", partial(grouped, kernel, "bf16", tokens, oss=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
 

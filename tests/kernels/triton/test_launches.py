@@ -6,6 +6,7 @@ import pytest
 
 from coatcheck.kernels.attention import paged_decode, paged_prefill
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_90, GpuProperties
+from coatcheck.kernels.layers import grouped_gemm
 
 ADA = GpuProperties(99 * 1024, False, 3, 128)
 
@@ -46,3 +47,17 @@ def test_long_chunks_take_large_tiles_where_the_processor_has_room() -> None:
         for quantised in (False, True)
     ]
     assert tiles == [128, 64, 128, 128]
+
+
+@pytest.mark.parametrize("gpu", [SM_80, SM_90, GFX942, ADA])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_tiles_of_experts_fit_the_processor(element_size: int, gpu: GpuProperties) -> None:
+    """Tiles grow with the rows of an expert, unless results may not depend on the batch, and fit shared memory."""
+    heights = []
+    for batch_invariant in (False, True):
+        for tokens in (1, 8192):
+            launch = grouped_gemm.pick_launch(tokens * 8, 128, element_size, gpu, batch_invariant=batch_invariant)
+            stage = (launch.block_m + 2 * launch.block_n) * launch.block_k * element_size
+            assert launch.block_m >= 16 and launch.num_stages >= 1 and stage * launch.num_stages <= gpu.shared
+            heights.append(launch.block_m)
+    assert heights[1] > heights[0] == heights[2] == heights[3]

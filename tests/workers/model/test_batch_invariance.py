@@ -22,6 +22,7 @@ from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+from tests.workers.model.architectures import SERVED, write
 from tests.workers.ranks import run_ranks
 
 Answers = dict[str, tuple[list[int], list[float]]]
@@ -101,6 +102,8 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
         ("qwen3", "bfloat16", "int8", 2),
         pytest.param("llama", "bfloat16", "auto", 4, marks=pytest.mark.full),
         ("olmo2", "bfloat16", "auto", 1),
+        ("mixtral", "bfloat16", "auto", 1),
+        ("qwen3-moe", "float32", "auto", 2),
     ],
 )
 def test_the_same_bits_in_every_way(tmp_path: Path, arch: str, dtype: str, kv_dtype: str, tp: int) -> None:
@@ -114,9 +117,9 @@ def test_the_same_bits_in_every_way(tmp_path: Path, arch: str, dtype: str, kv_dt
             assert answers[name] == answer, f"{name} {way} differs from {name} alone"
 
 
-def test_a_mixture_of_experts_is_refused(checkpoint_directory: Path) -> None:
-    """A mixture of experts, whose products depend on the batch, is refused, and the message says what to change."""
-    path = tiny_checkpoint("mixtral", checkpoint_directory)
+def test_an_unknown_router_is_refused(checkpoint_directory: Path) -> None:
+    """Experts behind a router that is transformers' own code are refused, and the message says what to change."""
+    path = write("phimoe", checkpoint_directory, **SERVED["phimoe"])
     with pytest.raises(InvalidConfig, match="without --deterministic"):
         load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
 

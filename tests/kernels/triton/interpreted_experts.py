@@ -1,0 +1,109 @@
+"""The choice of experts and their grouped products in Triton's interpreter; run by interpreted.py."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels.gpu_properties import gpu_properties
+from coatcheck.kernels.layers import grouped_gemm
+from coatcheck.kernels.layers.experts import PackedExperts, activate
+from coatcheck.kernels.layers.route import Routing, route, route_reference
+from tests.kernels.triton.agreement import agree
+
+EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 72, 40
+
+
+def routes(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
+    """Every way to choose, with numbers of experts and of groups that are no powers of two."""
+    torch.manual_seed(0)
+    correction = torch.linspace(-0.5, 0.5, 12).view(3, 4).T.flatten()
+    ways = [
+        Routing(12, 3),
+        Routing(12, 3, renormalise=True, scale=2.5),
+        Routing(6, 1, "softmax_of_chosen"),
+        Routing(12, 4, "softmax_of_chosen"),
+        Routing(12, 3, groups=4, top_groups=2, scale=16.0),
+        Routing(12, 3, "sigmoid", groups=3, top_groups=2, group_best=2, renormalise=True, epsilon=1e-20, scale=2.5),
+    ]
+    ways.append(replace(ways[-1], correction=correction))
+    for dtype in dtypes:
+        for way in ways:
+            logits = (torch.randn(5, way.experts) * 2).to(dtype)
+            logits[0] = 0.0  # ties: the lower ids first
+            (ids, weights), (want_ids, want_weights) = route(logits, way), route_reference(logits, way)
+            assert torch.equal(ids, want_ids), way
+            torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+
+
+def products(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
+    """Tiles of both heights, biases, activations, shared rows, experts without a token, and those of another rank."""
+    torch.manual_seed(0)
+    for dtype in dtypes:
+        for tokens in (1, 5, 3 * 32 * EXPERTS // TOP_K + 1):  # the last takes high tiles
+            for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+                if tokens > 5 and activation != "silu":
+                    continue
+                product(dtype, tokens, activation)
+        for batch_invariant in (False, True):
+            neighbours(dtype, batch_invariant)
+    experts = experts_of(torch.float32)[0]
+    none = torch.zeros(0, HIDDEN)
+    assert experts(none, torch.zeros(0, TOP_K, dtype=torch.int32), torch.zeros(0, TOP_K)).shape == (0, HIDDEN)
+
+
+def product(dtype: torch.dtype, tokens: int, activation: str) -> None:
+    has_bias = activation == "clamped_swiglu"
+    experts, gate_up, down, biases = experts_of(dtype, activation, has_bias)
+    x, shared, gate = (torch.randn(tokens, width).to(dtype) for width in (HIDDEN, HIDDEN, 1))
+    # Expert 0 gets no token, and expert 5 is another rank's.
+    ids = torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] + 1 for _ in range(tokens)]).int()
+    factors = torch.rand(tokens, TOP_K)
+    want = torch.zeros(tokens, HIDDEN)
+    for expert in range(EXPERTS - 1):
+        wide = x.float() @ gate_up[expert].float().T + biases[0][expert].float()
+        gated = activate(wide, activation, 1.7, 1.5).to(dtype).float()
+        y = (gated @ down[expert].float().T + biases[1][expert].float()).to(dtype).float()
+        want += ((ids == expert) * factors).sum(1, keepdim=True) * y
+    agree(experts(x, ids, factors), want.to(dtype))
+    agree(experts(x, ids, factors, shared, gate), (want + shared.float() * gate.float().sigmoid()).to(dtype))
+
+
+def experts_of(
+    dtype: torch.dtype, activation: str = "silu", has_bias: bool = False, batch_invariant: bool = False
+) -> tuple[PackedExperts, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The experts of a rank that lacks the last one, with their weights."""
+    gate_up = (torch.randn(EXPERTS - 1, 2 * INNER, HIDDEN) / HIDDEN**0.5).to(dtype)
+    down = (torch.randn(EXPERTS - 1, HIDDEN, INNER) / INNER**0.5).to(dtype)
+    biases = tuple((torch.randn(EXPERTS - 1, n) * has_bias).to(dtype) for n in (2 * INNER, HIDDEN))
+    experts = PackedExperts(
+        gate_up, down, top_k=TOP_K, activation=activation, alpha=1.7, limit=1.5, batch_invariant=batch_invariant,
+        gate_up_bias=biases[0] if has_bias else None, down_bias=biases[1] if has_bias else None,
+    )  # fmt: skip
+    assert experts.form == "triton"
+    return experts, gate_up, down, (biases[0], biases[1])
+
+
+def neighbours(dtype: torch.dtype, batch_invariant: bool) -> None:
+    """With `batch_invariant` few and many tokens take tiles of one height, and a token has the same bits in both."""
+    launches = {
+        grouped_gemm.pick_launch(pairs, EXPERTS, dtype.itemsize, gpu_properties(torch.device("cpu")),
+                                 batch_invariant=batch_invariant)
+        for pairs in (2, 10_000)
+    }  # fmt: skip
+    assert len(launches) == (1 if batch_invariant else 2)
+    experts = experts_of(dtype, batch_invariant=batch_invariant)[0]
+    tokens = 3 * 32 * EXPERTS // TOP_K + 1
+    x, ids, factors = (
+        torch.randn(tokens, HIDDEN).to(dtype),
+        torch.randint(EXPERTS, (tokens, TOP_K)).int(),
+        torch.rand(tokens, TOP_K),
+    )
+    whole = experts(x, ids, factors)
+    for part in (slice(0, 1), slice(7, 20)):
+        alone = experts(x[part], ids[part], factors[part])
+        if batch_invariant:
+            assert torch.equal(alone, whole[part])
+        else:
+            agree(alone, whole[part])
