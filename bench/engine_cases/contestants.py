@@ -32,8 +32,9 @@ class Contestant(Protocol):
 class Transformers:
     """The model as transformers runs it: its attention, its cache, logits of the last position alone."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    def __init__(self, checkpoint: Path, **options: str) -> None:
+        """`options`: of from_pretrained, such as experts_implementation."""
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, **options).eval()
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
