@@ -38,7 +38,7 @@ class MessagesAnswer:
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         (response,) = responses
         (self._end,) = response.choices
-        parts = [*self._parser.feed(self._end.text), *self._parser.finish()]
+        parts = self._parser.feed_delta(self._end.text, is_last=True)
         content: list[dict[str, Any]] = []
         calls = {call.index: call for call in join_calls(parts)}
         for part in parts:
@@ -64,10 +64,8 @@ class MessagesAnswer:
                 message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
                 return _event("message_start", message=message)
             case "delta":
-                parts = self._parser.feed(event.delta.text)
-                if event.delta.finish_reason:
-                    self._end = event.delta
-                    parts += self._parser.finish()
+                parts = self._parser.feed_delta(event.delta.text, is_last=bool(event.delta.finish_reason))
+                self._end = event.delta
                 return b"".join(map(self._part, parts))
             case "final":
                 self._usage = event.final.usage

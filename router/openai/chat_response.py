@@ -56,9 +56,7 @@ class ChatResponse(OpenAIResponse):
             choice = self._open[delta.choice] = _OpenChoice(OutputParser(self._plan))
         if self._is_plain and self._plan.is_plain and choice.has_started and not delta.finish_reason:
             return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
-        parts = choice.parser.feed(delta.text)
-        if delta.finish_reason:
-            parts += choice.parser.finish()
+        parts = choice.parser.feed_delta(delta.text, is_last=bool(delta.finish_reason))
         is_middle = choice.has_started and not delta.finish_reason
         if self._is_plain and is_middle and len(parts) <= 1:
             if not parts:
@@ -89,7 +87,7 @@ class ChatResponse(OpenAIResponse):
 
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
         parser = OutputParser(self._plan)
-        parts = [*parser.feed(delta.text), *parser.finish()]
+        parts = parser.feed_delta(delta.text, is_last=True)
         calls = join_calls(parts)
         text = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))

@@ -114,19 +114,13 @@ class JsonToolParser(ToolParser):
         if self._skips_space:
             self._buffer = self._buffer.lstrip()
             self._skips_space = not self._buffer
-        found = self._marked.find(self._buffer)
-        if found is None:
-            count = self._marked.count_certain(self._buffer)
-            self._add_content(self._buffer[:count])
-            self._buffer = self._buffer[count:]
+        marker = self._take_text(self._marked)
+        if marker is None:
             return False
-        at, marker = found
-        self._add_content(self._buffer[:at].rstrip("\n"))
         if marker in self._form.dropped:
-            self._buffer = self._buffer[at + len(marker) :]
+            self._buffer = self._buffer[len(marker) :]
             self._skips_space = True
         else:
-            self._buffer = self._buffer[at:]
             self._state = _State.HEADER
         return True
 

@@ -84,6 +84,11 @@ class OutputParser:
         pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
         return join_parts(part for piece in pieces for part in self._feed_piece(piece))
 
+    def feed_delta(self, text: str, *, is_last: bool) -> list[Part]:
+        """As `feed`; with `is_last` also what `finish` returns."""
+        parts = self.feed(text)
+        return [*parts, *self.finish()] if is_last else parts
+
     def finish(self) -> list[Part]:
         """Returns what was held back, at the end of the text."""
         parts = self._pass_on(self._first.finish()) if self._first is not None else []

@@ -59,6 +59,20 @@ class ToolParser(ABC):
         if text:
             self._parts.append(Content(text))
 
+    def _take_text(self, markers: "MarkedText") -> str | None:
+        """Moves the text before the next marker to the parts. Returns the marker, with which the buffer then begins, or
+        None if there is none: then the text that cannot begin one is moved."""
+        found = markers.find(self._buffer)
+        if found is None:
+            count = markers.count_certain(self._buffer)
+            self._add_content(self._buffer[:count])
+            self._buffer = self._buffer[count:]
+            return None
+        at, marker = found
+        self._add_content(self._buffer[:at].rstrip("\n"))
+        self._buffer = self._buffer[at:]
+        return marker
+
     def _release_buffer(self) -> None:
         """The buffer is content."""
         self._add_content(self._buffer)

@@ -61,15 +61,9 @@ class XmlToolParser(ToolParser):
             if any(text.startswith(marker) for marker in (self._form.trigger, *self._form.dropped)):
                 self._buffer = text
             self._skips_space = False
-        found = self._marked.find(self._buffer)
-        if found is None:
-            count = self._marked.count_certain(self._buffer)
-            self._add_content(self._buffer[:count])
-            self._buffer = self._buffer[count:]
+        marker = self._take_text(self._marked)
+        if marker is None:
             return False
-        at, marker = found
-        self._add_content(self._buffer[:at].rstrip("\n"))
-        self._buffer = self._buffer[at:]
         if marker != self._form.trigger:
             self._buffer = self._buffer[len(marker) :]
             self._skips_space = True

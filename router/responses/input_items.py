@@ -18,7 +18,7 @@ class Item(RequestBody):
     drops_unknown_fields: ClassVar = True
 
 
-class TextPart(Item):
+class ItemText(Item):
     """The only kind of content part that is served."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
@@ -33,7 +33,7 @@ class ReasoningText(Item):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    content: str | Annotated[list[ItemText], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class FunctionCallItem(Item):
@@ -50,7 +50,7 @@ class FunctionCallOutputItem(Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    output: str | Annotated[list[ItemText], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class ReasoningItem(Item):
@@ -72,14 +72,14 @@ def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
         match item:
             case ReasoningItem():
                 text = "".join(part.text for part in item.content)
-                _assistant(messages, "content", "tool_calls")["reasoning_content"] = text
+                _assistant_message(messages, without=("content", "tool_calls"))["reasoning_content"] = text
             case FunctionCallItem():
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-                _assistant(messages).setdefault("tool_calls", []).append(call)
+                _assistant_message(messages).setdefault("tool_calls", []).append(call)
             case FunctionCallOutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
             case MessageItem(role="assistant"):
-                _assistant(messages, "content", "tool_calls")["content"] = _join(item.content)
+                _assistant_message(messages, without=("content", "tool_calls"))["content"] = _join(item.content)
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _join(item.content)})
@@ -110,13 +110,14 @@ def with_instructions(instructions: str, messages: Sequence[ChatFields]) -> list
     return [*([{"role": "system", "content": system}] if system else []), *messages[count:]]
 
 
-def _assistant(messages: list[ChatFields], *before: str) -> ChatFields:
-    """The last message if it is the assistant's and has none of the fields `before`, else a new one."""
+def _assistant_message(messages: list[ChatFields], without: Sequence[str] = ()) -> ChatFields:
+    """The last message if it is the assistant's and has none of the fields `without`. Else a new one, added to
+    `messages`."""
     last = messages[-1] if messages else None
-    if last is None or last["role"] != "assistant" or any(name in last for name in before):
+    if last is None or last["role"] != "assistant" or any(name in last for name in without):
         messages.append(last := {"role": "assistant"})
     return last
 
 
-def _join(content: str | Sequence[TextPart]) -> str:
+def _join(content: str | Sequence[ItemText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

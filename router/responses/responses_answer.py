@@ -3,7 +3,7 @@ events."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, GenerateEvent, GenerateResponse, Usage
@@ -16,6 +16,22 @@ from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
 OnEnd = Callable[[dict[str, Any], list[Part]], None]
 
 
+@dataclass(slots=True)
+class _OutputItem:
+    """An item of the output, as far as it is known. `first`: its first part; `texts`: the text, or the arguments, of
+    that part and of all further ones."""
+
+    first: Part
+    texts: list[str]
+
+    def whole(self) -> Part:
+        """The item as one part."""
+        text = "".join(self.texts)
+        if isinstance(self.first, ToolCallDelta):
+            return replace(self.first, arguments=text)
+        return replace(self.first, text=text)
+
+
 class ResponsesAnswer:
     """See HttpAnswer. `settings`: fields of the response that repeat the request. `on_end` gets the response and its
     parts, each whole, when it is complete."""
@@ -25,7 +41,7 @@ class ResponsesAnswer:
         self._settings = settings
         self._parser = OutputParser(plan)
         self._on_end = on_end
-        self._parts: list[Part] = []  # one for each item of the output, as far as it is known
+        self._items: list[_OutputItem] = []
         self._was_cut = False
         self._usage = Usage()
         self._sequence = 0
@@ -33,7 +49,7 @@ class ResponsesAnswer:
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         (response,) = responses
         (choice,) = response.choices
-        for part in (*self._parser.feed(choice.text), *self._parser.finish()):
+        for part in self._parser.feed_delta(choice.text, is_last=True):
             self._add(part)
         self._was_cut = choice.finish_reason == FINISH_REASON_LENGTH
         self._usage = response.final.usage
@@ -50,10 +66,8 @@ class ResponsesAnswer:
                     "response.in_progress", response=response
                 )
             case "delta":
-                parts = self._parser.feed(event.delta.text)
-                if event.delta.finish_reason:
-                    parts += self._parser.finish()
-                    self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
+                parts = self._parser.feed_delta(event.delta.text, is_last=bool(event.delta.finish_reason))
+                self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
                 return b"".join(map(self._stream, parts))
             case "final":
                 self._usage = event.final.usage
@@ -75,23 +89,17 @@ class ResponsesAnswer:
 
     def _add(self, part: Part) -> bool:
         """Adds a part to the last item, or begins one with it. Returns whether an item was begun."""
-        if self._begins_item(part):
-            self._parts.append(part)
-            return True
-        last = self._parts[-1]
-        if isinstance(part, ToolCallDelta):
-            assert isinstance(last, ToolCallDelta)
-            self._parts[-1] = replace(last, arguments=last.arguments + part.arguments)
-        else:
-            assert not isinstance(last, ToolCallDelta)
-            self._parts[-1] = replace(last, text=last.text + part.text)
-        return False
+        begins = self._begins_item(part)
+        if begins:
+            self._items.append(_OutputItem(part, []))
+        self._items[-1].texts.append(part.arguments if isinstance(part, ToolCallDelta) else part.text)
+        return begins
 
     def _stream(self, part: Part) -> bytes:
         """The events of a part."""
         ended = self._end_item() if self._begins_item(part) else b""
         events = ended + (self._begin_item(part) if self._add(part) else b"")
-        place = self._place()
+        place = self._last_item_fields()
         if isinstance(part, ToolCallDelta):
             if not part.arguments:
                 return events
@@ -102,14 +110,14 @@ class ResponsesAnswer:
         return events + self._event("response.output_text.delta", **place, delta=part.text, logprobs=[])
 
     def _begins_item(self, part: Part) -> bool:
-        last = self._parts[-1] if self._parts else None
+        last = self._items[-1].first if self._items else None
         if isinstance(part, ToolCallDelta):
             return not (isinstance(last, ToolCallDelta) and last.index == part.index)
         return type(last) is not type(part)
 
     def _begin_item(self, part: Part) -> bytes:
-        index = len(self._parts) - 1
-        item = self._item(index, "in_progress")
+        index = len(self._items) - 1
+        item = self._item(index, part, "in_progress")
         if isinstance(part, ToolCallDelta):
             item["arguments"] = ""
         else:
@@ -118,14 +126,17 @@ class ResponsesAnswer:
         if isinstance(part, ToolCallDelta):
             return added
         return added + self._event(
-            "response.content_part.added", **self._place(), content_index=0, part=_content(replace(part, text=""))
+            "response.content_part.added",
+            **self._last_item_fields(),
+            content_index=0,
+            part=_content(replace(part, text="")),
         )
 
     def _end_item(self) -> bytes:
         """The events at the end of the last item."""
-        if not self._parts:
+        if not self._items:
             return b""
-        part, place = self._parts[-1], self._place()
+        part, place = self._items[-1].whole(), self._last_item_fields()
         if isinstance(part, ToolCallDelta):
             done = self._event(
                 "response.function_call_arguments.done", **place, name=part.name, arguments=part.arguments
@@ -137,16 +148,17 @@ class ResponsesAnswer:
             else:
                 done = self._event("response.output_text.done", **place, text=part.text, logprobs=[])
             done += self._event("response.content_part.done", **place, part=_content(part))
-        item = self._item(len(self._parts) - 1, "completed")
-        return done + self._event("response.output_item.done", output_index=len(self._parts) - 1, item=item)
+        index = len(self._items) - 1
+        item = self._item(index, part, "completed")
+        return done + self._event("response.output_item.done", output_index=index, item=item)
 
-    def _place(self) -> dict[str, Any]:
+    def _last_item_fields(self) -> dict[str, Any]:
         """The fields of an event that name the last item."""
-        index = len(self._parts) - 1
+        index = len(self._items) - 1
         return {"item_id": self._item_id(index), "output_index": index}
 
     def _item_id(self, index: int) -> str:
-        match self._parts[index]:
+        match self._items[index].first:
             case ToolCallDelta():
                 prefix = "fc"
             case Reasoning():
@@ -155,8 +167,8 @@ class ResponsesAnswer:
                 prefix = "msg"
         return f"{prefix}_{self._head.id.removeprefix('resp_')}_{index}"
 
-    def _item(self, index: int, status: str) -> dict[str, Any]:
-        part = self._parts[index]
+    def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
+        """The item number `index` of the output, which has `part`."""
         item: dict[str, Any] = {"id": self._item_id(index), "status": status}
         match part:
             case ToolCallDelta(_, arguments, name, call_id):
@@ -173,18 +185,20 @@ class ResponsesAnswer:
         response = self._response("incomplete" if self._was_cut else "completed")
         if self._was_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        count = len(self._parts)
-        statuses = ["completed"] * (count - 1) + ["incomplete" if self._was_cut else "completed"] * (count > 0)
-        response["output"] = [self._item(index, status) for index, status in enumerate(statuses)]
-        response["usage"] = self._usage_fields()
-        self._on_end(response, self._parts)
+        parts = [item.whole() for item in self._items]
+        statuses = ["completed"] * (len(parts) - 1) + ["incomplete" if self._was_cut else "completed"]
+        response["output"] = [
+            self._item(index, part, status) for index, (part, status) in enumerate(zip(parts, statuses, strict=False))
+        ]
+        response["usage"] = self._usage_fields(parts)
+        self._on_end(response, parts)
         return response
 
-    def _usage_fields(self) -> dict[str, Any]:
+    def _usage_fields(self, parts: Sequence[Part]) -> dict[str, Any]:
         """`reasoning_tokens` is estimated by the share of the text that is reasoning."""
         usage = self._usage
-        texts = [part.arguments if isinstance(part, ToolCallDelta) else part.text for part in self._parts]
-        reasoning = sum(len(part.text) for part in self._parts if isinstance(part, Reasoning))
+        texts = [part.arguments if isinstance(part, ToolCallDelta) else part.text for part in parts]
+        reasoning = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
         share = reasoning / max(1, sum(map(len, texts)))
         return {
             "input_tokens": usage.prompt_tokens,

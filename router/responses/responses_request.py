@@ -32,7 +32,7 @@ class NamedFunctionChoice(RequestBody):
     name: str
 
 
-class Reasoning(RequestBody):
+class ReasoningOptions(RequestBody):
     """`summary` has no effect: reasoning is returned as it is."""
 
     drops_unknown_fields: ClassVar = True
@@ -57,7 +57,7 @@ class Text(RequestBody):
     format: TextFormat | None = None
 
 
-class StreamOptions(RequestBody):
+class ResponsesStreamOptions(RequestBody):
     accepted_values: ClassVar = {"include_obfuscation": (True, False)}
 
 
@@ -78,7 +78,7 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
     store: bool = True
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -86,7 +86,7 @@ class ResponsesRequest(RequestBody):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | None = None
     parallel_tool_calls: bool = True
     text: Text | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
     user: str | None = None
 

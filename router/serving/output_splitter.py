@@ -38,10 +38,7 @@ class OutputSplitter:
 
     def split(self, delta: Delta) -> None:
         """Replaces the text of `delta` by what is certain now of its content, reasoning and tool calls."""
-        parser = self._parser(delta.choice)
-        found = parser.feed(delta.text)
-        if delta.finish_reason:
-            found += parser.finish()
+        found = self._parser(delta.choice).feed_delta(delta.text, is_last=bool(delta.finish_reason))
         delta.ClearField("text")
         for part in found:
             match part:

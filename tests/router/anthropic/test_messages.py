@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 
 from coatcheck.proto.grammar import Grammar
@@ -16,7 +17,6 @@ from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.openai.scripted_chat import allows, saying
 from tests.router.tiny_tokenizer import write_model
 
-anthropic = pytest.importorskip("anthropic", reason="pip install anthropic, which is part of the extra dev")
 TEMPLATE = (
     "{% for tool in tools or [] %}[tool {{ tool | tojson }}]{% endfor %}"
     "{% for message in messages %}<{{ message.role }}>"

@@ -29,6 +29,18 @@ def test_a_response_that_is_too_large_drops_no_other() -> None:
     assert store.find_response("r0", "a") is not None and store.find_response("r1", "b") is None
 
 
+def test_a_tenant_cannot_drop_the_responses_of_one_that_holds_less() -> None:
+    """Beyond the number or the bytes, the tenant that holds most loses its oldest response."""
+    for size, max_responses in ((1, 4), (10, 100)):
+        store = ResponseStore(max_responses=max_responses, max_bytes=40)
+        store.add_response(stored(0, size, "quiet"))
+        for number in range(1, 50):
+            store.add_response(stored(number, size, "busy"))
+            store.check()
+        assert store.find_response("r0", "quiet") is not None
+        assert store.find_response("r46", "busy") is None and store.find_response("r47", "busy") is not None
+
+
 def test_bytes_of_small_values_count() -> None:
     """Empty lists and dicts, which are two characters of JSON, count with the memory that they take."""
     assert measure_bytes([[], {}] * 1000) > 100_000
