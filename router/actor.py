@@ -94,6 +94,10 @@ class RouterActor:
             return None
         return RouterReport(heartbeat.read(), router.groups.version, router.groups.missing)
 
+    async def announce_drain(self) -> None:
+        """See Router.announce_drain."""
+        self._started().announce_drain()
+
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """See Router.drain."""
         return await self._started().drain(timeout_seconds)

@@ -169,6 +169,10 @@ class Router:
         """What Admin.Status returns."""
         return await self.admin.status(StatusRequest())
 
+    def announce_drain(self) -> None:
+        """See AdminService.announce_drain."""
+        self.admin.announce_drain()
+
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """Refuses new requests and waits for the open ones; returns whether all of them ended in time."""
         return await self.admin.drain_router(timeout_seconds)

@@ -21,7 +21,7 @@ from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.bench.setup.sse_load import run_sse
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
-from coatcheck.cluster.benchmark.workload import BenchRequest, Workload
+from coatcheck.cluster.benchmark.request_generator import BenchRequest, RequestGenerator
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _SCHEMA = {
@@ -64,7 +64,7 @@ async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]
         "grpc, ms a token": [], "http, ms a token": [], "free, tokens/s": [], "structured, tokens/s": [],
     }  # fmt: skip
     for turn in range(rounds + 1):
-        work = Workload(VOCABULARY, seed=turn, input_len=16, output_len=128)
+        work = RequestGenerator(VOCABULARY, seed=turn, input_len=16, output_len=128)
         requests, few = work.build_requests(32), work.build_requests(16)
         figures = [
             time_per_token(await over_grpc(server.address, requests), skip=1),

@@ -40,6 +40,16 @@ _RING = 64  # points of each group on the ring
 _HASHED = 2  # first blocks that are hashed: the first alone is shared by a whole trace
 
 
+def _longest_prefix(groups: Groups, prefix: CachedPrefix) -> int:
+    """Tokens of the prompt that the group with the longest match holds."""
+    return max((prefix.blocks(group) for group in groups), default=0) * BLOCK
+
+
+def _smallest_tree(groups: Groups, rng: random.Random) -> SimulatedGroup:
+    """The group that caches least, as in a radix tree for each group."""
+    return _least(groups, lambda group: group.tiers.allocated, rng)
+
+
 def _least(groups: Groups, cost: Callable[[SimulatedGroup], float], rng: random.Random) -> SimulatedGroup:
     costs = [cost(group) for group in groups]
     least = min(costs)
@@ -125,10 +135,9 @@ def sglang(requests: float = 64) -> Rule:
         loads = [group.outstanding for group in groups]
         if max(loads) - min(loads) > requests and max(loads) > 1.5 * min(loads):
             return least_loaded(job, groups, prefix, now, rng)
-        best = max((prefix.blocks(group) for group in groups), default=0)
-        if best * BLOCK > 0.3 * job.prompt:
+        if _longest_prefix(groups, prefix) > 0.3 * job.prompt:
             return longest_match(job, groups, prefix, now, rng)
-        return _least(groups, lambda group: group.tiers.allocated, rng)  # the smallest tree
+        return _smallest_tree(groups, rng)
 
     return rule
 
@@ -161,10 +170,9 @@ def ray_serve(requests: float = 10) -> Rule:
     ) -> SimulatedGroup:
         loads = [group.outstanding for group in groups]
         if max(loads) - min(loads) < requests:
-            best = max((prefix.blocks(group) for group in groups), default=0)
-            if best * BLOCK >= 0.1 * job.prompt:
+            if _longest_prefix(groups, prefix) >= 0.1 * job.prompt:
                 return longest_match(job, groups, prefix, now, rng)
-            return _least(groups, lambda group: group.tiers.allocated, rng)
+            return _smallest_tree(groups, rng)
         return _least(rng.sample(groups, min(2, len(groups))), lambda group: group.outstanding, rng)
 
     return rule

@@ -10,10 +10,9 @@ from collections import deque
 from heapq import heappop, heappush
 
 from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
-from coatcheck.bench.routing_simulation.simulated_index import BlockHolders
+from coatcheck.bench.routing_simulation.simulated_index import BlockHolders, PrefixMatch
 from coatcheck.bench.routing_simulation.simulated_tiers import SimulatedTiers
 from coatcheck.proto.stubs.worker_pb2 import Load
-from coatcheck.router.routing.prefix_match import PrefixMatch
 
 
 class SimulatedGroup:

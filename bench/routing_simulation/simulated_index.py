@@ -9,8 +9,23 @@ Each group has one bit; a set of groups is a bitmask.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Final, NamedTuple
 
-from coatcheck.router.routing.prefix_match import PrefixMatch
+
+class PrefixMatch(NamedTuple):
+    """Number of blocks that one group holds from the start of a chain without a gap, by where they are."""
+
+    device: int
+    host: int  # not on the device
+    expected: int  # in no tier yet, but part of a prompt that the group computes before a request that is sent now
+
+    @property
+    def blocks(self) -> int:
+        """Length of the matched prefix."""
+        return self.device + self.host + self.expected
+
+
+NO_MATCH: Final = PrefixMatch(0, 0, 0)
 
 
 class BlockHolders:

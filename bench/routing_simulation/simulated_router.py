@@ -20,13 +20,12 @@ import numpy as np
 from coatcheck.bench.routing_simulation.rules import CachedPrefix, Rule
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
-from coatcheck.bench.routing_simulation.simulated_index import ExpectedHolders, match_prefix
+from coatcheck.bench.routing_simulation.simulated_index import NO_MATCH, ExpectedHolders, PrefixMatch, match_prefix
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.access.tenant import ANONYMOUS
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.load_table import LoadTable
-from coatcheck.router.routing.prefix_match import NO_MATCH, PrefixMatch
 from coatcheck.router.routing.prefix_replication import PrefixReplication
 from coatcheck.router.routing.routing_cost import GUESSED_ANSWER_TOKENS, Decision, choose_group
 from coatcheck.router.serving.admission_queue import ANSWERS_AVERAGED, due_at
@@ -228,7 +227,7 @@ class _View:
         """The group that choose_group() chooses, and keeps the request. A group that other routers have sent more work
         meanwhile returns it, with the length of its queue."""
         for _ in range(_MAX_RETURNS):
-            chosen = self._replication.review(self._decide(job, matched, names), job.chain, BLOCK).chosen
+            chosen = self._replication.consider_copy(self._decide(job, matched, names), job.chain, BLOCK).chosen
             load, queued = self._loads[chosen.group], self._groups[chosen.group].queued_now(now)
             limit = load.max_queued_tokens(chosen.queued_tokens)
             if limit is None or queued <= limit:
@@ -238,7 +237,7 @@ class _View:
             load.end_choices(number)
             self._sent_at[chosen.group].append(now)
             self._groups[chosen.group].count_submission(now)
-        return self._replication.review(self._decide(job, matched, names), job.chain, BLOCK).group
+        return self._replication.consider_copy(self._decide(job, matched, names), job.chain, BLOCK).group
 
     def _place_by_rule(
         self, rule: Rule, job: SimulatedRequest, matched: Mapping[str, PrefixMatch], names: Sequence[str], now: float

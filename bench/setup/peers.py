@@ -20,7 +20,7 @@ from coatcheck.bench.setup.scenario import Figures, Scenario
 from coatcheck.bench.setup.servers import KV_GIB, Engine, Server, free_port
 from coatcheck.bench.setup.sse_load import run_sse
 from coatcheck.cluster.benchmark.load_generator import Recording
-from coatcheck.cluster.benchmark.workload import Workload
+from coatcheck.cluster.benchmark.request_generator import RequestGenerator
 
 _LLAMA_SLOTS = 32  # sequences at once: the most clients of a scenario
 _LLAMA_CONTEXT = 2048  # tokens of each
@@ -88,7 +88,7 @@ class LlamaCppServer(_HttpServer):
         super().__init__([command, "--model", model, *flags.split()], scratch / "llama.log")
 
     def run(self, scenario: Scenario, seed: int) -> Figures:
-        work = Workload(
+        work = RequestGenerator(
             VOCABULARY,
             seed=seed,
             prompts="shared-prefix" if scenario.prefixes else "random",

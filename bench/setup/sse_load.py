@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coatcheck.cluster.benchmark.load_generator import Recording
-from coatcheck.cluster.benchmark.workload import BenchRequest
+from coatcheck.cluster.benchmark.request_generator import BenchRequest
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 

@@ -23,8 +23,8 @@ from coatcheck.cluster.benchmark.load_generator import INTERRUPTED, LoadGenerato
 from coatcheck.cluster.benchmark.report import Report, RequestSample, measure, summarize
 from coatcheck.cluster.benchmark.report_plot import check_plot, plot_report
 from coatcheck.cluster.benchmark.report_table import report_table
+from coatcheck.cluster.benchmark.request_generator import BenchRequest, Prompts, RequestGenerator
 from coatcheck.cluster.benchmark.request_trace import read_trace
-from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
 from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.client.request_builder import LONGEST_TIMEOUT
@@ -91,16 +91,18 @@ def bench(
     entries = read_trace(trace, num_requests) if trace is not None else None
     model = asyncio.run(_get_model(addresses, credentials))
     salt = "" if reuse_cache else secrets.token_hex(8)
-    workload = Workload(
+    generator = RequestGenerator(
         vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
         num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
     )  # fmt: skip
     if entries is not None:
-        requests = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
+        requests = generator.replay(entries, time_scale=time_scale, length_scale=length_scale)
     else:
-        requests = workload.build_requests(num_requests or 10 * (concurrency or 1), rate=rate)
+        requests = generator.build_requests(num_requests or 10 * (concurrency or 1), rate=rate)
     # Another seed, so that the warm-up leaves no measured prompt in a cache.
-    warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).build_requests(warmup)
+    warm = RequestGenerator(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).build_requests(
+        warmup
+    )
     open_loop = rate is not None or trace is not None
     report, samples = asyncio.run(
         _run(addresses, credentials, requests, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from coatcheck.cluster.benchmark.workload import BenchRequest
+from coatcheck.cluster.benchmark.request_generator import BenchRequest
 from coatcheck.cluster.client.async_client import OPTIONS
 from coatcheck.cluster.client.credentials import Credentials
 

@@ -49,6 +49,7 @@ class RouterHandle(Protocol):
     set_configuration: RemoteMethod[[str], None]
     status: RemoteMethod[[], StatusResponse]
     report: RemoteMethod[[], RouterReport | None]
+    announce_drain: RemoteMethod[[], None]
     drain: RemoteMethod[[float | None], bool]
     stop: RemoteMethod[[], None]
 

@@ -24,6 +24,10 @@ _WATCH_SECONDS = 0.5  # between two looks at a router
 _NODE_SECONDS = 1.0  # between two reads of the cluster's nodes
 _LOAD_SECONDS = 1.5  # groups report their load once a second
 _CONNECT_SECONDS = 10.0
+# The chart's readiness probe takes a router out of the Service after three failures in a row, which take 6 s, and puts
+# it back within 2 s. Load balancers outside of Kubernetes probe about as often.
+_ANNOUNCE_SECONDS = 10.0
+_RETURN_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
@@ -98,20 +102,23 @@ class RouterSet:
     async def restart_router(self, address: str, drain_seconds: float) -> None:
         """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound.
 
-        Returns once the new process uses every serving group, or after 10 s: if the caller then restarts another
-        router, this one takes its requests.
+        Returns once the new process uses every serving group, or after 10 s. If there are other routers, load balancers
+        get the time to stop sending requests here, and to begin again before the caller restarts another router.
         """
         name = next((name for name, router in self._supervisors.items() if router.address == address), None)
         if name is None:
             raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
         router = self._supervisors[name]
-        await router.restart_router(drain_seconds)
+        has_others = len(self._supervisors) > 1
+        await router.restart_router(drain_seconds, _ANNOUNCE_SECONDS if has_others else 0.0)
         deadline = time.monotonic() + _CONNECT_SECONDS
         while reason := missing_connection({name: await router.read_status()}, self._serving()):
             if time.monotonic() > deadline:
                 _log.warning("after its restart %s", reason)
-                return
+                break
             await asyncio.sleep(_POLL_SECONDS)
+        if has_others:
+            await asyncio.sleep(_RETURN_SECONDS)
 
     async def wait_until_idle(self, group: str, seconds: float) -> None:
         """Wait until no router counts a request on a draining group, at most `seconds`."""

@@ -117,11 +117,15 @@ class RouterSupervisor:
             return await self._actor.drain.remote(None)
         return False
 
-    async def restart_router(self, drain_seconds: float) -> None:
-        """Start another process at the same address. The old process refuses new requests, and its running requests
-        have `drain_seconds` to end. Returns once the new process serves."""
+    async def restart_router(self, drain_seconds: float, announce_seconds: float) -> None:
+        """Start another process at the same address. For `announce_seconds` the health of the old process says that it
+        drains, and it still accepts requests. Then it refuses new requests, and its running requests have
+        `drain_seconds` to end. Returns once the new process serves."""
         if self._actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
+        if announce_seconds and hasattr(self._actor, "announce_drain"):  # a router of an older version has none
+            await self._actor.announce_drain.remote()
+            await asyncio.sleep(announce_seconds)
         await self._actor.drain.remote(drain_seconds)
         self._serves.clear()
         await self.stop_router(now=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from coatcheck.proto.errors import InvalidConfig, PermissionDenied, Unauthenticated
 from coatcheck.router.access.file_watcher import FileWatcher
-from coatcheck.router.access.key_file import certificate_names, hash_key, read_keys
+from coatcheck.router.access.key_file import KnownTenants, certificate_names, hash_key, read_keys
 from coatcheck.router.access.tenant import ANONYMOUS, Scope, Tenant
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Authenticator:
         self._file = key_file
         self._on_refused = on_refused
         self._watcher = FileWatcher([key_file] if key_file else [], clock)
-        self._tenants = read_keys(key_file) if key_file else {}
+        self._tenants = read_keys(key_file) if key_file else KnownTenants()
 
     @property
     def is_enabled(self) -> bool:
@@ -62,7 +62,7 @@ class Authenticator:
         return tenant
 
     def _tenant_of_key(self, key: str) -> Tenant:
-        tenant = self._tenants.get(hash_key(key))
+        tenant = self._tenants.by_key_hash.get(hash_key(key))
         if tenant is None:
             raise Unauthenticated("invalid API key; it may have been revoked, or be for another server")
         return tenant
@@ -72,7 +72,7 @@ class Authenticator:
             raise Unauthenticated(f"no API key was sent; {_HOW}")
         names = certificate_names(certificate)
         for name in names:
-            if tenant := self._tenants.get(name):
+            if tenant := self._tenants.by_certificate.get(name):
                 return tenant
         known = ", ".join(names) or "no name"
         raise Unauthenticated(f"no tenant has the certificate of this client ({known[:200]}); {_HOW}")

@@ -83,15 +83,23 @@ def certificate_names(certificate: bytes) -> tuple[str, ...]:
         return ()
 
 
-def read_keys(file: str) -> dict[str, Tenant]:
-    """The tenants by the hashes of their keys and by the names in their certificates. Raises InvalidConfig."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownTenants:
+    """The tenants by the hashes of their keys, and by the names in their certificates."""
+
+    by_key_hash: dict[str, Tenant] = dataclasses.field(default_factory=dict)
+    by_certificate: dict[str, Tenant] = dataclasses.field(default_factory=dict)
+
+
+def read_keys(file: str) -> KnownTenants:
+    """The tenants of a key file. Raises InvalidConfig."""
     try:
         loaded = yaml.safe_load(Path(file).read_text())
         if not isinstance(loaded, dict) or loaded.keys() != {"tenants"} or not isinstance(loaded["tenants"], list):
             raise InvalidConfig("it must hold one list, `tenants`")
         entries = [{"salt": one["name"], **one} if "name" in one else one for one in map(_settings, loaded["tenants"])]
         # As JSON, because strict validation of Python values takes instances of a dataclass only.
-        return _by_credential(_KeyFile.model_validate_json(json.dumps({"tenants": entries}, default=str)).tenants)
+        return _known_tenants(_KeyFile.model_validate_json(json.dumps({"tenants": entries}, default=str)).tenants)
     except OSError as error:
         remedy = f"; `coatcheck keys new NAME --file {file}` makes it" if isinstance(error, FileNotFoundError) else ""
         raise InvalidConfig(f"the key file {file}: {error.strerror or error}{remedy}") from None
@@ -110,10 +118,10 @@ def _settings(entry: Any) -> dict[str, Any]:
     return entry
 
 
-def _by_credential(entries: list[_TenantEntry]) -> dict[str, Tenant]:
+def _known_tenants(entries: list[_TenantEntry]) -> KnownTenants:
     if not entries:
         raise InvalidConfig("there is no tenant, so that no client could be accepted; add one")
-    found: dict[str, Tenant] = {}
+    known = KnownTenants()
     names: set[str] = set()
     for entry in entries:
         tenant = Tenant(**{field.name: getattr(entry, field.name) for field in dataclasses.fields(Tenant)})
@@ -122,12 +130,17 @@ def _by_credential(entries: list[_TenantEntry]) -> dict[str, Tenant]:
         names.add(tenant.name)
         if not entry.keys and not entry.certificates:
             raise InvalidConfig(f"tenant {tenant.name!r} has neither keys nor certificates; {_KEYS}")
-        for credential in (*entry.keys, *entry.certificates):
-            if credential in found:
-                what = "a key" if credential in entry.keys else f"the certificate {credential!r}"
-                raise InvalidConfig(f"tenant {tenant.name!r} has {what} of {found[credential].name!r}; make another")
-            found[credential] = tenant
-    return found
+        for key_hash in entry.keys:
+            if other := known.by_key_hash.get(key_hash):
+                raise InvalidConfig(f"tenant {tenant.name!r} has a key of {other.name!r}; make another")
+            known.by_key_hash[key_hash] = tenant
+        for name in entry.certificates:
+            if other := known.by_certificate.get(name):
+                raise InvalidConfig(
+                    f"tenant {tenant.name!r} has the certificate {name!r} of {other.name!r}; make another"
+                )
+            known.by_certificate[name] = tenant
+    return known
 
 
 _KEYS: Final = "keys must be a list of at least one sha256:HEX, as `coatcheck keys new` prints them"

@@ -24,25 +24,25 @@ class EligibleGroups:
 
     If the first of several requests of one class finds no room, the others find none either, so the queue tries only
     the first. `names` and `slots` (see LoadTable) are arrays in the order of `groups`. `models`: for each set of groups
-    with the same block hashes, one of their models and the places of these groups.
+    with the same block hashes, one of their models and the indices of these groups.
     """
 
     def __init__(self, groups: Sequence[GroupConnection]) -> None:
         self.groups = groups
         self.names = np.array([group.name for group in groups], object)
         self.slots: IndexArray = np.array([group.load.slot for group in groups], np.intp)
-        places: dict[Hashable, list[int]] = {}
-        for place, group in enumerate(groups):
+        indices: dict[Hashable, list[int]] = {}
+        for index, group in enumerate(groups):
             model = group.model
-            places.setdefault((model.name, model.fingerprint, model.block_size), []).append(place)
-        self.models = [(groups[alike[0]].model, np.array(alike, np.intp)) for alike in places.values()]
+            indices.setdefault((model.name, model.fingerprint, model.block_size), []).append(index)
+        self.models = [(groups[alike[0]].model, np.array(alike, np.intp)) for alike in indices.values()]
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def only(self, keep: BoolArray) -> Self:
         """The groups for which `keep` is true."""
-        return type(self)([self.groups[place] for place in np.flatnonzero(keep).tolist()])
+        return type(self)([self.groups[index] for index in np.flatnonzero(keep).tolist()])
 
 
 class ServingGroups:

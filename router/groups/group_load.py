@@ -47,7 +47,7 @@ class GroupLoad:
     """
 
     def __init__(self, registration: Registration, table: LoadTable | None = None, slot: int = 0) -> None:
-        self.last = Load()
+        self.last_report = Load()
         self.slot = slot
         self._table = table
         self._block_size = registration.model.block_size
@@ -80,7 +80,7 @@ class GroupLoad:
 
     def report(self, load: Load, now: float) -> None:
         """Replaces the last report. `now`: the event loop's time, in seconds."""
-        self.last = load
+        self.last_report = load
         status = load.status
         self._queued_tokens, self._waiting = load.queued_prefill_tokens, status.waiting
         self._running = status.running

@@ -159,11 +159,11 @@ class GroupRegistry:
 
     def _detect_outlier(self, connection: GroupConnection) -> GroupEjected | None:
         """Called after each load report; returns a GroupEjected if the group is much slower than its peers."""
-        status = connection.load.last.status
+        status = connection.load.last_report.status
         if not (connection.is_attached and status.running and self._outliers.is_far_beyond_usual(status.slowness)):
             return None
         peers = [
-            other.load.last.status.slowness
+            other.load.last_report.status.slowness
             for other in self.serving()
             if other is not connection and are_compatible(other.model, connection.model)
         ]

@@ -21,9 +21,9 @@ from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
 from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.hit_prediction import HitPrediction
-from coatcheck.router.routing.prefix_match import PrefixMatch, PrefixMatches, match_chain
+from coatcheck.router.routing.prefix_match import PrefixMatches, match_chain
 
-_REMOVED_BLOCKS: Final = 1000  # of a group that has left, dropped with each message
+_REMOVALS_PER_MESSAGE: Final = 1000  # blocks of a group that has left
 
 
 class EventOutcome(Enum):
@@ -57,7 +57,6 @@ class PrefixIndex:
         self.problems: Counter[EventProblem] = Counter()
         self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _IndexedGroup] = {}
-        self._names: dict[int, str] = {}
         self._live = 0  # the set of all groups
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
@@ -82,7 +81,6 @@ class PrefixIndex:
         free = ~taken & (taken + 1)  # the lowest bit not taken
         self._live |= free
         self._groups[group] = _IndexedGroup(free, epoch, capacity, block_size)
-        self._names[free] = group
         return free.bit_length() - 1
 
     def remove_group(self, group: str) -> None:
@@ -95,10 +93,9 @@ class PrefixIndex:
         if indexed is None:
             return
         self._locations.begin_removal(indexed.bit)
-        self._locations.continue_removal(_REMOVED_BLOCKS)
+        self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         self.expected_blocks.remove_group(indexed.bit)
         self._live &= ~indexed.bit
-        del self._names[indexed.bit]
 
     def apply_events(self, group: str, message: KvEvents) -> EventOutcome:
         """Applies the next events of a group, as far as they are new."""
@@ -153,22 +150,15 @@ class PrefixIndex:
         on_device, on_host = self._locations.groups_by_block
         return match_chain(chain, self._live, on_device, on_host, self.expected_blocks.match(chain))
 
-    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
-        """As `match`, by the names of the groups. Groups without the first block are left out."""
-        columns = zip(*(blocks.tolist() for blocks in self.match(chain)), strict=True)
-        matches = {slot: PrefixMatch(*map(int, blocks)) for slot, blocks in enumerate(columns) if any(blocks)}
-        return {self._names[1 << slot]: match for slot, match in matches.items()}
-
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         assert self._live == sum(indexed.bit for indexed in self._groups.values()), "each group has a bit of its own"
-        assert self._names == {indexed.bit: name for name, indexed in self._groups.items()}
         self._locations.check()
         self.expected_blocks.check()
 
     def _store(self, indexed: _IndexedGroup, events: Sequence[KvEvent]) -> None:
         self.events += len(events)
-        self._locations.continue_removal(_REMOVED_BLOCKS)
+        self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         self._locations.apply_events(indexed.bit, events)
 
     def _check_capacity(self, indexed: _IndexedGroup) -> EventOutcome:

@@ -18,28 +18,13 @@ FloatArray: TypeAlias = NDArray[np.float64]
 _POWERS_OF_TWO: Final[FloatArray] = np.exp2(np.arange(63, dtype=np.float64))
 
 
-class PrefixMatch(NamedTuple):
-    """Number of blocks that one group holds from the start of a chain without a gap, by where they are."""
-
-    device: int
-    host: int  # not on the device
-    expected: int  # in no tier yet, but part of a prompt that the group computes before a request that is sent now
-
-    @property
-    def blocks(self) -> int:
-        """Length of the matched prefix."""
-        return self.device + self.host + self.expected
-
-
-NO_MATCH: Final = PrefixMatch(0, 0, 0)
-
-
 class PrefixMatches(NamedTuple):
-    """The PrefixMatch of every group: one array per field, with one number per slot."""
+    """Number of blocks that each group holds from the start of a chain without a gap, by where they are. Arrays with
+    one number per slot."""
 
     device: FloatArray
-    host: FloatArray
-    expected: FloatArray
+    host: FloatArray  # not on the device
+    expected: FloatArray  # in no tier yet, but part of a prompt that the group computes before a request sent now
 
 
 def match_chain(

@@ -23,13 +23,13 @@ _MAX_PREFIXES: Final = 10_000  # the least recently used are forgotten
 
 
 class PrefixReplication:
-    """One for each router. `review` every decision that is carried out, in order."""
+    """One for each router. Call `consider_copy` with every decision that is carried out, in order."""
 
     def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
         self._rents: OrderedDict[bytes, float] = OrderedDict()  # last block of a prefix -> seconds
 
-    def review(self, decision: Decision, chain: Sequence[bytes], block_size: int) -> Decision:
+    def consider_copy(self, decision: Decision, chain: Sequence[bytes], block_size: int) -> Decision:
         """Returns the decision, or the same with another group, which shall compute one more copy of the prefix that
         the chosen group holds. `chain`: hashes of the prompt's full blocks of `block_size` tokens."""
         costs, chosen = decision.table, decision.chosen
@@ -54,7 +54,7 @@ class PrefixReplication:
             if len(self._rents) > self._max_prefixes:
                 self._rents.popitem(last=False)
             return decision
-        return replace(decision, place=best, makes_copy=True)
+        return replace(decision, index=best, makes_copy=True)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""

@@ -169,13 +169,13 @@ class GroupCosts(NamedTuple):
         """See GroupCost.first_token_seconds."""
         return self.queue_seconds + self.prefill_seconds + self.restore_seconds + self.decode_seconds
 
-    def take(self, places: IndexArray) -> Self:
+    def take(self, indices: IndexArray) -> Self:
         """The costs of some candidates, in this order."""
-        return type(self)._make(column[places] for column in self)
+        return type(self)._make(column[indices] for column in self)
 
-    def row(self, place: int) -> GroupCost:
+    def row(self, index: int) -> GroupCost:
         """The cost of one candidate."""
-        cost = GroupCost._make(column.item(place) for column in self)
+        cost = GroupCost._make(column.item(index) for column in self)
         return cost._replace(
             device_tokens=int(cost.device_tokens),
             host_tokens=int(cost.host_tokens),
@@ -186,12 +186,12 @@ class GroupCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen group, and the cost of every candidate. `place`: that of the chosen group in `table`. `makes_copy`:
+    """The chosen group, and the cost of every candidate. `index`: that of the chosen group in `table`. `makes_copy`:
     the group was chosen although it costs more, to compute another copy of the prefix (see PrefixReplication).
     `policy`: what chose the group (see apply_policy)."""
 
     table: GroupCosts
-    place: int
+    index: int
     prompt_tokens: int
     makes_copy: bool = False
     policy: str = PREFIX_AWARE
@@ -199,27 +199,27 @@ class Decision:
     @property
     def group(self) -> str:
         """The name of the chosen group."""
-        return str(self.table.groups[self.place])
+        return str(self.table.groups[self.index])
 
     @cached_property
     def chosen(self) -> GroupCost:
         """The cost of the chosen group."""
-        return self.table.row(self.place)
+        return self.table.row(self.index)
 
     @property
     def costs(self) -> list[GroupCost]:
         """The cost of every candidate. The rows are made when they are asked for."""
-        return [self.table.row(place) for place in range(len(self.table.groups))]
+        return [self.table.row(index) for index in range(len(self.table.groups))]
 
-    def shortened(self) -> Self:
+    def keep_cheapest(self) -> Self:
         """The same decision with the costs of the cheapest candidates and the chosen one alone, to be kept as long as
         the request runs."""
         totals = self.table.total_seconds
         if len(totals) <= _MAX_KEPT:
             return self
         cheapest = np.argpartition(totals, _MAX_KEPT - 1)[: _MAX_KEPT - 1]
-        places = np.append(self.place, cheapest[cheapest != self.place])
-        return replace(self, table=self.table.take(places), place=0)
+        indices = np.append(self.index, cheapest[cheapest != self.index])
+        return replace(self, table=self.table.take(indices), index=0)
 
     @property
     def why(self) -> str:
@@ -238,7 +238,7 @@ class Decision:
         elif names:
             against = f"; cheaper, but without room: {names}"
         elif len(totals) > 1:
-            against = f"; the next best costs {np.delete(totals, self.place).min():.3f} s"
+            against = f"; the next best costs {np.delete(totals, self.index).min():.3f} s"
         else:
             against = "; no other group"
         return f"{self.group}: {best.total_seconds:.3f} s ({' + '.join(named)}), {cached}{against}"
@@ -266,14 +266,14 @@ def choose_group(
     seconds = costs.prefill_seconds[first] + costs.restore_seconds[first]
     others_work = float(candidates.unseen_requests.sum() * seconds)
     if others_work:
-        place = _spread(totals, others_work, rng)
+        index = _spread(totals, others_work, rng)
     elif len(cheapest) == 1:
-        place = first
+        index = first
     elif session:
-        place = _place_of_session(session, costs.groups, cheapest)
+        index = _index_of_session(session, costs.groups, cheapest)
     else:
-        place = rng.choice(cheapest)
-    return Decision(costs, int(place), prompt_tokens)
+        index = rng.choice(cheapest)
+    return Decision(costs, int(index), prompt_tokens)
 
 
 def _group_costs(candidates: Candidates, prompt_tokens: int, queued_in_router: int, answer_tokens: float) -> GroupCosts:
@@ -332,7 +332,7 @@ def _apply_room_gate(costs: GroupCosts) -> FloatArray:
 
 
 def _spread(totals: FloatArray, work: float, rng: random.Random) -> int:
-    """The place of a group drawn so that routers that decide at the same time do not all choose the cheapest.
+    """The index of a group drawn so that routers that decide at the same time do not all choose the cheapest.
 
     `work`: seconds of work that other routers send meanwhile. Like water, the work fills the groups from the cheapest
     up to one level, and each group is drawn in proportion to its depth below the level. So if all routers draw in this
@@ -349,12 +349,12 @@ def _spread(totals: FloatArray, work: float, rng: random.Random) -> int:
     return int(rng.choices(order[drawn], depths[drawn].tolist())[0])
 
 
-def _place_of_session(session: str, groups: NameArray, places: IndexArray) -> int:
-    """The one of `places` with the highest hash of session and group (rendezvous hashing)."""
-    hashes = np.array([_hash_name(name) for name in groups[places]], np.uint64) ^ np.uint64(_hash_name(session))
+def _index_of_session(session: str, groups: NameArray, indices: IndexArray) -> int:
+    """The one of `indices` with the highest hash of session and group (rendezvous hashing)."""
+    hashes = np.array([_hash_name(name) for name in groups[indices]], np.uint64) ^ np.uint64(_hash_name(session))
     for constant, shift in zip(_MIX, (30, 27), strict=True):  # the finalizer of SplitMix64
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * constant
-    return int(places[np.argmax(hashes ^ (hashes >> np.uint64(31)))])
+    return int(indices[np.argmax(hashes ^ (hashes >> np.uint64(31)))])
 
 
 @lru_cache(maxsize=1 << 14)

@@ -26,10 +26,10 @@ def apply_policy(
         return decision
     allowed = np.flatnonzero(candidates.has_room | ~candidates.has_room.any())
     if policy == "least-loaded":
-        place = _least_loaded(candidates, allowed, rng)
+        index = _least_loaded(candidates, allowed, rng)
     else:
-        place = _next_in_turn(candidates, allowed, last_group, rng)
-    return replace(decision, place=place, policy=policy)
+        index = _next_in_turn(candidates, allowed, last_group, rng)
+    return replace(decision, index=index, policy=policy)
 
 
 def _least_loaded(candidates: Candidates, allowed: IndexArray, rng: random.Random) -> int:
@@ -41,4 +41,4 @@ def _next_in_turn(candidates: Candidates, allowed: IndexArray, last_group: str, 
     if not last_group:  # at random, so that routers that start together begin with different groups
         return int(rng.choice(allowed))
     names = candidates.groups
-    return int(min(allowed, key=lambda place: (names[place] <= last_group, names[place])))
+    return int(min(allowed, key=lambda index: (names[index] <= last_group, names[index])))

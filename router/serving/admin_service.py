@@ -87,13 +87,19 @@ class AdminService:
             raise InvalidRequest("timeout_seconds is for a drain, and undo waits for nothing; send one of them")
         if not message.group:
             if message.undo:
-                self._traffic.is_draining = False
+                self._traffic.is_draining = self._traffic.will_drain = False
                 self._groups.notify()
             drained = not message.undo and await self.drain_router(timeout)
             return DrainResponse(drained=drained, remaining_streams=self._traffic.active)
         drained = await self._drain_group(message.group, message.undo, timeout)
         connection = self._groups.find_connection(message.group)
         return DrainResponse(drained=drained, remaining_streams=len(connection.submissions) if connection else 0)
+
+    def announce_drain(self) -> None:
+        """Has health and status say "draining". New requests are still accepted, so that load balancers have time to
+        stop sending them here."""
+        self._traffic.will_drain = True
+        self._groups.notify()
 
     async def drain_router(self, timeout: float | None) -> bool:
         """Refuses new requests and waits for the open ones; returns whether all of them ended in time."""
@@ -112,6 +118,8 @@ class AdminService:
         """ "serving", "draining", "drained" or "unavailable"."""
         if self._traffic.is_draining:
             return "draining" if self._traffic.active else "drained"
+        if self._traffic.will_drain:
+            return "draining"
         return "serving" if self._groups.serving() else "unavailable"
 
     def _group_status(self, connection: GroupConnection) -> GroupStatus:
@@ -168,7 +176,7 @@ def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupS
     if status.state == "starting":
         status.state = "serving"  # the group has registered, so every rank has run a step
     reported = GroupStatus()
-    reported.CopyFrom(connection.load.last.status)
+    reported.CopyFrom(connection.load.last_report.status)
     for name in ("name", "state", "address", "restarts"):
         reported.ClearField(name)
     status.MergeFrom(reported)

@@ -76,6 +76,11 @@ class QueuedAttempt(QueueEntry):
     since: float
     grant: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    def deadline_error(self) -> DeadlineExceeded:
+        """The error of a request whose deadline has passed while it waited."""
+        waited = asyncio.get_running_loop().time() - self.since
+        return DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
+
 
 def due_at(arrival: float, prompt_seconds: float) -> float:
     """When a request is due whose prompt takes `prompt_seconds` to compute."""

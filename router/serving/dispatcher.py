@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from coatcheck.proto.errors import DeadlineExceeded, Unavailable
+from coatcheck.proto.errors import Unavailable
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups, ServingGroups, compatibility_key, require_deadline
 from coatcheck.router.groups.group_registry import GroupRegistry
@@ -77,10 +77,13 @@ class Dispatcher:
         if is_alone_in_class and len(self.queue) > 1:  # its groups may have room; a queue of one was tried above
             self.send_waiting()
         try:
-            return await queued.grant
-        except asyncio.CancelledError:
+            async with asyncio.timeout_at(attempt.request.deadline):
+                return await queued.grant
+        except (asyncio.CancelledError, TimeoutError) as error:
             self.queue.withdraw(queued)
             self.send_waiting()  # the request that is next now may fit where this one did not
+            if isinstance(error, TimeoutError):
+                raise queued.deadline_error() from None
             raise
 
     def send_waiting(self) -> None:
@@ -166,7 +169,7 @@ class Dispatcher:
     def _send_queued(self, queued: QueuedAttempt) -> Submission | None:
         deadline, now = queued.attempt.request.deadline, asyncio.get_running_loop().time()
         if deadline is not None and now >= deadline:
-            raise DeadlineExceeded(f"the deadline passed after {now - queued.since:.1f} s in the queue")
+            raise queued.deadline_error()
         return self._send_if_room(queued.attempt)
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
@@ -184,13 +187,13 @@ class Dispatcher:
         if not attempt.moves and not attempt.delivered:
             require_deadline(request, decision, asyncio.get_running_loop().time())
         if request.deadline is None and self._policy == PREFIX_AWARE:  # to compute a copy takes the request longer
-            model = preferred.groups[decision.place].model
-            decision = self._replication.review(decision, request.block_hashes(model), model.block_size)
+            model = preferred.groups[decision.index].model
+            decision = self._replication.consider_copy(decision, request.block_hashes(model), model.block_size)
         self._last_group = decision.group
         lifecycle.record_sent(decision, attempt.moves)
-        submission = preferred.groups[decision.place].submit(
+        submission = preferred.groups[decision.index].submit(
             request,
-            decision.shortened(),
+            decision.keep_cheapest(),
             attempt.moves,
             attempt.delivered,
             lifecycle.trace_context,
@@ -220,9 +223,9 @@ class Dispatcher:
     def _decide(self, request: Request, groups: EligibleGroups, scheduling_class: EligibleGroups) -> Decision:
         tokens = np.zeros((3, len(groups)))  # on device, on host, expected
         if request.sampling.prompt_logprobs is None:  # else the whole prompt is computed, whatever is cached
-            for model, places in groups.models:
+            for model, indices in groups.models:
                 matches = self._groups.index.match(request.block_hashes(model))
-                tokens[:, places] = np.array(matches)[:, groups.slots[places]] * model.block_size
+                tokens[:, indices] = np.array(matches)[:, groups.slots[indices]] * model.block_size
         candidates = self._groups.loads.candidates(groups.names, groups.slots, *tokens)
         decision = choose_group(
             candidates,

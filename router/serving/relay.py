@@ -100,7 +100,8 @@ class Relay:
                 if now - full_since > self._config.move_wait_seconds:
                     raise
                 submission.close(finished=False)
-                submission = await self._admit(submission)
+                # Without output any group may answer it; else only one whose answer would go on the same.
+                submission = await self._admit(submission if self._response.has_output else None)
                 continue
             full_since = None
             for number, portion in enumerate(logprob_portions(outputs)):
@@ -125,8 +126,8 @@ class Relay:
 
     async def _admit(self, refused: Submission | None = None, wait_seconds: float = 0.0) -> Submission:
         """Sends the request in the order of the admission queue. `refused`: the submission that a full group has
-        refused. A full queue refuses only a request that has no output yet, is not resumed, has not moved and was not
-        returned by a group."""
+        refused, if the client has output of the request. A full queue refuses only a request that has no output yet,
+        is not resumed, has not moved and was not returned by a group."""
         self._submission = None
         grant = await self._dispatcher.admit(
             self._attempt(refused),

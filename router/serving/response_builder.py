@@ -39,6 +39,11 @@ class ResponseBuilder:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
+    def has_output(self) -> bool:
+        """Whether the client has any output: tokens, or log-probabilities of the prompt."""
+        return bool(self.completion_tokens or self._delivered_logprobs)
+
+    @property
     def delivered(self) -> Mapping[int, Sequence[int]]:
         """Tokens by choice that the client has, from this router or from an earlier one."""
         return {choice.index: choice.token_ids for choice in self._choices} or self._request.resume

@@ -118,7 +118,7 @@ def _add_router(page: _Page, status: StatusResponse) -> None:
         ("kv_block_size_tokens", "Tokens per KV block.", "", model.block_size),
         ("kv_blocks", "KV blocks of all groups.", "", total),
         ("cache_hit_ratio", "Share of prompt tokens that was found in a cache.", "", status.hit_ratio),
-        ("accepting", "1 while new requests are accepted.", "", int(status.state == "serving")),
+        ("accepting", "1 while new requests should be sent here.", "", int(status.state == "serving")),
         ("cache_config_info", "Sizes of the KV cache, as labels.", sizes, 1),
         ("model_info", "The model that is served, as labels.", served, 1),
     ):

@@ -10,11 +10,13 @@ from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 
 
 class Traffic:
-    """`active`: number of open requests. While `is_draining`, new requests are refused."""
+    """`active`: number of open requests. While `is_draining`, new requests are refused. While `will_drain`, they are
+    accepted, but health says "draining"."""
 
     def __init__(self) -> None:
         self.active = 0
         self.is_draining = False
+        self.will_drain = False
         self._streams: Counter[str] = Counter()  # open requests by tenant
         self._idle = asyncio.Event()
         self._idle.set()

@@ -65,7 +65,7 @@ async def read_late_reports(router: RouterUnderTest, groups: list[QueueingGroup]
             link, mark = router.server.groups.find_connection(group.name), group.report_late()
             assert link is not None
             async with asyncio.timeout(MAX_WAIT_SECONDS):
-                while link.load.last.status.preemptions != mark:
+                while link.load.last_report.status.preemptions != mark:
                     await router.admin.Status(StatusRequest())
         await asyncio.sleep(0.05)
 

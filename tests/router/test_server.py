@@ -94,6 +94,18 @@ async def test_draining_the_router_lets_streams_end(start_router: StartRouter) -
     assert (await router.admin.Status(StatusRequest())).state == "drained"
 
 
+async def test_an_announced_drain_refuses_nothing_yet(start_router: StartRouter) -> None:
+    """Health and status say "draining", so that load balancers stop, and requests that come all the same are answered.
+    `drain --undo` ends it."""
+    router = await start_router(FakeGroup("a"))
+    router.server.announce_drain()
+    await health(router, HealthCheckResponse.NOT_SERVING)
+    assert (await router.admin.Status(StatusRequest())).state == "draining"
+    assert (await router.generation.Generate(ask())).final.group == "a"
+    await router.admin.Drain(DrainRequest(undo=True))
+    await health(router, HealthCheckResponse.SERVING)
+
+
 async def test_draining_is_undone(start_router: StartRouter) -> None:
     """Undoing a drain of the router or of a group ends the call that waits for the drain, and new requests are accepted
     again."""

@@ -16,7 +16,7 @@ from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
 from coatcheck.cluster.benchmark.report_plot import check_plot
 from coatcheck.cluster.benchmark.report_table import report_table
-from coatcheck.cluster.benchmark.workload import Workload
+from coatcheck.cluster.benchmark.request_generator import RequestGenerator
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.command_line import run_here
@@ -112,7 +112,9 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
     async with FakeRouter() as router, LoadGenerator([router.address]) as load:
         router.crowd, ended = 3, list[None]()
         load.on_end = lambda: ended.append(None)
-        await load.run_closed_loop(Workload(vocab_size=9, input_len=3, output_len=4).build_requests(20), concurrency=3)
+        await load.run_closed_loop(
+            RequestGenerator(vocab_size=9, input_len=3, output_len=4).build_requests(20), concurrency=3
+        )
     assert router.most_at_once == 3
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
     assert ended == [None] * 20
@@ -122,7 +124,7 @@ async def test_open_loop_does_not_wait_for_answers() -> None:
     """Requests go out at their times however many are unanswered, and wait counts from the time they were due."""
     async with FakeRouter() as router, LoadGenerator([router.address], timeout=MAX_WAIT_SECONDS) as load:
         router.crowd = 8  # none is answered before the last one has come
-        requests = Workload(vocab_size=9, input_len=3).build_requests(8, rate=100.0)
+        requests = RequestGenerator(vocab_size=9, input_len=3).build_requests(8, rate=100.0)
         await load.run_open_loop(requests)
     assert router.most_at_once == 8
     assert [made.due for made in load.recordings] == [request.at for request in requests]
@@ -133,7 +135,9 @@ async def test_open_loop_with_a_limit() -> None:
     """A limit holds requests back, and the time they were held counts as waiting."""
     async with FakeRouter() as router, LoadGenerator([router.address], timeout=0.3) as load:
         router.stalls_after = 1
-        await load.run_open_loop(Workload(vocab_size=9, input_len=3).build_requests(3, rate=1000.0), concurrency=1)
+        await load.run_open_loop(
+            RequestGenerator(vocab_size=9, input_len=3).build_requests(3, rate=1000.0), concurrency=1
+        )
     assert router.most_at_once == 1
     assert load.recordings[2].sent - load.recordings[2].due >= 0.57
 

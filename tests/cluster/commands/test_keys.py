@@ -15,7 +15,7 @@ def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
     file.write_text(f"tenants:\n- name: search\n  keys: ['{old}']\n  max_streams: 3\n")
     first, second = (run_here("keys", "new", "search", "--file", str(file)).out.strip() for _ in range(2))
     admin = run_here("keys", "new", "ops", "--role", "admin", "--file", str(file)).out.strip()
-    tenants = read_keys(str(file))
+    tenants = read_keys(str(file)).by_key_hash
     assert {tenants[one].name for one in (old, hash_key(first), hash_key(second))} == {"search"}
     assert (tenants[old].max_streams, tenants[hash_key(admin)].role) == (3, "admin")
     assert not any(key in file.read_text() for key in (first, second, admin))
@@ -42,4 +42,4 @@ def test_a_link_in_an_open_folder_harms_no_file(tmp_path: Path) -> None:
     (tmp_path / f".keys.yaml.{os.getpid()}").symlink_to(victim)
     keys("new", "search", tmp_path / "keys.yaml", None)
     assert victim.read_text() == "precious"
-    assert [tenant.name for tenant in read_keys(str(tmp_path / "keys.yaml")).values()] == ["search"]
+    assert [tenant.name for tenant in read_keys(str(tmp_path / "keys.yaml")).by_key_hash.values()] == ["search"]

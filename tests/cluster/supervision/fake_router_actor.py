@@ -29,7 +29,7 @@ class FakeRouterActor:
     """Serves at once, and connects to every group that it is told of. `waiting`: requests that wait in each group.
     `drained`: groups that an operator has drained. `updates`: those that came, in order, of which the first `to_lose`
     are lost. `missing`: groups that it reports as missing. `reports`: how many it has made. `unconnected`: groups that
-    its status shows as starting. `asked`: number of its statuses."""
+    its status shows as starting. `asked`: number of its statuses. `calls`: the announcements and drains."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -45,6 +45,7 @@ class FakeRouterActor:
         self.drained: set[str] = set()
         self.unconnected: set[str] = set()
         self.asked = 0
+        self.calls: list[str] = []
 
     @property
     def groups(self) -> list[GroupEndpoint]:
@@ -90,7 +91,11 @@ class FakeRouterActor:
         self.reports += 1
         return RouterReport(Heartbeat(0.0, 0.0), self.held, self.missing)
 
+    async def _announce_drain(self) -> None:
+        self.calls.append("announce_drain")
+
     async def _drain(self, timeout_seconds: float | None) -> bool:
+        self.calls.append("drain")
         return True
 
     async def _stop(self) -> None:

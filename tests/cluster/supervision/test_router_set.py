@@ -193,6 +193,33 @@ async def test_each_node_has_a_router_while_it_is_there(
     assert started[2].config.name == "router-cccccccc" and not started[1].is_dead
 
 
+async def test_one_router_of_several_is_restarted_in_steps(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Load balancers learn first that it will drain, and later that the new process serves, each with time to act. The
+    only router of a cluster drains at once: nothing else could take its requests."""
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record_sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(min(seconds, 0.01))
+
+    nodes = ["a" * 12, "b" * 12]
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: nodes)
+    routers = await supervise(router_per_node=True, ray_address="h:1", grpc_port=0)
+    await until(lambda: all(router.groups for router in started))
+    monkeypatch.setattr(asyncio, "sleep", record_sleep)
+    await routers.restart_router(routers.addresses[0], 0.0)
+    assert started[0].calls == ["announce_drain", "drain"]
+    assert waits.index(router_set._ANNOUNCE_SECONDS) < waits.index(router_set._RETURN_SECONDS)
+    nodes.pop()
+    await until(lambda: len(routers.addresses) == 1)
+    waits.clear()
+    await routers.restart_router(routers.addresses[0], 0.0)
+    assert started[-2].calls == ["drain"] and router_set._ANNOUNCE_SECONDS not in waits
+
+
 def test_which_connection_is_missing() -> None:
     """A router is connected to a group that it reports as serving, draining or drained. A router that does not answer
     is left out."""

@@ -78,7 +78,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     streams, enough = Streams(router), asyncio.Event()
     running = asyncio.create_task(streams.run_streams(enough))
     await asyncio.sleep(20)
-    slow = max(router.groups.connections, key=lambda link: link.load.last.status.generated_tokens)
+    slow = max(router.groups.connections, key=lambda link: link.load.last_report.status.generated_tokens)
     slowing = asyncio.create_task(_slow(groups[slow.name][0]))
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while not slow.ejections:

@@ -161,7 +161,7 @@ async def costs_are_equal(router: HttpRouter) -> None:
     one, other = router.server.groups.connections
 
     def are_equal() -> bool:
-        have_reported = all(group.load.last.HasField("status") for group in (one, other))
+        have_reported = all(group.load.last_report.HasField("status") for group in (one, other))
         return have_reported and one.load.candidate("") == other.load.candidate("")
 
     async with asyncio.timeout(MAX_WAIT_SECONDS):

@@ -17,7 +17,7 @@ DICE = random.Random(0)
 
 def send(replication: PrefixReplication, groups: list[Candidate]) -> str:
     """The group that a prompt of 1,000 tokens is sent to."""
-    decision = replication.review(choose_group(groups, 1000, DICE), CHAIN, BLOCK)
+    decision = replication.consider_copy(choose_group(groups, 1000, DICE), CHAIN, BLOCK)
     replication.check()
     return decision.group
 
@@ -75,7 +75,7 @@ def test_the_explanation_says_that_a_copy_is_made() -> None:
     """The group of a copy is not the cheapest, and the decision says why."""
     groups = [a_group("holder", device_tokens=800, queued_prefill_tokens=790), a_group("idle")]
     replication = PrefixReplication()
-    decisions = [replication.review(choose_group(groups, 1000, DICE), CHAIN, BLOCK) for _ in range(3)]
+    decisions = [replication.consider_copy(choose_group(groups, 1000, DICE), CHAIN, BLOCK) for _ in range(3)]
     assert [decision.makes_copy for decision in decisions] == [False, False, True]
     assert decisions[2].why.endswith("; it computes another copy of a prefix that is used often")
 
@@ -86,7 +86,7 @@ def test_accounts_are_bounded() -> None:
     groups = [a_group("holder", device_tokens=100, queued_prefill_tokens=30), a_group("idle")]
     for prefix in (0, 1, 2, 0, 1, 2):
         chain = [bytes([prefix]) * 16]
-        assert replication.review(choose_group(groups, 1000, DICE), chain, BLOCK).group == "holder"
+        assert replication.consider_copy(choose_group(groups, 1000, DICE), chain, BLOCK).group == "holder"
         replication.check()
 
 
@@ -108,7 +108,7 @@ def test_any_group_of_a_review_could_serve(states: list[tuple[int, int, bool, in
     replication = PrefixReplication()
     for _ in range(5):
         decision = choose_group(groups, prompt, DICE, queued_in_router=queued)
-        reviewed = replication.review(decision, CHAIN, BLOCK)
+        reviewed = replication.consider_copy(decision, CHAIN, BLOCK)
         replication.check()
         if reviewed.group != decision.group:
             assert reviewed.makes_copy and reviewed.chosen.has_room

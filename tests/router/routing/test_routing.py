@@ -11,6 +11,7 @@ from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents
 from coatcheck.router.routing.block_locations import EventProblem
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
+from tests.router.routing.index_events import matched_blocks
 from tests.router.routing.reported_prefix import PROMPT, blocks
 
 
@@ -84,7 +85,7 @@ async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: Sta
     await group.until(lambda: group.snapshot_requests == 1)
     index = router.server.groups.index
     index.apply_events("a stranger", KvEvents(epoch="e", sequence=0, events=[first]))
-    assert index.matched_blocks([first.block_hash, second.block_hash]) == {}
+    assert matched_blocks(index, [first.block_hash, second.block_hash]) == {}
     page = router.server.metrics.render().decode()
     for problem in ("other_epoch", "no_parent", "malformed", "repeated", "gap", "unknown_group"):
         assert f'coatcheck_index_event_problems_total{{problem="{problem}"}} 1.0' in page, problem

@@ -272,9 +272,9 @@ def test_a_kept_decision_has_the_cheapest_groups() -> None:
     """A decision among many groups is kept with the chosen group and the 32 that are cheapest, and still says why."""
     groups = [a_group(f"g{place:03}", queued_prefill_tokens=10 * place, has_room=place > 50) for place in range(200)]
     decision = choose_group(random.Random(1).sample(groups, 200), 1000, DICE)
-    kept = decision.shortened()
+    kept = decision.keep_cheapest()
     assert decision.group == kept.group == "g051" and kept.chosen == decision.chosen and len(kept.costs) == 33
     assert {cost.group for cost in kept.costs} == {"g051", *(f"g{place:03}" for place in range(32))}
     assert kept.why == decision.why and kept.why.endswith("without room: g000, g001, g002")
     few = choose_group(groups[:33], 1000, DICE)
-    assert few.shortened() is few
+    assert few.keep_cheapest() is few

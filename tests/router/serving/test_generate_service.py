@@ -239,7 +239,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_deltas(start_router: StartRou
     group.report(waiting=1)
     (connection,) = router.server.groups.connections
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while connection.load.last.status.waiting != 1:  # which came behind them
+        while connection.load.last_report.status.waiting != 1:  # which came behind them
             await router.admin.Status(StatusRequest())
     sizes = [len(event.delta.token_ids) async for event in events if event.HasField("delta")]
     assert sum(sizes) == 99 and len(sizes) < 20

@@ -53,9 +53,11 @@ def full_group(name: str = "g0", **settings: object) -> FakeGroup:
     return group
 
 
-async def open_full(start_router: StartRouter, group: FakeGroup, **settings: object) -> RouterUnderTest:
-    """A router that knows that its group is full."""
-    router = await start_router(group, **settings)
+async def open_full(
+    start_router: StartRouter, group: FakeGroup, *others: FakeGroup, **settings: object
+) -> RouterUnderTest:
+    """A router that knows that `group` is full."""
+    router = await start_router(group, *others, **settings)
     connection = router.server.groups.find_connection(group.name)
     async with asyncio.timeout(MAX_WAIT_SECONDS):
         while connection is None or connection.load.has_room:
@@ -228,7 +230,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_router: St
     router = await start_router(group)
     connection = router.server.groups.find_connection("g0")
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while connection is None or not connection.load.last.status.step_seconds:
+        while connection is None or not connection.load.last_report.status.step_seconds:
             await router.admin.Status(StatusRequest())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(ask(1), timeout=6)
@@ -264,20 +266,35 @@ async def test_a_request_that_cannot_be_next_in_time_is_refused(start_router: St
     await asyncio.gather(*asked)
 
 
-async def test_a_queued_request_past_its_deadline_is_not_sent(start_router: StartRouter) -> None:
-    """A request whose deadline passed while it waited is refused when there is room; another request gets the room."""
+async def test_a_queued_request_ends_when_its_deadline_passes(start_router: StartRouter) -> None:
+    """At once, while no group has room or reports anything; the requests behind it keep their places."""
     group = full_group()
     router = await open_full(start_router, group)
     deadline = asyncio.get_running_loop().time() + 1.0
     late = asyncio.create_task(router.server.generation.generate(ask(1), CallOptions(deadline=deadline)))
     kept = send(router, ask(2))
     await waiting(router, 2)
-    await asyncio.sleep(deadline - asyncio.get_running_loop().time())
-    group.report(waiting=0)
     with pytest.raises(DeadlineExceeded, match="the deadline passed after"):
-        await late
+        await asyncio.wait_for(late, MAX_WAIT_SECONDS)
+    assert len(router.server.dispatcher.queue) == 1
+    group.report(waiting=0)
     await kept
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [2]
+
+
+async def test_a_refused_request_without_output_goes_to_any_group(start_router: StartRouter) -> None:
+    """A request that a full group has refused has no token yet, so a group that is not equal to that one may answer
+    it."""
+    full, other = FakeGroup("a", refuse=(8, "full")), full_group("b")
+    other.model.kv_dtype = "int8"
+    router = await open_full(start_router, other, full)
+    await router.wait_for_groups(2)
+    asked = send(router, ask(1))
+    await waiting(router, 1)
+    await full.until(lambda: len(full.submits) == 1)
+    other.report(waiting=0)
+    answer = await asyncio.wait_for(asked, MAX_WAIT_SECONDS)
+    assert (answer.final.group, len(other.submits)) == ("b", 1)
 
 
 def ask_long(first: int, tokens: int = 100) -> GenerateRequest:

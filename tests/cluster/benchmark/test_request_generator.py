@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coatcheck.cluster.benchmark.request_generator import BenchRequest, RequestGenerator
 from coatcheck.cluster.benchmark.request_trace import TraceEntry, read_trace
-from coatcheck.cluster.benchmark.workload import BenchRequest, Workload
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -19,14 +19,14 @@ def ids(request: BenchRequest) -> list[int]:
 
 def test_same_settings_same_bytes() -> None:
     """Two machines with the same settings send the same requests; another seed sends others."""
-    one = Workload(vocab_size=100, seed=1).build_requests(5, rate=2.0)
-    assert one == Workload(vocab_size=100, seed=1).build_requests(5, rate=2.0)
-    assert one != Workload(vocab_size=100, seed=2).build_requests(5, rate=2.0)
+    one = RequestGenerator(vocab_size=100, seed=1).build_requests(5, rate=2.0)
+    assert one == RequestGenerator(vocab_size=100, seed=1).build_requests(5, rate=2.0)
+    assert one != RequestGenerator(vocab_size=100, seed=2).build_requests(5, rate=2.0)
 
 
 def test_lengths_are_exact() -> None:
     """A prompt has input_len tokens of the vocabulary, and the answer is held to output_len."""
-    for request in Workload(vocab_size=50, input_len=33, output_len=7).build_requests(20):
+    for request in RequestGenerator(vocab_size=50, input_len=33, output_len=7).build_requests(20):
         assert len(ids(request)) == 33
         assert max(ids(request)) < 50
         sampling = pb.GenerateRequest.FromString(request.message).sampling
@@ -36,15 +36,17 @@ def test_lengths_are_exact() -> None:
 
 def test_random_prompts_differ_and_fixed_ones_do_not() -> None:
     """Random prompts share nothing; fixed prompts are one prompt."""
-    random = Workload(vocab_size=10**6, input_len=16).build_requests(10)
+    random = RequestGenerator(vocab_size=10**6, input_len=16).build_requests(10)
     assert len({tuple(ids(request)) for request in random}) == 10
-    fixed = Workload(vocab_size=10**6, input_len=16, prompts="fixed").build_requests(10)
+    fixed = RequestGenerator(vocab_size=10**6, input_len=16, prompts="fixed").build_requests(10)
     assert len({tuple(ids(request)) for request in fixed}) == 1
 
 
 def test_shared_prefixes_are_taken_in_turn() -> None:
     """Request i begins with prefix i modulo their number, and its suffix is its own."""
-    requests = Workload(10**6, prompts="shared-prefix", num_prefixes=3, prefix_len=20, input_len=5).build_requests(9)
+    requests = RequestGenerator(
+        10**6, prompts="shared-prefix", num_prefixes=3, prefix_len=20, input_len=5
+    ).build_requests(9)
     prompts = [ids(request) for request in requests]
     assert {len(prompt) for prompt in prompts} == {25}
     assert all((a[:20] == b[:20]) == (i % 3 == j % 3) for i, a in enumerate(prompts) for j, b in enumerate(prompts))
@@ -53,18 +55,20 @@ def test_shared_prefixes_are_taken_in_turn() -> None:
 
 def test_a_text_is_sent_as_it_is() -> None:
     """A text prompt goes out as text, for the server to tokenize."""
-    (request,) = Workload(vocab_size=10, text="once upon a time").build_requests(1)
+    (request,) = RequestGenerator(vocab_size=10, text="once upon a time").build_requests(1)
     assert pb.GenerateRequest.FromString(request.message).text == "once upon a time"
 
 
 def test_poisson_arrivals() -> None:
     """Gaps between arrivals are exponential with the rate's mean, and the first request opens the run."""
-    arrivals = np.array([request.at for request in Workload(vocab_size=10, input_len=1).build_requests(4000, rate=8.0)])
+    arrivals = np.array(
+        [request.at for request in RequestGenerator(vocab_size=10, input_len=1).build_requests(4000, rate=8.0)]
+    )
     gaps = np.diff(arrivals)
     assert arrivals[0] == 0.0
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.06)
     assert gaps.std() == pytest.approx(1 / 8, rel=0.08)
-    assert {request.at for request in Workload(vocab_size=10).build_requests(3)} == {0.0}
+    assert {request.at for request in RequestGenerator(vocab_size=10).build_requests(3)} == {0.0}
 
 
 MOONCAKE = [
@@ -87,7 +91,7 @@ def test_mooncake_trace(tmp_path: Path) -> None:
         (1.0, 1100, 5),
         (4.0, 600, 7),
     ]
-    first, second, third = (ids(request) for request in Workload(vocab_size=10**6).replay(trace))
+    first, second, third = (ids(request) for request in RequestGenerator(vocab_size=10**6).replay(trace))
     assert list(map(len, (first, second, third))) == [1030, 1100, 600]
     assert first[:1024] == second[:1024]
     assert first[1024:] != second[1024:1030]
@@ -102,7 +106,7 @@ def test_azure_trace(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert [entry.input_len for entry in trace] == [374, 396]
     assert trace[1].at == pytest.approx(4.234579, abs=1e-5)
-    one, other = Workload(vocab_size=10**6).replay(trace)
+    one, other = RequestGenerator(vocab_size=10**6).replay(trace)
     assert (len(ids(one)), one.output_len, len(ids(other))) == (374, 44, 396)
     assert ids(one)[:10] != ids(other)[:10]
 
@@ -110,7 +114,7 @@ def test_azure_trace(tmp_path: Path) -> None:
 def test_scales() -> None:
     """Times and lengths are multiplied; blocks shrink with their prompts, so that what was shared still is."""
     trace = [TraceEntry(0.0, 1024, 100, (0, 1)), TraceEntry(10.0, 1024, 3, (0, 2))]
-    one, other = Workload(vocab_size=10**6).replay(trace, time_scale=0.5, length_scale=0.25)
+    one, other = RequestGenerator(vocab_size=10**6).replay(trace, time_scale=0.5, length_scale=0.25)
     assert (other.at, len(ids(one)), one.output_len, other.output_len) == (5.0, 256, 25, 1)
     assert ids(one)[:128] == ids(other)[:128]
     assert ids(one)[128:] != ids(other)[128:]

@@ -1,4 +1,4 @@
-"""Workload: the requests of a load generator and their times. The same settings and seed give the same bytes.
+"""RequestGenerator: the requests of a load generator and their times. The same settings and seed give the same bytes.
 
 Prompts are token ids, so that lengths are exact.
 """
@@ -28,10 +28,10 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RequestGenerator:
     """The settings of all requests. A shared prefix of `prefix_len` tokens precedes `input_len` tokens.
 
-    `text`: every prompt is this text. Workloads with different `cache_salt` share no cached blocks.
+    `text`: every prompt is this text. Generators with different `cache_salt` share no cached blocks.
     """
 
     vocab_size: int
