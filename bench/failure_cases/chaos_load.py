@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coatcheck.cluster.client.async_client import AsyncClient
@@ -67,16 +68,17 @@ class Running:
 
 
 class ChaosLoad:
-    """`counts`: started, ended, failed, changed, refused (before their first event), moved."""
+    """`counts`: started, ended, failed, changed, refused (before their first event), moved. `address`: one router, or
+    several."""
 
-    def __init__(self, address: str, requests: list[pb.GenerateRequest]) -> None:
+    def __init__(self, address: str | Sequence[str], requests: list[pb.GenerateRequest]) -> None:
         self.requests = requests
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.running: set[Running] = set()
         self.stalls: list[tuple[float, float]] = []  # (when it ended, seconds without an event) of over half a second
         self.expected: list[GenerationResult] = []
-        self._client = AsyncClient([address])
+        self._client = AsyncClient(address)
         self._salts = itertools.count()
         self._next = itertools.count()
         self._stopping = False
