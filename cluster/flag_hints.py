@@ -7,7 +7,6 @@ from typing import Final
 NOT_NEEDED: Final = "not needed: "
 NOT_SUPPORTED: Final = "not supported: "
 
-_POOL_SHARE: Final = "--kv-memory, a share of the memory that is free once the weights are loaded"
 _QUANTISED: Final = (
     f"{NOT_NEEDED}quantization_config in config.json names the method; plain weights are not quantised at load"
 )
@@ -37,8 +36,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--data-parallel-size": "--groups",
     "-dp": "--groups",
     "--dp-size": "--groups",
-    "--gpu-memory-utilization": _POOL_SHARE,
-    "--mem-fraction-static": _POOL_SHARE,
+    "--mem-fraction-static": "--gpu-memory-utilization",
     "--kv-cache-memory-bytes": "--kv-memory, such as 4GiB",
     "--kv-cache-dtype": "--kv-dtype",
     "--max-num-batched-tokens": "--max-batch-tokens",

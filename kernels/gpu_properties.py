@@ -16,8 +16,8 @@ from torch import Tensor
 class GpuProperties(NamedTuple):
     """`shared`: bytes of shared memory for a program.
 
-    `wide_tiles`: matrix products read both operands from shared memory (sm_90 and later), which leaves registers for
-    large tiles.
+    `wide_tiles`: matrix products read both operands from shared memory (sm_90 and sm_100), which leaves registers for
+    large tiles. sm_120 has the products of sm_80.
     `convert`: how kernels widen quantised bytes. 0: plain operations, 1: Triton's casts, 2: PTX, 3: PTX with e4m3
     conversions (sm_89 and later).
     `processors`: streaming multiprocessors or compute units.
@@ -39,8 +39,10 @@ class GpuProperties(NamedTuple):
 
 
 SM_80 = GpuProperties(163 * 1024, False, 2, 108)
+SM_89 = GpuProperties(99 * 1024, False, 3, 142)  # L40S
 SM_90 = GpuProperties(227 * 1024, True, 3, 132)
 SM_100 = GpuProperties(227 * 1024, True, 3, 148, has_prefill_ptx=False)
+SM_120 = GpuProperties(99 * 1024, False, 3, 188)  # RTX PRO 6000
 GFX942 = GpuProperties(64 * 1024, False, 0, 304, max_stages=2)
 
 
@@ -65,8 +67,8 @@ def gpu_properties(device: torch.device) -> GpuProperties:
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return GpuProperties(
         limits["max_shared_mem"],
-        wide_tiles=capability >= (9, 0),
+        wide_tiles=(9, 0) <= capability < (12, 0),
         convert=3 if capability >= (8, 9) else 2,
         processors=limits["multiprocessor_count"],
-        has_prefill_ptx=capability < (10, 0),
+        has_prefill_ptx=not (10, 0) <= capability < (12, 0),
     )

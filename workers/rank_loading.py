@@ -1,6 +1,7 @@
 """load_rank(): a rank's model, memory and runner, ready for the first request."""
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,17 +16,20 @@ from coatcheck.workers.core.rank_progress import Phase
 from coatcheck.workers.core.runner_protocol import CopyReport, Runner
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.host.free_memory import gpu_memory, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import make_copier
 from coatcheck.workers.runner.cuda_graphs import capture_sizes
-from coatcheck.workers.runner.memory_budget import MemoryBudget
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
+from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
+from coatcheck.workers.runner.warm_up import copy_warm_up_plans, largest_plans, warm_up_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.verification.verification import verify_once
 
 _WARM_UP_TOKENS = 64
+_MEASURED_TOKENS = 256  # in the pool with which the largest step is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,15 @@ def load_rank(
     if device.type == "cuda":
         compile_watch.start()
     layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
-    memory = MemoryBudget.allocate(config, layout, communicator, device, ranks_on_host=ranks_on_host)
-    runner = _build_runner(config, model, memory, communicator, grammars)
+    free = (
+        _measure_free_gpu_bytes(config, model, layout, communicator, device)
+        if device.type == "cuda"
+        else host_free_bytes()
+    )
+    memory = MemoryBudget.allocate(
+        config, layout, communicator, device, ranks_on_host=ranks_on_host, free_device_bytes=free
+    )
+    runner = _build_runner(config, model, memory, communicator, min(model.spec.max_model_len, memory.tokens), grammars)
     copy_report = _warm_up(config, runner, memory)
     compile_watch.mark_ready()
     return LoadedRank(spec, memory, runner, grammars, copy_report)
@@ -101,8 +112,37 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
     return engine
 
 
+def _measure_free_gpu_bytes(
+    config: GroupConfig, model: Model, layout: BlockLayout, communicator: Communicator, device: torch.device
+) -> int:
+    """The bytes of this rank's GPU that its KV pool may take. All ranks call this together.
+
+    A runner with a small pool captures the CUDA graphs and computes the largest steps. What the GPU then has in use,
+    without that pool, is what everything but the pool needs: weights, the allocator's peak, graphs, NCCL, compiled
+    kernels, and other programs.
+    """
+    torch.cuda.empty_cache()  # of what loading left in torch's allocator
+    pool = allocate_kv_pool(layout, -(-_MEASURED_TOKENS // config.block_size), device)
+    memory = MemoryBudget(layout, pool, None)
+    runner = _build_runner(config, model, memory, communicator, model.spec.max_model_len)
+    runner.warm_up()
+    _run_largest_steps(config, runner)
+    free, total = gpu_memory(device)
+    pool_bytes = pool.nbytes
+    runner.close()
+    del runner, memory, pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    return free_gpu_bytes(config, in_use=total - free - pool_bytes, total=total)
+
+
 def _build_runner(
-    config: GroupConfig, model: Model, memory: MemoryBudget, communicator: Communicator, grammars: GrammarBackend
+    config: GroupConfig,
+    model: Model,
+    memory: MemoryBudget,
+    communicator: Communicator,
+    max_model_len: int,
+    grammars: GrammarBackend | None = None,
 ) -> ModelRunner:
     device = memory.pool.device
     return ModelRunner(
@@ -110,7 +150,7 @@ def _build_runner(
         memory.layout,
         memory.pool,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=min(model.spec.max_model_len, memory.tokens),
+        max_model_len=max_model_len,
         copier=make_copier(memory.pool, memory.host, communicator) if memory.host is not None else None,
         grammars=grammars,
         communicator=communicator,
@@ -120,17 +160,27 @@ def _build_runner(
     )
 
 
+def _run_largest_steps(config: GroupConfig, runner: ModelRunner) -> None:
+    for plan in largest_plans(
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        max_model_len=runner.max_model_len,
+    ):
+        runner.launch(plan).wait()
+
+
 def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
     """Run the same first steps on every rank. Return the report on their copies."""
     copy_report = None
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
+        # At full size: a step that does not fit in memory beside the pool fails now, not under load.
         runner.warm_up()
-    # On a GPU at full size: a step that does not fit in memory beside the pool fails now, not under load.
-    wanted = config.max_batch_tokens if on_gpu else _WARM_UP_TOKENS
-    room = min(runner.model.spec.max_model_len, memory.tokens)
-    for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
-        runner.launch(plan).wait()
+        _run_largest_steps(config, runner)
+    else:
+        num_tokens = min(_WARM_UP_TOKENS, config.max_batch_tokens, runner.max_model_len)
+        for plan in warm_up_plans(num_tokens=num_tokens, block_size=config.block_size):
+            runner.launch(plan).wait()
     for plan in copy_warm_up_plans(min(memory.host_blocks, memory.num_blocks)):
         copy_report = runner.launch(plan).wait().copy_report or copy_report
         runner.wait_for_copies()

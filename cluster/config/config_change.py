@@ -35,7 +35,7 @@ class Effect(Enum):
 EFFECTS: Final[Mapping[str, Effect]] = {
     **dict.fromkeys(("max_groups", "queue_target", "scale_in_after"), Effect.LIVE),
     "groups": Effect.SCALE,
-    **dict.fromkeys(("kv_memory", "host_kv_memory", "eviction"), Effect.GROUPS),
+    **dict.fromkeys(("kv_memory", "gpu_memory_utilization", "host_kv_memory", "eviction"), Effect.GROUPS),
     **dict.fromkeys(("max_num_seqs", "max_batch_tokens", "max_model_len", "skip_verify"), Effect.GROUPS),
     **dict.fromkeys(("max_queued", "routing", "generation_config", "tool_parser"), Effect.ROUTERS),
     **dict.fromkeys(("log_format", "otlp_endpoint"), Effect.BOTH),

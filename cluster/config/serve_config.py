@@ -23,8 +23,9 @@ from coatcheck.proto.setting_names import Routing, ToolParserName
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
-# Default of kv_memory by device, as a share of the free memory. Activations, and on CPUs other programs, need the rest.
-FREE_SHARE: Final = {"cpu": 0.1, "cuda": 0.85}
+# Default of kv_memory by device, as a share of the free memory. On CPUs activations and other programs need the rest.
+# On GPUs free is what gpu_memory_utilization leaves beside the weights and the measured step.
+FREE_SHARE: Final = {"cpu": 0.1, "cuda": 1.0}
 # Default of max_batch_tokens by device. A larger step computes prompts no faster and delays every running decode.
 BATCH_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
@@ -99,11 +100,20 @@ class ServeConfig(Settings):
 
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory)] = setting(
         "Memory",
-        "KV pool of each rank: bytes (4GiB), or a share of the memory that is free once the weights are loaded (0.5).",
+        "KV pool of each rank: bytes (4GiB), or a share of the free memory (0.5). On CPUs free is what is free once "
+        "the weights are loaded; on GPUs, what --gpu-memory-utilization leaves beside weights and the largest step.",
         None,
-        in_words=f"{FREE_SHARE['cpu']} on CPUs, {FREE_SHARE['cuda']} on GPUs",
+        in_words=f"{FREE_SHARE['cpu']} on CPUs, {FREE_SHARE['cuda']:g} on GPUs",
         gt=0,
         lt=2**60,
+    )
+    gpu_memory_utilization: float = setting(
+        "Memory",
+        "Share of a GPU's memory that may be in use: weights, KV pool, and the largest step with its CUDA graphs, "
+        "which each rank measures before it allocates the pool.",
+        0.9,
+        gt=0,
+        le=1,
     )
     kv_dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"], BeforeValidator(parse_kv_dtype)] = (
         setting(

@@ -5,11 +5,12 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from coatcheck.cluster.config.serve_config import FREE_SHARE
 from coatcheck.cluster.config.setting_values import parse_dtype, parse_kv_dtype, parse_memory
 from coatcheck.cluster.config.settings import Settings, setting
 
 _PANEL: Final = "Options"
+# `coatcheck serve` measures its largest step and leaves a tenth of the card unused. The plan cannot measure.
+_POOL_SHARE: Final = 0.85
 
 
 def parse_bytes(value: object) -> float:
@@ -44,7 +45,7 @@ class PlanSettings(Settings):
     kv_memory: Annotated[float, BeforeValidator(parse_memory)] = setting(
         _PANEL,
         "KV pool of each rank: bytes, or a share of the memory that is free once the weights are loaded.",
-        FREE_SHARE["cuda"],
+        _POOL_SHARE,
         gt=0,
         lt=2**60,
     )

@@ -52,7 +52,7 @@ def test_help_is_in_parts() -> None:
     ("arguments", "hint"),
     [
         (["serve", "m", "--tensor-parallel-size", "2"], "--tp"),
-        (["serve", "m", "--gpu-memory-utilization=0.9"], "--kv-memory"),
+        (["serve", "m", "--mem-fraction-static=0.9"], "--gpu-memory-utilization"),
         (["serve", "m", "--port", "80"], "--grpc-port (gRPC) or --http-port"),
         (["serve", "--model", "m"], "coatcheck serve MODEL"),
         (["bench", "--num-prompts", "8"], "--num-requests"),

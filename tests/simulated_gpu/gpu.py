@@ -53,6 +53,8 @@ class SimulatedGpu:
         self.watched: list[Memory] = []
         self.pinned = Pinned()
         self.lock = threading.RLock()
+        self.total_bytes = 1 << 29
+        self._allocated = self._reserved = self._graph_bytes = 0
         self._local = threading.local()
 
     def watch(self, pool: Tensor) -> None:
@@ -60,6 +62,25 @@ class SimulatedGpu:
         assert isinstance(pool, CudaTensor)
         pool.memory.watch(pool.nbytes // len(pool))
         self.watched.append(pool.memory)
+
+    # Memory, as torch's caching allocator has it: what was allocated at the peak stays reserved
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return self.total_bytes - self._reserved - self._graph_bytes, self.total_bytes
+
+    def empty_cache(self) -> None:
+        self._reserved = self._allocated
+
+    def _count_allocation(self, memory: Memory) -> None:
+        if self.capturing is not None:  # graphs share one pool of memory
+            self._graph_bytes = max(self._graph_bytes, self.capturing.nbytes)
+            return
+        self._allocated += memory.nbytes
+        self._reserved = max(self._reserved, self._allocated)
+        weakref.finalize(memory, self._count_free, memory.nbytes)
+
+    def _count_free(self, nbytes: int) -> None:
+        self._allocated -= nbytes
 
     # Streams and the host
 
@@ -175,6 +196,7 @@ class SimulatedGpu:
         memory = Memory(held)
         if self.capturing is not None:
             self.capturing.add_allocation(memory, held)
+        self._count_allocation(memory)
         return CudaTensor(held, memory)
 
     # Copies between host and device

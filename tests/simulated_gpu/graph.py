@@ -34,6 +34,11 @@ class Graph:
         """Record memory that a captured call allocated."""
         self._own[id(memory)] = (memory, held)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the captured calls allocated."""
+        return sum(memory.nbytes for memory, _ in self._own.values())
+
     def add(self, call: Callable[[], None], used: list[Memory]) -> None:
         self._calls.append(call)
         self._others |= {id(memory): weakref.ref(memory) for memory in used if id(memory) not in self._own}

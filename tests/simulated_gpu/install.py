@@ -28,7 +28,7 @@ def install() -> SimulatedGpu:
         "_lazy_init": lambda: None, "is_available": lambda: True, "current_device": lambda: 0,
         "current_stream": gpu.current_stream, "stream": gpu.on, "Stream": Stream, "Event": Event,
         "synchronize": gpu.wait_for_all, "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": lambda: 0,
-        "empty_cache": lambda: None, "mem_get_info": lambda device=None: (1 << 28, 1 << 29),
+        "empty_cache": gpu.empty_cache, "mem_get_info": gpu.mem_get_info,
         "max_memory_allocated": lambda device=None: 1 << 20,
         "get_device_capability": lambda device=None: (9, 0),
         "cudart": lambda: SimpleNamespace(

@@ -14,6 +14,7 @@ class GroupConfig:
     """`kv_memory`: of each rank's KV pool. Above 1 in bytes, else a share of the free memory (see `is_share`).
 
     `host_kv_memory`: the same for the host tier; 0 for none.
+    `gpu_memory_utilization`: the share of a GPU's memory that may be in use, the pool and everything else together.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `skip_verify`: serve a model type that the tests do not cover without comparing a small copy with transformers.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
@@ -32,6 +33,7 @@ class GroupConfig:
     kv_dtype: str = "auto"
     block_size: int = 16
     kv_memory: float = 0.3
+    gpu_memory_utilization: float = 0.9
     host_kv_memory: float = 0.0
     eviction: str = "cost"
     max_num_seqs: int = 256

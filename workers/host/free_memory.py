@@ -12,14 +12,11 @@ if TYPE_CHECKING:
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: "torch.device") -> int:
-    """Free bytes of a GPU; for a CPU those of the host."""
-    if device.type != "cuda":
-        return host_free_bytes()
+def gpu_memory(device: "torch.device") -> tuple[int, int]:
+    """(free, total) bytes of a GPU. Memory that torch's allocator has taken at its peak, and caches, is not free."""
     import torch  # imported late: `coatcheck serve` asks about hosts without torch
 
-    torch.cuda.empty_cache()  # memory that torch's allocator caches is free as well
-    return torch.cuda.mem_get_info(device)[0]
+    return torch.cuda.mem_get_info(device)
 
 
 def host_free_bytes() -> int:

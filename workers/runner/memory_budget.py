@@ -10,9 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.group_config import GroupConfig, is_share
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.host.free_memory import free_bytes, host_free_bytes
+from coatcheck.workers.host.free_memory import host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
@@ -35,15 +36,18 @@ class MemoryBudget:
         device: torch.device,
         *,
         ranks_on_host: int,
+        free_device_bytes: int,
     ) -> Self:
         """Agree on the numbers of blocks with all ranks, and allocate them. All ranks call this together.
+
+        `free_device_bytes`: of which `config.kv_memory` may be a share.
 
         Raises InvalidConfig if the configured memory is not free, or is too little for one request.
         """
         num_blocks, host_blocks = choose_block_counts(
             config,
             layout,
-            device_bytes=free_bytes(device),
+            device_bytes=free_device_bytes,
             host_bytes=host_free_bytes(),
             on_cpu=device.type == "cpu",
             ranks_on_host=ranks_on_host,
@@ -65,6 +69,22 @@ class MemoryBudget:
     def tokens(self) -> int:
         """Capacity of the device pool in tokens."""
         return self.num_blocks * self.layout.block_size
+
+
+def free_gpu_bytes(config: GroupConfig, *, in_use: int, total: int) -> int:
+    """The bytes that `config.gpu_memory_utilization` of a GPU of `total` bytes leaves for the KV pool.
+
+    `in_use`: by everything else, at the peak. Raises InvalidConfig if nothing is left.
+    """
+    share = config.gpu_memory_utilization
+    free = int(share * total) - in_use
+    if free <= 0:
+        raise InvalidConfig(
+            f"gpu-memory-utilization {share:g} allows {int(share * total):,} of the GPU's {total:,} bytes, and the "
+            f"weights, the largest step, CUDA graphs and other programs take {in_use:,}; raise gpu-memory-utilization "
+            "or tp, lower max-batch-tokens or max-num-seqs, or stop the other programs"
+        )
+    return free
 
 
 def choose_block_counts(

@@ -61,6 +61,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.pool = pool
+        self.max_model_len = max_model_len
         self.steps = 0
         self._layout = layout
         self._layer_caches = make_layer_caches(layout, pool)

@@ -1,6 +1,7 @@
 """The plans that every rank computes before the group serves.
 
-- `warm_up_plans`: a prefill and a decode; at full size, a step that does not fit in memory fails now.
+- `warm_up_plans`, on a CPU: a prefill and a decode.
+- `largest_plans`, on a GPU: the steps that take the most memory. The KV pool is sized by them.
 - `kernel_plans`, on a GPU: every Triton kernel in every variant that serving can need, so that none compiles later.
   Variants depend on model and pool, on a chunk's length, and on what the sampler is asked for.
 - `copy_warm_up_plans`: copies to the host tier and back, so that both directions are measured.
@@ -10,7 +11,7 @@ The plans bypass the scheduler: no statistic counts them, and no block is alloca
 
 from collections.abc import Iterable, Iterator
 
-from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.sampling import MAX_LOGPROBS, SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 _NUM_COPIED_BLOCKS = 8
@@ -23,6 +24,12 @@ _SAMPLINGS = (
     SamplingParams(seed=0, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     SamplingParams(seed=0, temperature=0.0, logit_bias={0: 1.0}, logprobs=2, prompt_logprobs=1),
 )
+
+_COSTLIEST = SamplingParams(
+    seed=0, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1,
+    logit_bias={0: 1.0}, logprobs=MAX_LOGPROBS,
+)  # fmt: skip
+_SCORED = SamplingParams(seed=0, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
 
 
 def warm_up_plans(*, num_tokens: int, block_size: int) -> Iterator[StepPlan]:
@@ -51,6 +58,31 @@ def kernel_plans(
         yield _decode(2, sampling, block_size, needs_sample=False)
     if num_blocks > 1:
         yield StepPlan(cow_copies=[(0, 1)], scheduled=[ScheduledSequence(0, 0, 1, needs_sample=False)])
+
+
+def largest_plans(*, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> Iterator[StepPlan]:
+    """The steps that take the most memory.
+
+    First as many rows as a step can have, which share `max_batch_tokens` and use all of the sampler; one of them ends
+    at `max_model_len`. Then a prompt of `max_batch_tokens` whose tokens are all scored. Block tables stay as they are:
+    what the pool contains does not matter.
+    """
+    num_rows = min(max_num_seqs, max_batch_tokens)
+    length = min(max_batch_tokens // num_rows, max_model_len)
+    lengths = [min(max_batch_tokens - (num_rows - 1) * length, max_model_len), *[length] * (num_rows - 1)]
+    starts = [0] * (num_rows - 1) + [max_model_len - lengths[-1]]
+    yield StepPlan(
+        new_sequences=[NewSequence(slot, 0, n, [0] * n, _COSTLIEST, ()) for slot, n in enumerate(lengths)],
+        scheduled=[
+            ScheduledSequence(slot, start, n, needs_sample=True)
+            for slot, (start, n) in enumerate(zip(starts, lengths, strict=True))
+        ],
+    )
+    prompt = min(max_batch_tokens, max_model_len)
+    yield StepPlan(
+        new_sequences=[NewSequence(0, 0, prompt, [0] * prompt, _SCORED, ())],
+        scheduled=[ScheduledSequence(0, 0, prompt, needs_sample=True)],
+    )
 
 
 def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:

@@ -2,7 +2,7 @@
 
     python -m tests.kernels.triton.ahead_of_time
 
-compiles every key of kernel_keys.py for each target and writes kernels/README.md.
+compiles every key of kernel_keys.py for each target and writes the table of kernels/README.md.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_90, SM_100
+from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_100, SM_120
 from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Key
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-GPUS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
+GPUS = {
+    "sm_80": SM_80, "sm_89": SM_89, "sm_90": SM_90, "sm_100": SM_100, "sm_120": SM_120, "gfx942": GFX942
+}  # fmt: skip
 
 
 class Usage(NamedTuple):
@@ -78,15 +82,8 @@ def usage(binary: Any, target: str) -> Usage:
     return Usage(numbers["REG"], binary.metadata.shared, numbers["STACK"] + numbers["LOCAL"])
 
 
-_README = """# Kernels
-
-Each file has one operation: the Triton kernel, the function that callers use, and a plain torch reference. Device
-functions that several kernels share are in `attention/online_softmax.py`, `attention/prefill_tile.py` and
-`kv/quantise.py`. CUDA tensors take Triton's kernels, CPU tensors in bfloat16 and float32 the C library of `csrc/` if it
-was built, and all others the references.
-
-## Registers, shared memory and spills
-
+_HEADING = "## Registers, shared memory and spills"
+_SECTION = """
 The table shows for each key, compiled ahead of time without a GPU: registers of a thread, KiB of shared memory of a
 program, and bytes that a thread spills. A key is a kernel with the launch parameters for one shape. Unless the key says
 otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 32 KV heads; MQA: one; capped: with a
@@ -111,10 +108,12 @@ def main() -> None:
             if found.shared > GPUS[target].shared or found.spilled:
                 print(f"{name} on {target}: {found}")
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    text = _README.format(
+    readme = Path(__file__).parents[3] / "kernels/README.md"
+    before, heading, _ = readme.read_text().partition(_HEADING)
+    text = _SECTION.format(
         first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
     )
-    (Path(__file__).parents[3] / "kernels/README.md").write_text(text + "\n".join(rows) + "\n")
+    readme.write_text(before + heading + "\n" + text + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

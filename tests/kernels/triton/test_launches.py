@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coatcheck.kernels.attention import paged_decode, paged_prefill
-from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_90, GpuProperties
+from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_120, GpuProperties
 from coatcheck.kernels.layers import grouped_gemm
 
-ADA = GpuProperties(99 * 1024, False, 3, 128)
 
-
-@pytest.mark.parametrize("gpu", [SM_80, SM_90, GFX942, ADA])
+@pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 def test_tiles_fit_the_shape_and_the_processor(dim: int, element_size: int, gpu: GpuProperties) -> None:

@@ -1,4 +1,4 @@
-"""Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80, sm_90 and sm_100 and AMD's gfx942.
+"""Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80 to sm_120 and AMD's gfx942.
 
 The keys are those of kernel_keys.py. ahead_of_time.py writes their registers and memory to kernels/README.md.
 """

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool, make_layer_caches
+from coatcheck.workers.runner.memory_budget import free_gpu_bytes
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,14 @@ def test_a_host_tier_that_cannot_be_is_refused(host_kv_memory: float, free: int,
     """More bytes than are free, or less than one block, raises InvalidConfig with what to change."""
     with pytest.raises(InvalidConfig, match=message):
         choose_host_blocks(host_kv_memory, free_bytes=free, sharing_ranks=2, bytes_per_block=1000)
+
+
+def test_what_a_share_of_the_gpu_leaves() -> None:
+    """The pool gets the share without what is in use. If nothing is left, the error says what to change."""
+    config = GroupConfig("g", "m", "m", gpu_memory_utilization=0.9)
+    assert free_gpu_bytes(config, in_use=300, total=1000) == 600
+    with pytest.raises(InvalidConfig, match=r"utilization 0\.9 allows 900 of the GPU's 1,000 bytes.* take 900; raise"):
+        free_gpu_bytes(config, in_use=900, total=1000)
 
 
 def test_host_memory_is_zeroed_rows() -> None:

@@ -73,6 +73,12 @@ def test_two_ranks_of_one_gpu(tmp_path: Path) -> None:
         both[1].result()
 
 
+def test_the_pool_takes_what_the_largest_step_leaves(tmp_path: Path) -> None:
+    """Pool, weights and the measured step fill --gpu-memory-utilization of the GPU; serving takes no more memory."""
+    path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    assert simulated("simulated_memory", str(path)) == ["agreed"]
+
+
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
     """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices."""
     paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in ARCHITECTURES]
