@@ -120,7 +120,6 @@ def attention() -> Iterator[KernelCase]:
                     block_tables=tables,
                     seq_lens=lengths,
                     cu_seqlens_q=starts,
-                    max_seqlen_q=q_len,
                     scale=DIM**-0.5,
                 )
 

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan, make_plan
+from coatcheck.kernels.attention.tile_launch import Tiles, pick_tiles
+from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.workers.core.kv_dtype import KvDtype
@@ -46,15 +49,29 @@ class Batch:
         self.starts = starts.to(device, torch.int32)
         self.q = torch.randn(int(starts[-1]), heads, dim, device=device).to(dtype)
         self.scale, self.window, self.softcap = dim**-0.5, window, softcap
+        self._plans: dict[Tiles, AttentionPlan] = {}
 
-    def run(self, *, batch_invariant: bool = False) -> Tensor:
+    def run(self, *, batch_invariant: bool = False, tiles: Tiles | None = None) -> Tensor:
+        """`tiles`: other launch parameters than the picked ones."""
         return paged_attention(
             self.q, self.cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.starts,
-            max_seqlen_q=max(q for q, _ in self.lengths), scale=self.scale, sliding_window=self.window,
-            softcap=self.softcap, batch_invariant=batch_invariant,
-            total_seq_len=sum(seq_len for _, seq_len in self.lengths),
-            num_prefills=sum(q_len > 1 for q_len, _ in self.lengths),
+            scale=self.scale, sliding_window=self.window, softcap=self.softcap, batch_invariant=batch_invariant,
+            plan=self.plan(tiles or self.tiles(batch_invariant=batch_invariant)) if uses_triton(self.q) else None,
         )  # fmt: skip
+
+    def tiles(self, *, batch_invariant: bool = False) -> Tiles:
+        """The picked launch parameters."""
+        return pick_tiles(
+            self.q.shape[1], self.cache.kv_heads, self.cache.head_dim, element_size=self.q.element_size(),
+            pool_bits=self.cache.bits, gpu=gpu_properties(self.q.device), batch_invariant=batch_invariant,
+        )  # fmt: skip
+
+    def plan(self, tiles: Tiles) -> AttentionPlan:
+        """The plan, which is made once, because the layers of a step share it."""
+        if tiles not in self._plans:
+            q_lens, seq_lens = zip(*self.lengths, strict=True)
+            self._plans[tiles] = make_plan(q_lens, seq_lens, tiles, self.window, self.q.device)
+        return self._plans[tiles]
 
     def error(self, have: Tensor, rows: Sequence[int] | None = None) -> float:
         """The largest difference of `have` from the float32 reference, over the largest value, of the sequences `rows`

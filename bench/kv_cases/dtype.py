@@ -110,7 +110,6 @@ class Attention:
                 block_tables=self.tables,
                 seq_lens=self.lengths,
                 cu_seqlens_q=self.starts,
-                max_seqlen_q=self.q_len,
                 scale=0.125,
             )
 

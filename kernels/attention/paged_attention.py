@@ -11,25 +11,25 @@ Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free
 has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], this step's tokens included;
 cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are not computed.
 
-A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
-order. With `batch_invariant` a query's result is also the same bits in a decode and in a prefill of any length: on CPU
-it always is, on a GPU the prefill kernel then takes all queries, in tiles of one size.
+With `batch_invariant` a query's result never depends on its neighbours, and is the same bits in a decode and in a
+prefill of any length. On CPU it always is; on a GPU splits and tiles then have one size (see attention_plan.py).
 
-CUDA tensors take the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the others),
-CPU tensors kernels/csrc/attention_*.c, or without the library the reference below.
+CUDA tensors take the Triton kernels (paged_tiles.py), CPU tensors kernels/csrc/attention_*.c, or without the library
+the reference below.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.attention.paged_decode import launch_decode
-from coatcheck.kernels.attention.paged_prefill import launch_prefill
-from coatcheck.kernels.gpu_properties import uses_triton
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan, launch_attention, make_plan
+from coatcheck.kernels.attention.tile_launch import pick_tiles
+from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.launch_check import (
     FLOATS,
@@ -50,28 +50,28 @@ def paged_attention(
     block_tables: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     batch_invariant: bool = False,
-    total_seq_len: int | None = None,
-    num_prefills: int | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """`total_seq_len`: an upper bound of the sum of `seq_lens`, if known; saves memory. `num_prefills`: the number of
-    sequences with several queries, if all others have one; saves idle programs."""
+    """`plan`: for the Triton kernels, of these lengths. Without it they wait for the device to read the lengths.
+    `batch_invariant`: ignored with a plan, which knows."""
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     _check_query(q, cache, scale, sliding_window, softcap, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if uses_triton(cache.k):
-        tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
-        if not batch_invariant:
-            launch_decode(*tables, scale, sliding_window, softcap, sinks, out, total_seq_len)
-        if max_seqlen_q > 1 or batch_invariant:
-            launch_prefill(
-                *tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, batch_invariant, num_prefills
+        if plan is None:
+            starts = cu_seqlens_q.tolist()
+            q_lens = [end - start for start, end in pairwise(starts)]
+            tiles = pick_tiles(
+                q.shape[1], cache.kv_heads, cache.head_dim, element_size=q.element_size(), pool_bits=cache.bits,
+                gpu=gpu_properties(q.device), batch_invariant=batch_invariant,
             )  # fmt: skip
+            plan = make_plan(q_lens, seq_lens.tolist(), tiles, sliding_window, q.device)
+        launch_attention(q, cache, block_tables, plan, scale, sliding_window, softcap, sinks, out)
         return out
     library = native.library_for(q)
     if library is None or cache.head_dim % 16 or cache.head_dim > 256:

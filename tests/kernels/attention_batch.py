@@ -57,7 +57,7 @@ class Batch:
         return self.q, self.cache, self.block_tables, self.seq_lens, self.cu_seqlens_q
 
     def run(self, **options: Any) -> Tensor:
-        options = {"scale": self.scale, "max_seqlen_q": 1, **options}
+        options = {"scale": self.scale, **options}
         return paged_attention(self.q, self.cache, **self.tables(), **options)
 
     def reference(self, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:

@@ -65,7 +65,7 @@ class Batch:
         q = rotary_and_store(q, k, v, self.cos, self.sin, cache, self.slots)
         return paged_attention(
             q, cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu,
-            max_seqlen_q=self.longest, scale=scale, sliding_window=24, softcap=cap,
+            scale=scale, sliding_window=24, softcap=cap,
         )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_results_over_a_quantised_pool_do_not_depend_on_the_batch(kv: torch.dtyp
     batch = Batch([(30, 130), (1, 40), (50, 1100)], 6, 2, 64, torch.bfloat16, 7, kv)
     alone = paged_attention(
         batch.q[:30], batch.cache, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
-        cu_seqlens_q=batch.cu_seqlens_q[:2], max_seqlen_q=30, scale=batch.scale,
+        cu_seqlens_q=batch.cu_seqlens_q[:2], scale=batch.scale,
     )  # fmt: skip
     assert torch.equal(batch.run()[:30], alone)
     close(batch.run(), batch.reference())
@@ -98,14 +98,14 @@ def test_results_do_not_depend_on_batch_and_chunks(dtype: torch.dtype) -> None:
     whole = batch.run()
     alone = paged_attention(
         batch.q[:300], batch.cache, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
-        cu_seqlens_q=batch.cu_seqlens_q[:2], max_seqlen_q=300, scale=batch.scale,
+        cu_seqlens_q=batch.cu_seqlens_q[:2], scale=batch.scale,
     )  # fmt: skip
     assert torch.equal(whole[:300], alone)
     for first, last in ((0, 100), (100, 101), (101, 260), (299, 300)):
         part = paged_attention(
             batch.q[first:last], batch.cache, block_tables=batch.block_tables[:1],
             seq_lens=torch.tensor([1000 + last], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32), max_seqlen_q=last - first,
+            cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32),
             scale=batch.scale,
         )  # fmt: skip
         assert torch.equal(whole[first:last], part)
@@ -124,7 +124,7 @@ def test_padding_changes_no_result() -> None:
     """Rows past the last sequence and sequences without tokens change no result. An empty batch gives no rows."""
     batch = Batch([(1, 20), (0, 0), (3, 30)], 4, 2, 32, torch.bfloat16)
     padded = torch.cat((batch.q, batch.q))
-    out = paged_attention(padded, batch.cache, **batch.tables(), max_seqlen_q=3, scale=batch.scale)
+    out = paged_attention(padded, batch.cache, **batch.tables(), scale=batch.scale)
     assert torch.equal(out[:4], batch.run())
     empty = Batch([], 4, 2, 32, torch.bfloat16)
     assert empty.run().shape == (0, 4, 32)
@@ -145,7 +145,7 @@ def test_a_refusal_names_the_argument() -> None:
         ("sliding_window", {"sliding_window": -1}),
         ("softcap", {"softcap": float("nan")}),
     ]
-    good = dict(q=batch.q, cache=batch.cache, max_seqlen_q=2, scale=1.0, **batch.tables())
+    good = dict(q=batch.q, cache=batch.cache, scale=1.0, **batch.tables())
     for name, change in cases:
         arguments = {**good, **change}
         with pytest.raises(LaunchRefused, match=f"^{name}: expected "):

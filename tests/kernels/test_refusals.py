@@ -66,7 +66,7 @@ def launches() -> dict[str, Launch]:
         "KVCache, int8": Launch(KVCache, bytes_ | scales),
         "paged_attention": Launch(
             paged_attention, {"q": _f(3, 4, 32), **tables, "sinks": _f(4)},
-            {"cache": _cache(), "max_seqlen_q": 2, "scale": 0.2},
+            {"cache": _cache(), "scale": 0.2},
         ),
         "store_kv": Launch(
             store_kv, {"k": _f(3, 2, 32), "v": _f(3, 2, 32), "slot_mapping": slots}, {"cache": _cache()}

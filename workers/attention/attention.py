@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.store_kv import store_kv
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LayerKind
 from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
@@ -73,15 +73,17 @@ def attend_cache(
         block_tables=metadata.block_tables,
         seq_lens=metadata.seq_lens,
         cu_seqlens_q=metadata.cu_seqlens_q,
-        max_seqlen_q=metadata.max_seqlen_q,
         scale=layer.scale,
         sliding_window=layer.sliding_window,
         softcap=layer.softcap,
         sinks=sinks,
         batch_invariant=metadata.batch_invariant,
-        total_seq_len=metadata.total_seq_len,
-        num_prefills=metadata.num_prefills,
+        plan=metadata.plans.get(kind_of(layer)) if metadata.plans else None,
     )
+
+
+def kind_of(layer: LayerSpec) -> LayerKind:
+    return LayerKind(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window)
 
 
 def layer_index(module: nn.Module) -> int:

@@ -3,9 +3,24 @@
 The runner builds both once per step, with tensors on the rank's device, and passes them through the model's kwargs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
+
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan
+
+
+class LayerKind(NamedTuple):
+    """What a plan of attention depends on: layers of one kind share it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int
+
+
+AttentionPlans = dict[LayerKind, AttentionPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +39,10 @@ class AttentionMetadata:
     block_tables: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
-    max_seqlen_q: int
     # Whether a query's result has the same bits in a decode and in a prefill (see paged_attention.py).
     batch_invariant: bool = False
-    # Upper bound of the sum of seq_lens; None if unknown.
-    total_seq_len: int | None = None
-    # Number of sequences with several tokens in this step; the others have one each. None if unknown.
-    num_prefills: int | None = None
+    # For Triton's kernels: how attention is divided among programs, for each kind of layers.
+    plans: AttentionPlans = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +54,13 @@ class LogitsIndices:
 
     tokens:       int64 [R], ascending indices into the step's tokens
     cu_seqlens_q: int32 [S + 1], element s is the number of `tokens` in the first s sequences; at most one each
+    plans:        as in AttentionMetadata, for these tokens
     """
 
     tokens: Tensor
     cu_seqlens_q: Tensor
+    plans: AttentionPlans = field(default_factory=dict)
 
     def select_queries(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """`metadata` with `tokens` as the only queries."""
-        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, max_seqlen_q=1)
+        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, plans=self.plans)

@@ -1,9 +1,9 @@
 """CudaGraphs: decode steps as CUDA graphs, one graph for each of a few batch sizes.
 
 A graph replays the kernels that were launched during its capture, on the same addresses. So a step writes the slot and
-position of each row into one fixed tensor. The graph computes all other inputs on the device, from this tensor and the
-runner's batch state. A step with fewer rows than the graph is padded with rows at position -1: their slot_mapping is -1
-(nothing is stored) and their seq_len is 0 (nothing is read).
+position of each row into one fixed tensor, and its plan of attention into another. The graph computes all other inputs
+on the device, from these tensors and the runner's batch state. A step with fewer rows than the graph is padded with rows
+at position -1: their slot_mapping is -1 (nothing is stored) and their seq_len is 0 (nothing is read).
 
 Without a GPU, the same padded step runs without a graph, for tests.
 """
@@ -19,6 +19,7 @@ from coatcheck.workers.attention.attention import LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.model.model import Model
+from coatcheck.workers.runner.attention_planner import AttentionPlanner
 from coatcheck.workers.runner.host_transfer import upload
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -30,14 +31,9 @@ def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in _SIZES if size < largest), largest)
 
 
-def pick_capture_size(rows: Sequence[ScheduledSequence], sizes: Sequence[int], max_total_seq_len: int) -> int | None:
-    """The smallest of the ascending `sizes` that holds `rows`.
-
-    None if no size does, if a row is not a decode, or if the context lengths add up to more than `max_total_seq_len`.
-    """
+def pick_capture_size(rows: Sequence[ScheduledSequence], sizes: Sequence[int]) -> int | None:
+    """The smallest of the ascending `sizes` that holds `rows`. None if no size does, or if a row is not a decode."""
     if not rows or any(row.num_tokens != 1 or not row.needs_sample for row in rows):
-        return None
-    if sum(row.start + 1 for row in rows) > max_total_seq_len:
         return None
     return next((size for size in sizes if size >= len(rows)), None)
 
@@ -45,9 +41,8 @@ def pick_capture_size(rows: Sequence[ScheduledSequence], sizes: Sequence[int], m
 class CudaGraphs:
     """One rank's graphs.
 
-    `token_ids`, `block_tables`: the runner's batch state. `sizes`: ascending; empty for no graphs.
-    `max_total_seq_len`: the pool's capacity in tokens. Sequences that share blocks can together exceed the capacity;
-    such steps run without a graph, because the attention kernel's split was chosen for this length.
+    `token_ids`, `block_tables`: the runner's batch state. `planner`: of attention. `sizes`: ascending; empty for no
+    graphs.
     """
 
     def __init__(
@@ -56,21 +51,22 @@ class CudaGraphs:
         layer_caches: LayerCaches,
         token_ids: Tensor,
         block_tables: Tensor,
+        planner: AttentionPlanner,
         *,
         block_size: int,
         sizes: Sequence[int],
-        max_total_seq_len: int,
     ) -> None:
         self._model = model
         self._layer_caches = layer_caches
         self._token_ids = token_ids
         self._block_tables = block_tables
         self._block_size = block_size
+        self._planner = planner
         self.sizes = tuple(sizes)
-        self._max_total_seq_len = max_total_seq_len
         self._device = token_ids.device
         largest = max(self.sizes, default=0)
         self._inputs = torch.zeros(2, largest, dtype=torch.int64, device=self._device)  # slots, positions
+        self._plans = {size: planner.allocate_decodes(size) for size in self.sizes}
         self._logits = torch.zeros(largest, model.spec.vocab_size, device=self._device)
         self.steps = 0
         self.last_size: int | None = None
@@ -101,7 +97,7 @@ class CudaGraphs:
 
     def pick_size(self, rows: Sequence[ScheduledSequence]) -> int | None:
         """The captured size for these rows; None if the step must run without a graph."""
-        return pick_capture_size(rows, tuple(self._replays), self._max_total_seq_len)
+        return pick_capture_size(rows, tuple(self._replays))
 
     def replay(self, rows: Sequence[ScheduledSequence], size: int) -> Tensor:
         """Compute the rows. Returns float32 [len(rows), vocab], valid until the next call."""
@@ -118,6 +114,7 @@ class CudaGraphs:
         padding = size - len(rows)
         columns = [[row.slot for row in rows] + [0] * padding, [row.start for row in rows] + [-1] * padding]
         self._inputs[:, :size].copy_(upload(columns, torch.int64, self._device))
+        self._planner.write_decodes(self._plans[size][0], [row.start + 1 for row in rows] + [0] * padding)
 
     def _forward(self, size: int) -> None:
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
@@ -128,9 +125,8 @@ class CudaGraphs:
             block_tables=self._block_tables[slots],
             seq_lens=(positions + 1).to(torch.int32),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device),
-            max_seqlen_q=1,
             batch_invariant=self._model.deterministic,
-            total_seq_len=self._max_total_seq_len,
+            plans=self._plans[size][1],
         )
         hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
         self._logits[:size].copy_(self._model.logits(hidden))

@@ -16,7 +16,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.attention.paged_prefill import chunk_lengths
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
@@ -24,6 +23,7 @@ from coatcheck.workers.core.step_plan import ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
+from coatcheck.workers.runner.attention_planner import AttentionPlanner
 from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_graphs import CudaGraphs
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
@@ -76,9 +76,13 @@ class ModelRunner:
         self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
         self._grammar_compiler = GrammarCompiler(grammars, communicator or Communicator())
         self._copier = copier
+        self._planner = AttentionPlanner(
+            model.spec.layers, self._layer_caches, getattr(torch, model.spec.dtype).itemsize,
+            batch_invariant=model.deterministic,
+        )  # fmt: skip
         self.graphs = CudaGraphs(
-            model, self._layer_caches, self._token_ids, self._block_tables,
-            block_size=layout.block_size, sizes=capture_sizes, max_total_seq_len=len(pool) * layout.block_size,
+            model, self._layer_caches, self._token_ids, self._block_tables, self._planner,
+            block_size=layout.block_size, sizes=capture_sizes,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -153,16 +157,16 @@ class ModelRunner:
         ends = accumulate(row.num_tokens for row in rows)
         tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.needs_sample]
         counts = accumulate((int(row.needs_sample) for row in rows), initial=0)
-        return LogitsIndices(self._int64(tokens), self._int32(list(counts)))
+        plans = self._planner.make_plans([int(row.needs_sample) for row in rows], _seq_lens(rows))
+        return LogitsIndices(self._int64(tokens), self._int32(list(counts)), plans)
 
     def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
         """Hidden states of the rows' T tokens, [T, hidden]; with `logits_indices`, of its R tokens, [R, hidden]."""
         lens = [row.num_tokens for row in rows]
         cu_seqlens = list(accumulate(lens, initial=0))
-        max_seqlen_q = max(lens)
         slots, starts, counts = self._int64([(row.slot, row.start, row.num_tokens) for row in rows]).T
         seq_lens = starts + counts
-        if max_seqlen_q == 1:
+        if max(lens) == 1:
             token_slots, positions = slots, starts
         else:
             row_of = torch.arange(len(rows), device=self._device).repeat_interleave(counts, output_size=cu_seqlens[-1])
@@ -170,17 +174,15 @@ class ModelRunner:
             first_token = self._int64(cu_seqlens[:-1])
             positions = torch.arange(cu_seqlens[-1], device=self._device) + (starts - first_token)[row_of]
         size = self._layout.block_size
-        max_seq_len = max(row.start + row.num_tokens for row in rows)
+        max_seq_len = max(_seq_lens(rows))
         blocks = self._block_tables[token_slots, positions // size]
         metadata = AttentionMetadata(
             slot_mapping=blocks.long() * size + positions % size,
             block_tables=self._block_tables[slots, : -(-max_seq_len // size)],
             seq_lens=seq_lens.to(torch.int32),
             cu_seqlens_q=self._int32(cu_seqlens),
-            max_seqlen_q=max_seqlen_q,
             batch_invariant=self.model.deterministic,
-            total_seq_len=sum(row.start + row.num_tokens for row in rows),
-            num_prefills=sum(row.num_tokens > 1 for row in rows),
+            plans=self._planner.make_plans(lens, _seq_lens(rows)),
         )
         input_ids = self._token_ids[token_slots, positions].long()
         return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
@@ -245,11 +247,13 @@ class ModelRunner:
         """
         vocab, size = self.model.spec.vocab_size, self._layout.block_size
         max_tokens = min(self._token_ids.shape[1] - 1, len(self.pool) * size)
-        groups = {layer.num_heads // layer.num_kv_heads for layer in self.model.spec.layers}
-        lengths = sorted({length for group in groups for length in chunk_lengths(group)})
         for plan in kernel_plans(
-            chunk_lengths=lengths, max_tokens=max_tokens, num_blocks=len(self.pool), block_size=size
-        ):  # fmt: skip
+            chunk_lengths=self._planner.warm_up_lengths,
+            max_tokens=max_tokens,
+            max_model_len=self.max_model_len,
+            num_blocks=len(self.pool),
+            block_size=size,
+        ):
             self.launch(plan).wait()
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
@@ -265,3 +269,8 @@ class ModelRunner:
 
     def _int64(self, values: object) -> Tensor:
         return upload(values, torch.int64, self._device)
+
+
+def _seq_lens(rows: Sequence[ScheduledSequence]) -> list[int]:
+    """The context lengths, with this step's tokens."""
+    return [row.start + row.num_tokens for row in rows]

@@ -15,6 +15,7 @@ from coatcheck.proto.sampling import MAX_LOGPROBS, SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 _NUM_COPIED_BLOCKS = 8
+_SPLIT_TOKENS = 2048  # of which attention makes several splits, in every mode
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
 # Each uses different kernels of the sampler.
@@ -41,9 +42,10 @@ def warm_up_plans(*, num_tokens: int, block_size: int) -> Iterator[StepPlan]:
 
 
 def kernel_plans(
-    *, chunk_lengths: Iterable[int], max_tokens: int, num_blocks: int, block_size: int
+    *, chunk_lengths: Iterable[int], max_tokens: int, max_model_len: int, num_blocks: int, block_size: int
 ) -> Iterator[StepPlan]:
-    """A prefill of each of `chunk_lengths` with a decode after it, every kind of sampling, and a block copy.
+    """A prefill of each of `chunk_lengths` with a decode after it, a decode whose keys are split, every kind of sampling,
+    and a block copy.
 
     `chunk_lengths`: those for which the attention kernel's launch differs. `max_tokens`: of a sequence; longer chunks
     are left out.
@@ -52,6 +54,8 @@ def kernel_plans(
         if length < max_tokens:
             yield _prefill(length, _GREEDY, block_size)
             yield _decode(length, _GREEDY, block_size)
+    # Its blocks need not be its own, because the result is discarded.
+    yield StepPlan(scheduled=[ScheduledSequence(0, min(max_model_len, _SPLIT_TOKENS) - 1, 1, needs_sample=False)])
     for sampling in _SAMPLINGS if max_tokens > 2 else ():
         yield _prefill(2, sampling, block_size)
         yield _decode(2, sampling, block_size)

@@ -84,7 +84,6 @@ class PagedDriver:
             block_tables=tables,
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
-            max_seqlen_q=max(n for _, n in work),
         )
         whole = [sample_chunks or sequence.computed == len(sequence.tokens) for sequence, _ in work]
         wanted = LogitsIndices(
@@ -104,7 +103,6 @@ class PagedDriver:
             block_tables=torch.tensor([sequence.blocks], dtype=torch.int32),
             seq_lens=torch.tensor([span.stop], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
-            max_seqlen_q=n,
         )
         ids = torch.tensor(sequence.tokens[span.start : span.stop])
         return self.model.forward(ids, torch.tensor(list(span)), metadata, self.layer_caches)

@@ -1,59 +1,83 @@
-"""Decode and prefill in Triton's interpreter, over pools of every kind; run by interpreted.py."""
+"""Paged attention in Triton's interpreter, over pools of every kind; run by interpreted.py."""
+
+from collections.abc import Sequence
 
 import torch
-import triton
+from torch import Tensor
 
-from coatcheck.kernels.attention.paged_decode import DecodeLaunch, launch_decode
-from coatcheck.kernels.attention.paged_prefill import PrefillLaunch, launch_prefill
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan, launch_attention, make_plan
+from coatcheck.kernels.attention.tile_launch import TileLaunch, Tiles, pick_tiles
+from coatcheck.kernels.gpu_properties import gpu_properties
 from tests.kernels.attention_batch import Batch, close
 from tests.kernels.caches import QUANTISED
 from tests.kernels.triton.agreement import SENTINEL
 
 Dtypes = tuple[torch.dtype, ...]
+Options = tuple[float, int, float, Tensor | None]  # scale, window, cap, sinks
+
+
+def tiles_of(batch: Batch, programs: int | None = None, *, batch_invariant: bool = False) -> Tiles:
+    """The picked tiles. `programs`: as if the GPU ran so many at once."""
+    q, cache, *_ = batch.arguments()
+    picked = pick_tiles(
+        q.shape[1], cache.kv_heads, cache.head_dim, element_size=q.element_size(), pool_bits=cache.bits,
+        gpu=gpu_properties(q.device), batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+    def limited(tile: TileLaunch) -> TileLaunch:
+        return tile if programs is None else tile._replace(shape=tile.shape._replace(programs=programs))
+
+    return Tiles(limited(picked.short), limited(picked.medium), limited(picked.wide), batch_invariant)
+
+
+def plan_of(batch: Batch, tiles: Tiles, window: int) -> AttentionPlan:
+    q_lens = batch.cu_seqlens_q.diff().tolist()
+    return make_plan(q_lens, batch.seq_lens.tolist(), tiles, window, batch.q.device)
+
+
+def launch(batch: Batch, options: Options, out: Tensor, tiles: Tiles | None = None, q: Tensor | None = None) -> None:
+    plan = plan_of(batch, tiles or tiles_of(batch), options[1])
+    launch_attention(batch.q if q is None else q, batch.cache, batch.block_tables, plan, *options, out)
 
 
 def attention(first: torch.dtype = torch.float32, *others: torch.dtype) -> None:
-    """Three shapes in the first dtype and the last shape in the others; then with other launch parameters."""
-    lengths = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 600), (0, 0), (20, 33)]
+    """Three shapes in the first dtype and the last shape in the others, with as many programs as a GPU has and with 3."""
+    lengths = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 600), (0, 0), (20, 533), (40, 40)]
     shapes = ((6, 2, 32, 0, 0.0, False), (4, 4, 16, 13, 5.0, True), (3, 1, 80, 20, 0.0, True))
     for dtype in (first, *others):
         for heads, kv_heads, dim, window, softcap, with_sinks in shapes if dtype == first else shapes[-1:]:
             batch = Batch(lengths, heads, kv_heads, dim, dtype)
             sinks = torch.randn(heads) if with_sinks else None
-            out = torch.full(batch.q.shape, SENTINEL).to(dtype)
-            arguments = batch.arguments()
-            launch_decode(*arguments, batch.scale, window, softcap, sinks, out)
-            assert (out[2:18] == SENTINEL).all(), "the decode kernel wrote into a prefill's rows"
-            decoded = out[:2].clone()
-            launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out)
-            assert torch.equal(out[:2], decoded), "the prefill kernel wrote into a decode's rows"
             want = batch.reference(window, softcap, sinks)
-            close(out, want)
-            narrow = DecodeLaunch(16, 16, triton.next_power_of_2(dim), 4, 1)
-            launch_decode(
-                *arguments, batch.scale, window, softcap, sinks, out, programs=3, launch=narrow, split=64
-            )  # fmt: skip
-            wide = PrefillLaunch(64, 32, triton.next_power_of_2(dim), 4, 1)
-            launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out, launch=wide)
-            close(out, want)
+            for programs in (None, 3):
+                out = torch.full(batch.q.shape, SENTINEL).to(dtype)
+                launch(batch, (batch.scale, window, softcap, sinks), out, tiles_of(batch, programs))
+                close(out, want)
 
 
 def batch_invariant(dtypes: Dtypes = (torch.float32, torch.float16), quantised: torch.dtype = torch.float32) -> None:
-    """A query has the same bits alone, in a short chunk and in a whole prompt, with neighbours and without; over int8
-    as `quantised`."""
+    """A query has the same bits alone, in a short chunk and in a whole prompt, with neighbours and without, with its
+    keys divided among programs and by one program; over int8 as `quantised`."""
+    length = 1100
     for dtype, pool in (*zip(dtypes, dtypes, strict=True), (quantised, torch.int8)):
-        whole = Batch([(45, 45), (3, 20)], 4, 2, 32, dtype, 16, pool)
-        options = (whole.scale, 30, 5.0, torch.randn(4))
-        want, have = torch.empty_like(whole.q), torch.empty_like(whole.q)
-        launch_prefill(*whole.arguments(), 45, *options, want, True)
-        tables = whole.block_tables[:1]
-        for first, last in ((0, 1), (1, 2), (2, 20), (20, 44), (44, 45)):
-            seq_lens = torch.tensor([last], dtype=torch.int32)
-            cu_seqlens = torch.tensor([0, last - first], dtype=torch.int32)
-            rows = (whole.q[first:last].contiguous(), whole.cache, tables, seq_lens, cu_seqlens)
-            launch_prefill(*rows, last - first, *options, have[first:last], True)
-        assert torch.equal(have[:45], want[:45])
-        close(want, whole.reference(*options[1:]))
+        for window, softcap, sinks in ((0, 0.0, torch.randn(4)), (700, 5.0, None)):
+            whole = Batch([(length, length), (3, 20)], 4, 2, 32, dtype, 16, pool)
+            options = (whole.scale, window, softcap, sinks)
+            want, have = torch.empty_like(whole.q), torch.empty_like(whole.q)
+            one = tiles_of(whole, 1, batch_invariant=True)
+            launch(whole, options, want, one)
+            assert plan_of(whole, one, window).space.slots == 0
+            numbers = []
+            for first, last in ((0, 1), (1, 40), (700, 701), (1060, 1099), (1099, 1100)):
+                for programs in (1, None):
+                    part = tiles_of(whole, programs, batch_invariant=True)
+                    plan = make_plan([last - first], [last], part, window, whole.q.device)
+                    numbers.append(plan.space.slots)
+                    rows = whole.q[first:last].contiguous()
+                    launch_attention(rows, whole.cache, whole.block_tables[:1], plan, *options, have[first:last])
+                    assert torch.equal(have[first:last], want[first:last]), (dtype, pool, window, first, programs)
+            assert max(numbers) > 0, "no keys were divided: this proves nothing"
+            close(want, whole.reference(window, softcap, sinks))
 
 
 DIMS = (64, 80, 96, 128, 256)
@@ -76,50 +100,42 @@ def matrix(whole: bool = False, pools: Dtypes = POOLS) -> None:
 def cell(
     dim: int, pool: torch.dtype, heads: int, kv_heads: int, window: int, softcap: float, with_sinks: bool, size: int
 ) -> None:
-    """Both kernels in one batch: a full last block, a last block of one token, a shared prefix, and unused rows."""
+    """Decodes and a chunk in one batch: a full last block, a last block of one token, a shared prefix, unused rows."""
     dtype = pool if pool in (torch.float16, torch.bfloat16) else torch.float32
     batch = Batch([(1, 2 * size + 1), (18, 33), (1, size), (0, 0)], heads, kv_heads, dim, dtype, size, pool)
     batch.block_tables[2] = batch.block_tables[0]
     sinks = torch.randn(heads) if with_sinks else None
     out = torch.full((len(batch.q) + 2, heads, dim), SENTINEL).to(dtype)
-    q = torch.cat((batch.q, batch.q[:2]))
-    arguments = (q, *batch.arguments()[1:])
-    launch_decode(*arguments, batch.scale, window, softcap, sinks, out)
-    assert (out[1:19] == SENTINEL).all(), "the decode kernel wrote into a prefill's rows"
-    launch_prefill(*arguments, 18, batch.scale, window, softcap, sinks, out)
+    launch(batch, (batch.scale, window, softcap, sinks), out, q=torch.cat((batch.q, batch.q[:2])))
     assert (out[len(batch.q) :] == SENTINEL).all(), "a row past the last sequence was written"
     close(out[: len(batch.q)], batch.reference(window, softcap, sinks))
 
 
 def long() -> None:
-    """Nine splits and one key, and the first chunk that sees past a split; an empty batch launches nothing."""
-    batch = Batch([(1, 4097), (2, 513)], 2, 1, 64, torch.float32)
-    out = torch.full(batch.q.shape, SENTINEL)
-    arguments = batch.arguments()
-    launch_decode(*arguments, batch.scale, 0, 0.0, None, out)
-    launch_prefill(*arguments, 2, batch.scale, 0, 0.0, None, out)
-    close(out, batch.reference())
-    counted = torch.full(batch.q.shape, SENTINEL)
-    launch_prefill(*arguments, 2, batch.scale, 0, 0.0, None, counted, num_prefills=1)
-    assert torch.equal(counted[1:], out[1:]), "programs for one prompt among decodes were too few"
-    launch_decode(*arguments, batch.scale, 600, 0.0, None, out)  # splits in which everything is masked
-    close(out[:1], batch.reference(600)[:1])
+    """Many splits and one key, splits outside of a window, and sequences without tokens or keys."""
+    batch = Batch([(1, 4097), (2, 513), (16, 2000)], 2, 1, 64, torch.float32)
+    for window in (0, 600):
+        out = torch.full(batch.q.shape, SENTINEL)
+        launch(batch, (batch.scale, window, 0.0, None), out)
+        assert plan_of(batch, tiles_of(batch), window).space.merges > 2
+        close(out, batch.reference(window))
     empty = Batch([], 2, 1, 64, torch.float32)
-    launch_decode(*empty.arguments(), 1.0, 0, 0.0, None, empty.q)
-    launch_prefill(*empty.arguments(), 1, 1.0, 0, 0.0, None, empty.q)
+    launch(empty, (1.0, 0, 0.0, None), empty.q)
+    padding = Batch([(1, 0), (1, 3)], 2, 1, 64, torch.float32)
+    out = torch.full(padding.q.shape, SENTINEL)
+    launch(padding, (1.0, 0, 0.0, None), out)
+    assert (out[0] == 0).all(), "a query over no keys must give zeros"
 
 
 def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float16) -> None:
-    """Decode and prefill over pools of every other dtype."""
-    lengths = [(1, 1), (1, 17), (9, 33), (1, 530)]
+    """Decodes and chunks over pools of every other dtype."""
+    lengths: Sequence[tuple[int, int]] = [(1, 1), (1, 17), (9, 33), (1, 530), (9, 600)]
     for kv in (*QUANTISED, torch.float16):
         for dtype, (heads, kv_heads, dim, window, softcap) in (
             (one, (6, 2, 32, 0, 0.0)),
             (other, (3, 1, 80, 20, 5.0)),
         ):
-            batch = Batch(lengths, heads, kv_heads, dim, dtype, kv=kv)
+            batch = Batch(list(lengths), heads, kv_heads, dim, dtype, kv=kv)
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)
-            arguments = batch.arguments()
-            launch_decode(*arguments, batch.scale, window, softcap, None, out)
-            launch_prefill(*arguments, 9, batch.scale, window, softcap, None, out)
+            launch(batch, (batch.scale, window, softcap, None), out)
             close(out, batch.reference(window, softcap))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-from coatcheck.kernels.attention import paged_decode, paged_prefill, rotary
+from coatcheck.kernels.attention import attention_plan, paged_tiles, rotary, tile_launch
 from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv import copy_blocks, store_kv
 from coatcheck.kernels.layers import grouped_gemm, rms_norm, route, silu_mul
@@ -66,43 +66,32 @@ POOLS = {
 DIMS = (64, 80, 96, 128, 256)
 
 
-def decode(dim: int, pool: Pool, kv_heads: int, gpu: GpuProperties, *, capped: bool = False) -> Key:
-    group = 32 // kv_heads
-    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bits, gpu)
+def tiles(
+    kind: str, dim: int, pool: Pool, kv_heads: int, gpu: GpuProperties, *, capped: bool = False
+) -> Key:  # fmt: skip
+    """`kind`: short, medium, wide, or batch-invariant."""
+    invariant = kind == "batch-invariant"
+    launches = tile_launch.pick_tiles(
+        32, kv_heads, dim, element_size=pool.q_bytes, pool_bits=pool.bits, gpu=gpu, batch_invariant=invariant
+    )
+    launch: tile_launch.TileLaunch = launches.wide if invariant else getattr(launches, kind)
     arguments = (
-        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
-        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} *fp32 *fp32 *fp32 "
+        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32"
     )
     constants = dict(
-        DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
-        SEQS=paged_decode._SEQS, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
-        CONVERT=gpu.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped, **pool.constants,
-    )  # fmt: skip
-    return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
-
-
-def prefill(dim: int, pool: Pool, gpu: GpuProperties, *, capped: bool = False, batch_invariant: bool = False) -> Key:
-    launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, gpu)
-    arguments = (
-        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} "
-        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
-    )
-    constants = dict(
-        DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
+        DIM=dim, SIZE=16, GROUP=32 // kv_heads, PACK=launch.pack, HEADS=32,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True,
-        PRECISION="ieee" if pool.q == "fp32" else "tf32", SINGLE=batch_invariant,
-        CAPPED=paged_prefill.has_cap_branch(capped, dim, pool.q_bytes, pool.quantised > 0, gpu),
-        CONVERT=gpu.prefill_convert, **pool.constants,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", CONVERT=launch.convert,
+        CAPPED=capped or launch.is_capped, TWO_LOOPS=launch.two_loops,
+        UNIT=attention_plan.INVARIANT_UNIT if invariant else 0, **pool.constants,
     )  # fmt: skip
-    return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
+    return Key(paged_tiles._tiles, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def reduce(dim: int, gpu: GpuProperties) -> Key:
-    constants = dict(
-        HEADS=32, DIM=dim, SPLIT_SIZE=paged_decode.SPLIT, SEQS=paged_decode._SEQS,
-        BLOCK_D=triton.next_power_of_2(dim), TILE=16, SINKS=True,
-    )  # fmt: skip
-    return Key(paged_decode._reduce, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32", constants, 4)
+def merge(dim: int, gpu: GpuProperties, *, parts: int = 16) -> Key:
+    constants = dict(HEADS=32, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), PARTS=parts, SINKS=True)
+    return Key(paged_tiles._merge, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16", constants, 4)
 
 
 def rotary_store(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
@@ -151,10 +140,13 @@ def same(*parts: Any) -> Keys:
 
 # One for each kernel, and one of those that widen quantised bytes.
 KEYS: dict[str, Keys] = {
-    "decode": partial(decode, 128, POOLS["bf16"], 8),
-    "reduce": partial(reduce, 128),
-    "prefill": partial(prefill, 128, POOLS["bf16"]),
-    "prefill, 64, fp8": partial(prefill, 64, POOLS["fp8"]),
+    "short": partial(tiles, "short", 128, POOLS["bf16"], 8),
+    "medium": partial(tiles, "medium", 128, POOLS["bf16"], 8),
+    "wide": partial(tiles, "wide", 128, POOLS["bf16"], 8),
+    "wide, 64, fp8": partial(tiles, "wide", 64, POOLS["fp8"], 8),
+    "batch-invariant": partial(tiles, "batch-invariant", 128, POOLS["bf16"], 8),
+    "merge": partial(merge, 128),
+    "merge, batch-invariant": partial(merge, 128, parts=1),
     "rms_norm": same(
         rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
         dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
@@ -200,22 +192,20 @@ KEYS: dict[str, Keys] = {
 def _others() -> Iterator[tuple[str, Keys]]:
     for dim in DIMS:
         for name, pool in POOLS.items():
-            if (dim, name) != (128, "bf16"):
-                yield f"decode, {dim}, {name}", partial(decode, dim, pool, 8)
-                if (dim, name) != (64, "fp8"):
-                    yield f"prefill, {dim}, {name}", partial(prefill, dim, pool)
+            for kind in ("short", "medium", "wide", "batch-invariant"):
+                if (dim, name) != (128, "bf16") and (kind, dim, name) != ("wide", 64, "fp8"):
+                    yield f"{kind}, {dim}, {name}", partial(tiles, kind, dim, pool, 8)
         if dim != 128:
-            yield f"reduce, {dim}", partial(reduce, dim)
+            yield f"merge, {dim}", partial(merge, dim)
             yield f"rotary, {dim}, bf16", partial(rotary_store, dim, POOLS["bf16"])
     for name, pool in POOLS.items():
-        yield f"decode, 128, {name}, MHA", partial(decode, 128, pool, 32)
-        yield f"decode, 128, {name}, MQA", partial(decode, 128, pool, 1)
+        yield f"short, 128, {name}, MHA", partial(tiles, "short", 128, pool, 32)
+        yield f"short, 128, {name}, MQA", partial(tiles, "short", 128, pool, 1)
         if name != "bf16":
             yield f"rotary, 128, {name}", partial(rotary_store, 128, pool)
     for dim, name in ((128, "bf16"), (128, "fp8"), (128, "int4"), (256, "bf16"), (256, "int4")):
-        yield f"decode, {dim}, {name}, capped", partial(decode, dim, POOLS[name], 8, capped=True)
-        yield f"prefill, {dim}, {name}, capped", partial(prefill, dim, POOLS[name], capped=True)
-        yield f"prefill, {dim}, {name}, batch-invariant", partial(prefill, dim, POOLS[name], batch_invariant=True)
+        for kind in ("short", "wide"):
+            yield f"{kind}, {dim}, {name}, capped", partial(tiles, kind, dim, POOLS[name], 8, capped=True)
     for kernel, title in ((grouped_gemm._gate_up, "gate_up"), (grouped_gemm._down, "down")):
         for tokens, count in ((8192, "many"), (8, "few")):
             yield f"{title}, {count}, fp32", partial(grouped, kernel, "fp32", tokens)

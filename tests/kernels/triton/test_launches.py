@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coatcheck.kernels.attention import paged_decode, paged_prefill
+from coatcheck.kernels.attention.tile_launch import TileLaunch, pick_tiles
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_120, GpuProperties
 from coatcheck.kernels.layers import grouped_gemm
 
@@ -12,23 +12,27 @@ from coatcheck.kernels.layers import grouped_gemm
 @pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
-def test_tiles_fit_the_shape_and_the_processor(dim: int, element_size: int, gpu: GpuProperties) -> None:
-    """Tiles are powers of two that `tl.dot` takes, cover a row, and are staged no deeper than shared memory is."""
-    for width, pool_bits in ((dim, 8 * element_size), (dim, 8), (dim // 2, 4)):
-        quantised, pool_size = pool_bits <= 8, max(1, pool_bits // 8)
-        for longest in (2, 17, 4096):
-            prefill = paged_prefill.pick_launch(longest, dim, width, element_size, quantised, gpu)
-            assert prefill.block_m >= min(longest, 16) and prefill.block_m < 2 * max(16, longest)
-            check(prefill, width, element_size, gpu)
-        for group in (1, 4, 32):
-            decode = paged_decode.pick_launch(group, width, element_size, pool_bits, gpu)
-            assert decode.block_m >= group
-            check(decode, width, pool_size, gpu)
-
-
-def check(
-    launch: paged_prefill.PrefillLaunch | paged_decode.DecodeLaunch, width: int, element_size: int, gpu: GpuProperties
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (71, 1), (24, 1)])
+def test_tiles_fit_the_shape_and_the_processor(
+    dim: int, element_size: int, gpu: GpuProperties, heads: int, kv_heads: int
 ) -> None:
+    """Tiles are powers of two that `tl.dot` takes, cover a row, hold whole queries, and fit the shared memory."""
+    for width, pool_bits in ((dim, 8 * element_size), (dim, 8), (dim // 2, 4)):
+        for batch_invariant in (False, True):
+            tiles = pick_tiles(
+                heads, kv_heads, dim, element_size=element_size, pool_bits=pool_bits, gpu=gpu,
+                batch_invariant=batch_invariant,
+            )  # fmt: skip
+            assert len(set(tiles[:3])) == 1 or not batch_invariant
+            assert tiles.short.block_m <= tiles.medium.block_m <= tiles.wide.block_m or heads > 64
+            for tile in tiles[:3]:
+                assert heads // kv_heads % tile.pack == 0 and tile.shape.queries >= 1
+                assert tile.shape.queries * tile.pack <= tile.block_m and tile.shape.head_tiles * tile.pack == heads
+                bits = pool_bits if tile is tiles.short and not batch_invariant else 8 * element_size
+                check(tile, width, max(1, bits // 8), gpu)
+
+
+def check(launch: TileLaunch, width: int, element_size: int, gpu: GpuProperties) -> None:
     for size in launch[:3]:
         assert size >= 16 and size & (size - 1) == 0
     assert launch.block_d >= width
@@ -38,16 +42,16 @@ def check(
 
 
 def test_long_chunks_take_large_tiles_where_the_processor_has_room() -> None:
-    """128 queries in a tile from bfloat16 on every GPU; from a quantised pool only where registers suffice."""
+    """128 rows in a tile from bfloat16 on every GPU; from a quantised pool only where registers suffice."""
     tiles = [
-        paged_prefill.pick_launch(4096, 128, 128, 2, quantised, gpu).block_m
+        pick_tiles(32, 8, 128, element_size=2, pool_bits=bits, gpu=gpu).wide.block_m
         for gpu in (SM_80, SM_90)
-        for quantised in (False, True)
+        for bits in (16, 8)
     ]
     assert tiles == [128, 64, 128, 128]
 
 
-@pytest.mark.parametrize("gpu", [SM_80, SM_90, GFX942, ADA])
+@pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_tiles_of_experts_fit_the_processor(element_size: int, gpu: GpuProperties) -> None:
     """Tiles grow with the rows of an expert, unless results may not depend on the batch, and fit shared memory."""
@@ -59,3 +63,10 @@ def test_tiles_of_experts_fit_the_processor(element_size: int, gpu: GpuPropertie
             assert launch.block_m >= 16 and launch.num_stages >= 1 and stage * launch.num_stages <= gpu.shared
             heights.append(launch.block_m)
     assert heights[1] > heights[0] == heights[2] == heights[3]
+
+
+def test_a_decode_reads_its_keys_once() -> None:
+    """All heads of a KV head are rows of one short tile, so that its keys are read by one program."""
+    for heads, kv_heads, rows in ((32, 8, 16), (32, 32, 16), (16, 1, 16), (32, 1, 32), (71, 1, 128)):
+        short = pick_tiles(heads, kv_heads, 128, element_size=2, pool_bits=16, gpu=SM_90).short
+        assert (short.block_m, short.shape.head_tiles) == (rows, kv_heads)

@@ -8,9 +8,7 @@ import pytest
 import torch
 import triton
 
-from coatcheck.kernels.attention import paged_prefill
 from coatcheck.kernels.compile_watch import CompileWatch
-from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_90, GpuProperties
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.ranks import run_ranks
 from tests.workers.runner.recorded_keys import ClaimedGpu, record
@@ -32,25 +30,9 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
     path = tiny_checkpoint(arch, checkpoint_directory)
     ((warmed, served),) = run_ranks(1, record, (path, dtype, kv_dtype))
     assert served <= warmed, served - warmed
-    asked = {"_decode", "_reduce", "_prefill", "_draw", "_filter_floor", "_count_tokens", "_penalise", "_copy_blocks",
+    asked = {"_tiles", "_merge", "_draw", "_filter_floor", "_count_tokens", "_penalise", "_copy_blocks",
              "_token_mask"}  # fmt: skip
     assert {key.split()[0] for key in warmed} >= asked and served
-
-
-@pytest.mark.parametrize("gpu", [SM_80, SM_90, GFX942])
-@pytest.mark.parametrize("group", [1, 3, 8, 71])
-@pytest.mark.parametrize("dim", [64, 80, 256])
-@pytest.mark.parametrize(("quantised", "element_size"), [(False, 2), (True, 2), (False, 4)])
-def test_chunk_lengths_take_every_launch(
-    gpu: GpuProperties, group: int, dim: int, quantised: bool, element_size: int
-) -> None:  # fmt: skip
-    """Every chunk length has the launch parameters of one of the lengths of the warm-up."""
-    pack = paged_prefill.pick_pack(group)
-    launches = {
-        length: paged_prefill.pick_launch(length * pack, dim, dim, element_size, quantised, gpu)
-        for length in range(2, 400)
-    }
-    assert set(launches.values()) == {launches[length] for length in paged_prefill.chunk_lengths(group)}
 
 
 def test_a_late_compilation_is_counted() -> None:

@@ -1,0 +1,180 @@
+"""The plan of a step's attention: which program computes which queries over which keys. Pure arithmetic on the host.
+
+    tile    up to `queries` consecutive queries of one sequence
+    item    a tile and a range of its keys; `head_tiles` programs compute it, one for each group of heads
+    merge   a query whose keys are divided among several items, which write partial results to slots
+
+Ranges begin and end at multiples of UNIT, counted from the sequence's first token. A range is at most the share of one
+program if the work of the whole step were spread evenly, so a long context among short ones, or a few new tokens behind
+a long prefix, keep the whole GPU busy, and no step has more ranges than it needs. The plan depends on the lengths of
+the step alone, never on the size of the KV pool.
+
+A plan for batch-invariant mode divides a tile's keys into units of one size, or not at all. The kernel combines units
+in order either way, so the division changes no bit.
+
+`pack_plans` writes plans into one int32 array, and the kernels read them on the device (see paged_tiles.py):
+
+    counts   [3]     numbers of short items, of wide items and of merges
+    items    [n, 8]  row of block_tables, first query, number of queries, position of the first query, first key, end of
+                     the keys, slot of the first query or -1 (the item has all keys and writes the output), 0
+    merges   [n, 4]  query, slot of its first part, slots between its parts, number of parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNIT = 256  # keys; a split is a multiple
+INVARIANT_UNIT = 512
+COUNTS, ITEM, MERGE = 4, 8, 4  # int32 in each row; `counts` has one unused element
+
+Ints = NDArray[np.int64]
+
+
+class TileShape(NamedTuple):
+    """`queries`: in a tile. `head_tiles`: programs of an item. `programs`: that should share the work."""
+
+    queries: int
+    head_tiles: int
+    programs: int
+
+    @property
+    def max_splits(self) -> int:
+        """The largest number of items that write to slots, of any step."""
+        return 3 * -(-self.programs // self.head_tiles)
+
+    @property
+    def max_slots(self) -> int:
+        """The largest number of slots that these items write."""
+        return self.max_splits * self.queries
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """`short`, `wide`: items [n, 8] of the two kinds of tiles. `merges`: [n, 4]. `num_slots`: that the items write."""
+
+    short: Ints
+    wide: Ints
+    merges: Ints
+    num_slots: int
+
+
+def plan_attention(
+    q_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    short: TileShape,
+    wide: TileShape,
+    window: int = 0,
+    batch_invariant: bool = False,
+) -> HostPlan:
+    """`q_lens`: queries of each sequence in this step. `seq_lens`: with this step's tokens. `window`: 0 for none.
+
+    Sequences with at most `short.queries` queries become short tiles, others wide ones. `batch_invariant`: all tiles
+    are wide.
+    """
+    queries, lens = np.asarray(q_lens, np.int64), np.asarray(seq_lens, np.int64)
+    is_short = (queries <= (0 if batch_invariant else short.queries)) & (queries > 0)
+    is_wide = (queries > 0) & ~is_short
+    firsts = np.cumsum(queries) - queries
+    short_items, short_merges, used = _plan_kind(queries, lens, firsts, is_short, short, window, batch_invariant, 0)
+    wide_items, wide_merges, used = _plan_kind(queries, lens, firsts, is_wide, wide, window, batch_invariant, used)
+    return HostPlan(short_items, wide_items, np.concatenate((short_merges, wide_merges)), used)
+
+
+def _plan_kind(
+    queries: Ints, lens: Ints, firsts: Ints, chosen: NDArray[np.bool_], shape: TileShape, window: int,
+    batch_invariant: bool, used: int,
+) -> tuple[Ints, Ints, int]:  # fmt: skip
+    """(items, merges, number of slots with those used before) of the sequences that are `chosen`."""
+    seqs = np.flatnonzero(chosen)
+    if not len(seqs):
+        return np.empty((0, ITEM), np.int64), np.empty((0, MERGE), np.int64), used
+    num_tiles = -(-queries[seqs] // shape.queries)
+    seq = np.repeat(seqs, num_tiles)
+    nth = np.arange(len(seq)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    count = np.minimum(shape.queries, queries[seq] - nth * shape.queries)
+    token = firsts[seq] + nth * shape.queries
+    position = lens[seq] - queries[seq] + nth * shape.queries
+    end = position + count
+    start = np.maximum(position - window + 1, 0) if window else np.zeros_like(end)
+    parts, size = _choose_parts(start, end, count, shape, batch_invariant)
+    tile = np.repeat(np.arange(len(seq)), parts)
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+    is_split = parts > 1
+    slots = np.where(is_split, parts * count, 0)
+    slot = np.where(is_split, used + np.cumsum(slots) - slots, -1)
+    base = start // size * size  # splits are at multiples of `size`
+    first_key = np.where(is_split[tile], np.maximum(start[tile], base[tile] + part * size), start[tile])
+    last_key = np.where(is_split[tile], np.minimum(end[tile], base[tile] + (part + 1) * size), end[tile])
+    item_slot = np.where(is_split[tile], slot[tile] + part * count[tile], -1)
+    items = np.stack(
+        (seq[tile], token[tile], count[tile], position[tile], first_key, last_key, item_slot, np.zeros_like(tile)), 1
+    )
+    # The longest come first, so that the last to run are short.
+    items = items[np.argsort(first_key - last_key, kind="stable")]
+    split = np.flatnonzero(is_split)
+    query = np.repeat(split, count[split])
+    nth_query = np.arange(len(query)) - np.repeat(np.cumsum(count[split]) - count[split], count[split])
+    merges = np.stack((token[query] + nth_query, slot[query] + nth_query, count[query], parts[query]), 1)
+    return items, merges, used + int(slots.sum())
+
+
+def _choose_parts(
+    start: Ints, end: Ints, count: Ints, shape: TileShape, batch_invariant: bool
+) -> tuple[Ints, int]:  # fmt: skip
+    """(the number of parts of each tile's keys, the size of a part)."""
+    share = -(-int((end - start).sum()) * shape.head_tiles // shape.programs)  # keys of a program
+    size = -(-max(share, 1) // UNIT) * UNIT
+    is_long = end - start > size
+    if not batch_invariant:
+        return np.where(is_long, -(-end // size) - start // size, 1), size
+    parts = np.where(is_long, -(-end // INVARIANT_UNIT) - start // INVARIANT_UNIT, 1)
+    # Tiles are divided in order while there are slots. Dividing changes no bit, so any limit would do.
+    slots = np.cumsum(np.where(parts > 1, parts * count, 0))
+    return np.where(slots <= shape.max_slots, parts, 1), INVARIANT_UNIT
+
+
+class PlanSpace(NamedTuple):
+    """Rows for the items and merges of one plan in a packed array, and slots for its partial results."""
+
+    short: int
+    wide: int
+    merges: int
+    slots: int
+
+    @classmethod
+    def of(cls, plan: HostPlan) -> PlanSpace:
+        """Exactly what `plan` needs."""
+        return cls(len(plan.short), len(plan.wide), len(plan.merges), plan.num_slots)
+
+    @classmethod
+    def of_decodes(cls, rows: int, shape: TileShape, batch_invariant: bool) -> PlanSpace:
+        """What any plan of `rows` sequences with one query each needs."""
+        splits = shape.max_slots if batch_invariant else shape.max_splits
+        items = rows + splits
+        return cls(0, items, splits // 2, splits) if batch_invariant else cls(items, 0, splits // 2, splits)
+
+    @property
+    def ints(self) -> int:
+        return COUNTS + ITEM * (self.short + self.wide) + MERGE * self.merges
+
+
+def pack_plans(plans: Sequence[HostPlan], spaces: Sequence[PlanSpace]) -> NDArray[np.int32]:
+    """The plans one after another, each in its space."""
+    packed = np.zeros(sum(space.ints for space in spaces), np.int32)
+    at = 0
+    for plan, space in zip(plans, spaces, strict=True):
+        packed[at : at + 3] = len(plan.short), len(plan.wide), len(plan.merges)
+        at += COUNTS
+        for rows, room in ((plan.short, space.short), (plan.wide, space.wide), (plan.merges, space.merges)):
+            assert len(rows) <= room and plan.num_slots <= space.slots
+            width = rows.shape[1]
+            packed[at : at + len(rows) * width] = rows.reshape(-1)
+            at += room * width
+    return packed
