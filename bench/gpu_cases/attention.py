@@ -97,6 +97,33 @@ def prefill(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Meas
             del batch
 
 
+def behind(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
+    """Few new tokens behind a long prefix, decodes beside a chunk, and one rank's heads of a 70B at tp 8. The share is
+    the bandwidth of reading KV over the copy bandwidth."""
+    whole, eighth = (32, 8, 128), (8, 1, 128)
+    shapes = [
+        (f"{count} behind {length // 1024}k", [(count, length + count)], heads)
+        for heads in (whole, eighth)
+        for length in (32768, 102400)
+        for count in (16, 64)
+    ]
+    shapes += [
+        ("1 of 4k", [(1, 4096)], whole), ("1 of 4k", [(1, 4096)], eighth), ("64 of 4k", [(1, 4096)] * 64, eighth),
+        ("512 behind 2k, 63 decodes of 4k", [(512, 2560)] + [(1, 4096)] * 63, whole),
+        ("2k behind 30k, 63 decodes of 4k", [(2048, 32768)] + [(1, 4096)] * 63, whole),
+    ]  # fmt: skip
+    if quick:
+        shapes = [("3 behind 100, a decode of 50", [(3, 103), (1, 50)], (4, 2, 64))]
+    for what, lengths, (heads, kv_heads, dim) in shapes:
+        batch = Batch(lengths, heads, kv_heads, dim, torch.bfloat16, KvDtype.BFLOAT16, device)
+        error = batch.error(batch.run(), [0, len(lengths) - 1])
+        took = seconds(batch.run, device)
+        yield Measurement(
+            "behind", f"{what}, {heads}/{kv_heads} of {dim}", took * 1e3, batch.kv_bytes / took / roofs.copy, error
+        )
+        del batch
+
+
 def flex(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """FlexAttention over dense keys and values, compiled, on the same prefill and the same decode."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

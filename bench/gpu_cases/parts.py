@@ -1,18 +1,20 @@
 """The command line of bench/gpu.py: runs the parts one after another.
 
-On a GPU the parts run in a child process, because after a fault in a kernel every later call on the device fails in
-that process. The child records in the table which parts it has begun and ended. If it ends early, the next child runs
-the parts that have not begun.
+On a GPU each part runs in a process of its own, because after a fault in a kernel every later call on the device fails
+in that process. A part that takes longer than its limit is killed. The table on disk has every row as it came, and
+which parts have begun and ended, so another run continues it with --resume.
 """
 
 import argparse
 import gc
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from coatcheck.bench.gpu_cases import attention as gpu_attention
 from coatcheck.bench.gpu_cases import engine as gpu_engine
 from coatcheck.bench.gpu_cases import ranks as gpu_ranks
 from coatcheck.bench.gpu_cases import rows as gpu_rows
+from coatcheck.bench.gpu_cases import steps as gpu_steps
 from coatcheck.bench.gpu_cases import tune as gpu_tune
 from coatcheck.bench.gpu_cases.clock import Roofs, measure_roofs
 from coatcheck.bench.gpu_cases.table import Measurement, Table
@@ -35,15 +38,23 @@ PARTS: dict[str, Part] = {
     "correct": gpu_attention.correct,
     "decode": gpu_attention.decode,
     "prefill": gpu_attention.prefill,
+    "behind": gpu_attention.behind,
     "rows": gpu_rows.rows,
     "sampling": gpu_rows.sampling,
     "engine": gpu_engine.engine,
+    "steps": gpu_steps.steps,
     "tiers": gpu_ranks.tiers,
     "ranks": gpu_ranks.ranks,
     "deterministic": gpu_engine.deterministic,
     "flex": gpu_attention.flex,
     "tune": gpu_tune.tune,
 }
+# Seconds after which a part's process is killed. The three calls of bench/gpu.py take less than nine minutes each.
+LIMITS = {
+    "correct": 150, "decode": 120, "prefill": 120, "behind": 100,
+    "rows": 80, "sampling": 80, "engine": 200, "steps": 150,
+    "tiers": 80, "ranks": 150, "deterministic": 120, "flex": 120, "tune": 480,
+}  # fmt: skip
 # Run only if --only names them: they have no targets.
 ASKED_FOR = {"tune"}
 DEVICE_LOST = 3  # the exit code of a child whose device is unusable
@@ -59,7 +70,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=7.5, help="no part begins later than this")
     parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows in --out; run the parts that have not begun"
+    )
     options = parser.parse_args(arguments)
     if options.as_rank:
         gpu_ranks.as_rank(options.as_rank)
@@ -70,8 +83,11 @@ def main(arguments: list[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "this host has no usable GPU; --device cpu --quick tries the script itself\n")
     if options.device == "cuda" and not options.child:
-        command = [sys.executable, str(Path(__file__).parents[1] / "gpu.py"), *arguments, "--child"]
-        return run_in_children(command, wanted, options.out)
+        own = [argument for argument in arguments if argument != "--resume"]
+        command = [sys.executable, str(Path(__file__).parents[1] / "gpu.py"), *own, "--child"]
+        return run_in_children(
+            command, wanted, options.out, limits=LIMITS, minutes=options.minutes, resume=options.resume
+        )
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     torch.manual_seed(0)
     roofs = measure_roofs(device, quick=options.quick)
@@ -86,24 +102,54 @@ def main(arguments: list[str]) -> int:
     return int(table.failed)
 
 
-def run_in_children(command: Sequence[str], parts: Sequence[str], directory: Path) -> int:
-    """Return the exit code of the whole run. A child is `command` with --only, and with --resume after the first."""
-    resume: list[str] = []
-    left = list(parts)
-    (directory / "gpu.json").unlink(missing_ok=True)  # another run's
-    while True:
-        code = subprocess.run([*command, "--only", ",".join(left), *resume]).returncode
-        if code in (0, 1, 2) or not (directory / "gpu.json").exists():
-            return code
-        table = Table.resumed(directory)
-        states: dict[str, str] = table.facts.get("parts", {})
-        for part, state in states.items():
-            if state == "begun" and part in left:
-                table.add(Measurement(part, "the rest of it", failure=f"its process ended with exit code {code}"))
-        fewer = [part for part in left if part not in states]
-        if not fewer or len(fewer) == len(left):
+def run_in_children(
+    command: Sequence[str],
+    parts: Sequence[str],
+    directory: Path,
+    *,
+    limits: Mapping[str, float],
+    minutes: float = 60,
+    resume: bool = False,
+) -> int:
+    """Run each part as `command` with --only, for up to `limits[part]` seconds. Return the exit code of the whole run.
+
+    `minutes`: no part begins later. `resume`: keep the rows that `directory` has, and leave out the parts that it says
+    have begun.
+    """
+    saved = directory / "gpu.json"
+    if not resume:
+        saved.unlink(missing_ok=True)  # another run's
+    started, exit_code = time.monotonic(), 0
+    for part in parts:
+        states = Table.resumed(directory).facts.get("parts", {}) if saved.exists() else {}
+        if part in states:
+            continue
+        if time.monotonic() - started > 60 * minutes:
+            print(f"{part} is not begun: {minutes} minutes are over; continue with --resume", flush=True)
             return 1
-        left, resume = fewer, ["--resume"]
+        code = _run_for([*command, "--only", part, *(["--resume"] if saved.exists() else [])], limits[part])
+        if not saved.exists():
+            return 1 if code is None else code
+        table = Table.resumed(directory)
+        if table.facts.get("parts", {}).get(part, "begun") == "begun":
+            why = f"ended with exit code {code}" if code is not None else f"was killed after {limits[part]:g} s"
+            table.begin(part)
+            table.add(Measurement(part, "the rest of it", failure=f"its process {why}"))
+        exit_code = int(table.failed)
+    return exit_code
+
+
+def _run_for(command: Sequence[str], limit: float) -> int | None:
+    """The exit code of `command`; None if it was killed after `limit` seconds, with its children."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _is_usable(device: torch.device) -> bool:

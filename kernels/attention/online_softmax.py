@@ -2,7 +2,7 @@
 
     peak, total, acc = running maximum, sum of exp and weighted values of each row, before any division
 
-Device functions for paged_decode.py and prefill_tile.py, which find the keys and apply masks and softcaps.
+Device functions for query_tile.py, which finds the keys and applies masks and softcaps.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.

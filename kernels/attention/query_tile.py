@@ -1,8 +1,8 @@
-"""The inner loop of prefill attention: one tile of queries over a range of its sequence's keys.
+"""The inner loop of attention: one tile of queries over a range of its sequence's keys.
 
     peak, total, acc = running maximum, sum of exp and weighted values of each row (online softmax)
 
-A device function for paged_prefill.py, which handles sequences, windows and sinks.
+A device function for paged_tiles.py, which handles sequences, windows and sinks.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.

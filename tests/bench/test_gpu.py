@@ -48,7 +48,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_whole_script_runs_from_a_bare_checkout(tmp_path: Path) -> None:
     """Without Ray, gRPC, protobuf or an installation, every part that one process runs ends with rows, none FAILED."""
-    parts = ("correct", "decode", "prefill", "rows", "sampling", "engine", "tiers", "deterministic")
+    parts = (
+        "correct", "decode", "prefill", "behind", "rows", "sampling", "engine", "steps", "tiers", "deterministic"
+    )  # fmt: skip
     done = run("--device", "cpu", "--quick", "--out", str(tmp_path), "--only", ",".join(parts))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     saved = json.loads((tmp_path / "gpu.json").read_text())
@@ -87,6 +89,8 @@ table = Table.resumed(directory) if more == ["--resume"] else Table(directory, {
 for part in only.split(","):
     table.begin(part)
     table.add(Measurement(part, "before", ms=1.0))
+    if part == "hangs":
+        signal.pause()
     if part == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
     if part == "fails":
@@ -99,17 +103,32 @@ sys.exit(int(table.failed))
 
 
 def test_a_part_whose_process_dies_costs_no_other(tmp_path: Path) -> None:
-    """A part that dies of a signal or loses the device is a row FAILED; the other parts have their rows."""
+    """A part that dies of a signal, hangs or loses the device is a row FAILED; the other parts have their rows."""
     (tmp_path / "gpu.json").write_text("another run's")
     command = [sys.executable, "-c", _CHILD, str(tmp_path)]
-    assert run_in_children(command, ["one", "dies", "two", "fails", "three"], tmp_path) == 1
+    limits = dict.fromkeys(("one", "dies", "two", "fails", "three"), MAX_WAIT_SECONDS)
+    parts = ["one", "dies", "two", "fails", "three"]
+    assert run_in_children(command, parts, tmp_path, limits=limits) == 1
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["part"] for row in rows if row["what"] == "before"] == ["one", "dies", "two", "fails", "three"]
     failures = {row["part"]: row["failure"] for row in rows if row["state"] == "FAILED"}
     assert failures == {"dies": "its process ended with exit code -11", "fails": "a kernel's fault"}
-    assert run_in_children(command, ["one", "two"], tmp_path) == 0
-    assert run_in_children(command, ["one", "dies"], tmp_path) == 1
-    assert run_in_children([sys.executable, "-c", "import sys; sys.exit(7)"], ["one"], tmp_path) == 7
+    assert run_in_children(command, ["one", "two"], tmp_path, limits=limits) == 0
+    assert run_in_children([sys.executable, "-c", "import sys; sys.exit(7)"], ["one"], tmp_path, limits=limits) == 7
+
+
+def test_a_part_that_takes_too_long_is_killed_and_a_run_is_continued(tmp_path: Path) -> None:
+    """After its limit a part's process is killed. --resume keeps all rows and runs the parts that have not begun."""
+    command = [sys.executable, "-c", _CHILD, str(tmp_path)]
+    limits = {"one": MAX_WAIT_SECONDS, "hangs": 20.0, "two": MAX_WAIT_SECONDS}
+    assert run_in_children(command, ["one", "hangs"], tmp_path, limits=limits) == 1
+    assert run_in_children(command, ["one", "two"], tmp_path, limits=limits, minutes=0, resume=True) == 1
+    assert run_in_children(command, ["one", "hangs", "two"], tmp_path, limits=limits, resume=True) == 1
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [row["part"] for row in rows if row["what"] == "before"] == ["one", "hangs", "two"]
+    assert {row["part"]: row["failure"] for row in rows if row["failure"]} == {
+        "hangs": "its process was killed after 20 s"
+    }
 
 
 @pytest.mark.parametrize(

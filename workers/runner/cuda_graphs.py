@@ -2,8 +2,8 @@
 
 A graph replays the kernels that were launched during its capture, on the same addresses. So a step writes the slot and
 position of each row into one fixed tensor, and its plan of attention into another. The graph computes all other inputs
-on the device, from these tensors and the runner's batch state. A step with fewer rows than the graph is padded with rows
-at position -1: their slot_mapping is -1 (nothing is stored) and their seq_len is 0 (nothing is read).
+on the device, from these tensors and the runner's batch state. A step with fewer rows than the graph is padded with
+rows at position -1: their slot_mapping is -1 (nothing is stored) and their seq_len is 0 (nothing is read).
 
 Without a GPU, the same padded step runs without a graph, for tests.
 """
@@ -81,7 +81,11 @@ class CudaGraphs:
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)) if on_gpu else (None, None)
         for size in reversed(self.sizes):
             self._write_inputs([], size)
-            replays[size] = self._capture_size(size, pool, stream) if on_gpu else partial(self._forward, size)
+            if on_gpu:
+                replays[size] = self._capture_size(size, pool, stream)
+            else:
+                self._forward(size)  # as a capture does
+                replays[size] = partial(self._forward, size)
         self._replays = dict(sorted(replays.items()))
 
     def _capture_size(self, size: int, pool: Any, stream: Any) -> Callable[[], object]:

@@ -44,8 +44,8 @@ def warm_up_plans(*, num_tokens: int, block_size: int) -> Iterator[StepPlan]:
 def kernel_plans(
     *, chunk_lengths: Iterable[int], max_tokens: int, max_model_len: int, num_blocks: int, block_size: int
 ) -> Iterator[StepPlan]:
-    """A prefill of each of `chunk_lengths` with a decode after it, a decode whose keys are split, every kind of sampling,
-    and a block copy.
+    """A prefill of each of `chunk_lengths` with a decode after it, a decode whose keys are split, every kind of
+    sampling, and a block copy.
 
     `chunk_lengths`: those for which the attention kernel's launch differs. `max_tokens`: of a sequence; longer chunks
     are left out.

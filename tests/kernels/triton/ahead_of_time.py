@@ -1,12 +1,13 @@
 """A kernel's key compiled ahead of time without a GPU, and what the binary uses.
 
-    python -m tests.kernels.triton.ahead_of_time
+    python -m tests.kernels.triton.ahead_of_time [TARGET ...] [--first]
 
 compiles every key of kernel_keys.py for each target and writes the table of kernels/README.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import tempfile
@@ -87,9 +88,9 @@ _SECTION = """
 The table shows for each key, compiled ahead of time without a GPU: registers of a thread, KiB of shared memory of a
 program, and bytes that a thread spills. A key is a kernel with the launch parameters for one shape. Unless the key says
 otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 32 KV heads; MQA: one; capped: with a
-soft-cap; batch-invariant: of the deterministic mode); of experts, 128 with 8 for each of 8192 tokens (many) or 8
-(few). `make test` compiles the first {first} keys for each target,
-`make test-all` all of them. On sm_90 none may spill.
+soft-cap; short, medium and wide: tiles of attention; batch-invariant: of the deterministic mode); of experts, 128 with
+8 for each of 8192 tokens (many) or 8 (few). `make test` compiles the first {first} keys for each target, `make test-all`
+all of them. On sm_90 none may spill. A cell with - was not compiled when the table was written.
 Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 
 | key | {targets} |
@@ -97,19 +98,29 @@ Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}
 """
 
 
+def read_cells(section: str) -> dict[tuple[str, str], str]:
+    """The cells of a table, by (key, target)."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    head, bodies = (rows[0], rows[2:]) if rows else ([], [])
+    return {(name, target): cell for name, *cells in bodies for target, cell in zip(head[1:], cells, strict=True)}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="*", default=[*TARGETS], help="others keep their cells")
+    parser.add_argument("--first", action="store_true", help="compile the keys of `make test` alone")
+    options = parser.parse_args()
     keys = KEYS | OTHERS
-    rows = []
-    for name, key in keys.items():
-        cells = []
-        for target in TARGETS:
-            found = usage(compiled(key(GPUS[target]), target), target)
-            cells.append(f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}")
-            if found.shared > GPUS[target].shared or found.spilled:
-                print(f"{name} on {target}: {found}")
-        rows.append(f"| {name} | {' | '.join(cells)} |")
     readme = Path(__file__).parents[3] / "kernels/README.md"
-    before, heading, _ = readme.read_text().partition(_HEADING)
+    before, heading, section = readme.read_text().partition(_HEADING)
+    cells = read_cells(section)
+    for name, key in (KEYS if options.first else keys).items():
+        for target in options.targets:
+            found = usage(compiled(key(GPUS[target]), target), target)
+            cells[name, target] = f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}"
+            if found.shared > GPUS[target].shared or found.spilled:
+                print(f"{name} on {target}: {found}", flush=True)
+    rows = [f"| {name} | {' | '.join(cells.get((name, target), '-') for target in TARGETS)} |" for name in keys]
     text = _SECTION.format(
         first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
     )
