@@ -14,7 +14,7 @@ import triton  # type: ignore[import-untyped]
 from coatcheck.bench.gpu_cases.batch import Batch
 from coatcheck.bench.gpu_cases.clock import Roofs, seconds
 from coatcheck.bench.gpu_cases.table import Measurement
-from coatcheck.kernels.attention.tile_launch import TileLaunch
+from coatcheck.kernels.attention.tile_launch import TileLaunch, Tiles
 from coatcheck.workers.core.kv_dtype import KvDtype
 
 Try = tuple[str, Callable[[], object]]
@@ -83,12 +83,17 @@ def _tries(batch: Batch, kind: str, changes: Iterable[tuple[int, int, int, int]]
         shape = picked.shape._replace(queries=rows // picked.pack)
         tile = picked._replace(block_m=rows, block_n=keys, num_warps=warps, num_stages=stages, shape=shape)
         if tile != picked:
-            yield _describe(tile), partial(batch.run, tiles=tiles._replace(**{kind: tile}))
+            yield _describe(tile), partial(batch.run, tiles=_with_tile(tiles, kind, tile))
     processors = picked.shape.programs
     for tenths in (5, 15, 20, 40):
         shape = picked.shape._replace(programs=processors * tenths // 10)
         tile = picked._replace(shape=shape)
-        yield f"{shape.programs} programs", partial(batch.run, tiles=tiles._replace(**{kind: tile}))
+        yield f"{shape.programs} programs", partial(batch.run, tiles=_with_tile(tiles, kind, tile))
+
+
+def _with_tile(tiles: Tiles, kind: str, tile: TileLaunch) -> Tiles:
+    short, medium, wide = (tile if name == kind else getattr(tiles, name) for name in ("short", "medium", "wide"))
+    return Tiles(short, medium, wide, tiles.batch_invariant)
 
 
 def _describe(tile: TileLaunch) -> str:

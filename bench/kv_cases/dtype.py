@@ -66,7 +66,7 @@ def perplexity(model: Model, ids: list[int], kv_dtype: KvDtype) -> float:
             span = torch.arange(first, first + CHUNK)
             lens = torch.tensor([first + CHUNK], dtype=torch.int32)
             starts = torch.tensor([0, CHUNK], dtype=torch.int32)
-            metadata = AttentionMetadata(span, tables, lens, starts, CHUNK)
+            metadata = AttentionMetadata(span, tables, lens, starts)
             hidden.append(model.forward(window[span], span, metadata, caches))
         logits = model.logits(torch.cat(hidden)[:-1])
         loss += F.cross_entropy(logits, window[1:], reduction="sum").item()

@@ -66,7 +66,7 @@ def test_a_wrong_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("case", "is_wrong"),
     [
-        ("in chunks", lambda m: len(m.seq_lens) == 1 and int(m.seq_lens[0]) > m.max_seqlen_q),
+        ("in chunks", lambda m: len(m.seq_lens) == 1 and int(m.seq_lens[0]) > int(m.cu_seqlens_q[-1])),
         ("beside another sequence", lambda m: len(m.seq_lens) == 2),
         ("on a cached prefix", lambda m: len(m.seq_lens) == 2 and int(m.block_tables[:, 0].diff()) == 0),
     ],
