@@ -12,7 +12,7 @@ _QUANTISED: Final = (
 )
 _SPECULATIVE: Final = f"{NOT_SUPPORTED}speculative decoding"
 _PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model, also over several hosts"
-_EXPERTS: Final = f"{NOT_SUPPORTED}expert parallelism; --tp shards every expert"
+_EXPERTS: Final = "--expert-parallel: whole experts on the ranks of --tp"
 _DISAGGREGATION: Final = f"{NOT_SUPPORTED}prefill/decode disaggregation and KV connectors"
 _LORA: Final = f"{NOT_SUPPORTED}LoRA adapters; merge the adapter into its base model"
 _TOKENIZER: Final = f"{NOT_SUPPORTED}the tokenizer is always that of the model's directory"
@@ -44,6 +44,8 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--context-length": "--max-model-len",
     "--max-running-requests": "--max-num-seqs",
     "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
+    "--enable-expert-parallel": _EXPERTS,
+    "--ep-size": _EXPERTS,
     "--policy": "--routing: prefix-aware, least-loaded or round-robin",
     "--routing-logic": "--routing: prefix-aware, least-loaded or round-robin",
     "--swap-space": "--host-kv-memory, such as 4GiB",
@@ -75,8 +77,6 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--pipeline-parallel-size": _PIPELINE,
     "-pp": _PIPELINE,
     "--pp-size": _PIPELINE,
-    "--enable-expert-parallel": _EXPERTS,
-    "--ep-size": _EXPERTS,
     "--kv-transfer-config": _DISAGGREGATION,
     "--disaggregation-mode": _DISAGGREGATION,
     "--enable-lora": _LORA,

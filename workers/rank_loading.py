@@ -68,6 +68,7 @@ def load_rank(
         device=device,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
+        expert_parallel=config.expert_parallel,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
     communicator.barrier()

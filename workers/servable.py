@@ -20,11 +20,19 @@ from coatcheck.workers.verification.verification import verify_once
 
 
 def find_refusal(
-    model: str, *, tp: int, dtype: str, max_model_len: int | None, deterministic_on: str | None, verify: bool
+    model: str,
+    *,
+    tp: int,
+    dtype: str,
+    max_model_len: int | None,
+    deterministic_on: str | None,
+    expert_parallel: bool,
+    verify: bool,
 ) -> InvalidConfig | InvalidModel | None:
     """The error that a rank would raise before it reads weights, or None.
 
-    `deterministic_on`: see prepare_model. `verify`: also compare a small copy with transformers, as verify_once does.
+    `deterministic_on`, `expert_parallel`: see prepare_model. `verify`: also compare a small copy with transformers, as
+    verify_once does.
     """
     try:
         with Checkpoint.open(model) as checkpoint:
@@ -35,6 +43,7 @@ def find_refusal(
                 device=torch.device("cpu"),
                 max_model_len=max_model_len,
                 deterministic_on=torch.device(deterministic_on) if deterministic_on else None,
+                expert_parallel=expert_parallel,
             )
             if verify:
                 verify_once(checkpoint.directory, max_model_len)

@@ -28,6 +28,7 @@ def group_config(
         max_batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device],
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
+        expert_parallel=config.expert_parallel,
         skip_verify=config.skip_verify,
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,

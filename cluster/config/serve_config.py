@@ -82,6 +82,9 @@ class ServeConfig(Settings):
 
     groups: Groups = setting("Groups", "Tensor-parallel groups. Each serves a copy of the model.", 1)
     tp: int = setting("Groups", "Ranks in each group: GPUs that share one copy.", 1, ge=1, le=1024)
+    expert_parallel: bool = setting(
+        "Groups", "Each rank of a mixture of experts holds whole experts, instead of a part of each.", False
+    )
     max_groups: Groups | None = setting(
         "Groups",
         "Most groups. A group is added after requests have waited longer than --queue-target for 10 s. A group is "

@@ -56,6 +56,7 @@ def _run_servable(config: ServeConfig) -> dict[str, Any]:
         max_model_len=config.max_model_len,
         # Only Ray knows the device of `auto`.
         deterministic_on=config.device if config.deterministic and config.device != "auto" else None,
+        expert_parallel=config.expert_parallel,
         verify=not config.skip_verify,
     )
     try:

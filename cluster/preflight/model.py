@@ -12,7 +12,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
-from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
 from coatcheck.workers.checkpoint.quantisation_scheme import read_scheme
 from coatcheck.workers.core.group_config import is_share
@@ -33,6 +33,8 @@ _FIELDS: Final = (
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
 )
+# Names of the number of experts in the config.json of different model families.
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_model(config: ServeConfig) -> None:
@@ -62,7 +64,10 @@ def check_model(config: ServeConfig) -> None:
     layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
         shard.vocab_rows(vocabulary)
-    _check_mlp(model, shard)
+    if config.expert_parallel:
+        _check_experts(model, shard)
+    else:
+        _check_mlp(model, shard)
     if config.deterministic and config.device == "cpu":
         for layer in layers:
             check_deterministic_heads(layer.head_dim)
@@ -129,6 +134,16 @@ def _check_length(config: ServeConfig, model: ModelConfig) -> None:
     kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
     numbers = {name: value for name, value in scaling.items() if _is_number(value)}
     resolve_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind})
+
+
+def _check_experts(model: ModelConfig, shard: TpShard) -> None:
+    """Raise InvalidConfig if --expert-parallel does not fit the model."""
+    counts = {name: model.values.get(name) for name in _EXPERTS}
+    name = next((name for name, count in counts.items() if _is_number(count) and count > 0), None)
+    if name is not None:
+        shard.split_evenly(model.count(name), f"{name} in config.json, as --expert-parallel needs")
+    elif model.model_type in TESTED_MODEL_TYPES:
+        raise InvalidConfig(f"expert-parallel: {model.model_type} has no experts; leave --expert-parallel out")
 
 
 def _check_mlp(model: ModelConfig, shard: TpShard) -> None:

@@ -13,7 +13,7 @@ from coatcheck.workers.servable import find_refusal
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.model.architectures import REFUSED, SERVED, write
 
-_PLAIN = dict(tp=1, dtype="auto", max_model_len=None, deterministic_on=None, verify=False)
+_PLAIN = dict(tp=1, dtype="auto", max_model_len=None, deterministic_on=None, expert_parallel=False, verify=False)
 
 
 def ask(path: Path, **settings: object) -> InvalidConfig | InvalidModel | None:

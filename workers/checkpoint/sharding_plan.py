@@ -43,13 +43,15 @@ def plan_sharding(
     embedding: str,
     lm_head: str,
     shard: TpShard,
+    *,
+    expert_parallel: bool = False,
 ) -> ShardingPlan:
     """Plan one rank's shard.
 
     `shapes`: of all parameters, unsharded. `tp_plan`: the style by module or parameter name, with `*` for a layer
     index. Styles are transformers', and two for experts [experts, in, out]: "pairs_of_columns" splits their columns,
     gate and up in turn, and "rows_of_experts" the rows of the second product. `embedding`, `lm_head`: the names of
-    those modules.
+    those modules. `expert_parallel`: a rank holds whole experts instead of a part of each.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
@@ -75,8 +77,18 @@ def plan_sharding(
         style = next((style for pattern, style in styles if pattern.fullmatch(name)), None)
         if style is None or name in plan.roles or _parent(name) in attention:
             continue
-        _shard_by_style(plan, shapes, name, style, shard)
+        if not (expert_parallel and ParallelRole.EXPERTS in (plan.roles.get(name), plan.roles.get(_parent(name)))):
+            _shard_by_style(plan, shapes, name, style, shard)
+        if expert_parallel and plan.roles.get(name) is ParallelRole.EXPERTS:
+            _shard_whole_experts(plan, shapes, name, shard)
     return plan
+
+
+def _shard_whole_experts(plan: ShardingPlan, shapes: dict[str, Shape], module: str, shard: TpShard) -> None:
+    """Split the experts of `module`, all of whose parameters have the experts as their first dimension."""
+    for name in [name for name in shapes if _parent(name) == module]:
+        experts = shard.split_evenly(shapes[name][0], f"the experts of {module}")
+        plan.slices[name] = TensorSlice(0, (experts,))
 
 
 def _parent(name: str) -> str:

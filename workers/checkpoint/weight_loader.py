@@ -126,7 +126,10 @@ def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, Tenso
         return [_Read(key, pattern, None) for pattern, key in pairs], part is not None
     stacked_dims = [op.dim for op in operations if isinstance(op, MergeModulelist)]
     joined_dims = [op.dim for op in operations if isinstance(op, Concatenate)]
-    if any(dim >= part.dim for dim in stacked_dims):  # the slice is over experts, not inside them
+    if stacked_dims == [part.dim]:  # the slice is over experts, not inside them
+        picked = [(p, keys[start:stop]) for p, keys in target.sources.items() for start, stop in part.ranges]
+        return [_Read(key, pattern, None) for pattern, keys in picked for key in keys], False
+    if any(dim >= part.dim for dim in stacked_dims):
         return [_Read(key, pattern, None) for pattern, key in pairs], True
     source_dim = part.dim - len(stacked_dims)
     reads, start = [], 0

@@ -41,6 +41,7 @@ class GroupConfig:
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
     deterministic: bool = False
+    expert_parallel: bool = False
     skip_verify: bool = False
     threads: int = 0
     cluster_certificate: "ClusterCertificate | None" = None

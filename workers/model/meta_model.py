@@ -27,7 +27,7 @@ from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import check_deterministic_heads, check_model_kind, deterministic_experts_error
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
-from coatcheck.workers.model.sparse_mlp import expert_tp_plan, is_known_block
+from coatcheck.workers.model.sparse_mlp import check_expert_parallel, expert_tp_plan, is_known_block
 
 _PROBED_LENGTH: Final = 4096
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,10 +57,12 @@ def prepare_model(
     device: torch.device,
     max_model_len: int | None,
     deterministic_on: torch.device | None,
+    expert_parallel: bool,
 ) -> PreparedModel:
     """Build a checkpoint's model on the meta device, with computed buffers on `device`. Reads no weight.
 
     `deterministic_on`: the device on which the model must be deterministic; None without --deterministic.
+    `expert_parallel`: each rank holds whole experts.
     Raises InvalidModel for an architecture that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     config = read_config(checkpoint.directory)
@@ -78,6 +80,8 @@ def prepare_model(
                 f"deterministic: the code of {config.model_type} reads weights of its linears directly, so our "
                 "batch-invariant kernels cannot compute them; serve it without --deterministic"
             )
+    if expert_parallel:
+        check_expert_parallel(causal)
     names: dict[Any, str] = {module: name for name, module in causal.named_modules()}
     get_lm_head: Any = causal.get_output_embeddings
     plan = plan_sharding(
@@ -87,6 +91,7 @@ def prepare_model(
         names[causal.get_input_embeddings()],
         names[get_lm_head()],
         shard,
+        expert_parallel=expert_parallel,
     )
     for name in (names[linear] for linear in unpackable_linears):
         if f"{name}.weight" in plan.slices:

@@ -85,12 +85,14 @@ def load_model(
     device: torch.device | str,
     max_model_len: int | None = None,
     deterministic: bool = False,
+    expert_parallel: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
 
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
-    or without. `progress(done_bytes, total_bytes)` is called while weights are read.
+    or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
+    `progress(done_bytes, total_bytes)` is called while weights are read.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     device = torch.device(device)
@@ -103,6 +105,7 @@ def load_model(
             device=device,
             max_model_len=max_model_len,
             deterministic_on=device if deterministic else None,
+            expert_parallel=expert_parallel,
         )
         causal, config = prepared.causal, prepared.causal.config
         weight_bytes = load_weights(causal, checkpoint, prepared.plan.slices, device, progress)

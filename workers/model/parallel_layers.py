@@ -38,9 +38,11 @@ def apply_tensor_parallel(
                 bias, module.bias = module.bias, None
                 wrapped: nn.Module = RowParallelLinear(module, bias, communicator)
             case ParallelRole.EXPERTS:
-                if communicator.rank and (down_bias := getattr(module, "down_proj_bias", None)) is not None:
-                    down_bias.data.zero_()  # rank 0 alone adds it, because the ranks' outputs are added
-                wrapped = TensorParallelExperts(module, communicator)
+                part = plan.slices[f"{name}.down_proj"]
+                is_whole = part.dim == 0  # a rank holds whole experts
+                if communicator.rank and not is_whole and hasattr(module, "down_proj_bias"):
+                    module.down_proj_bias.data.zero_()  # rank 0 alone adds it, because the ranks' outputs are added
+                wrapped = TensorParallelExperts(module, communicator, first=part.ranges[0][0] if is_whole else 0)
             case ParallelRole.EMBEDDING:
                 wrapped = VocabParallelEmbedding(module, plan.slices[f"{name}.weight"], communicator)
             case ParallelRole.LM_HEAD:
@@ -80,11 +82,13 @@ class RowParallelLinear(nn.Module):
 
 
 class TensorParallelExperts(nn.Module):
-    """Every rank runs all experts on its part of their intermediate size; the outputs are all-reduced."""
+    """Every rank runs all experts on its part of their intermediate size, or, with --expert-parallel, some experts
+    whole, from the one with the id `first` on. The outputs are all-reduced."""
 
-    def __init__(self, experts: nn.Module, communicator: Communicator) -> None:
+    def __init__(self, experts: nn.Module, communicator: Communicator, *, first: int) -> None:
         super().__init__()
         self.experts = experts
+        self.first = first
         self._communicator = communicator
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

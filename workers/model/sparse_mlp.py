@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
@@ -20,6 +21,7 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing, route
 from coatcheck.kernels.layers.silu_mul import silu_mul
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
 from coatcheck.workers.model.parallel_layers import TensorParallelExperts
 
@@ -60,7 +62,8 @@ class MixtureOfExperts:
         if in_float32:
             weight = weight.float()
         self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
-        self.experts = pack_experts(module, self.routing.top_k, batch_invariant=batch_invariant)
+        first = _first_expert(block.experts)
+        self.experts = pack_experts(module, self.routing.top_k, first=first, batch_invariant=batch_invariant)
         self.shared: tuple[PackedLinear, PackedLinear] | None = None
         self.shared_gate: PackedLinear | None = None
         shared = next((getattr(block, name) for name in _SHARED if hasattr(block, name)), None)
@@ -123,8 +126,10 @@ def replace_experts(module: nn.Module, *, batch_invariant: bool) -> None:
         if is_known_block(child):
             setattr(module, name, PackedBlock(child, batch_invariant=batch_invariant))
         elif is_experts(_unwrap(child)[0]):
-            experts = pack_experts(_unwrap(child)[0], _top_k(module), batch_invariant=batch_invariant)
-            setattr(module, name, ExpertsAdapter(experts, _unwrap(child)[1]))
+            plain, reduce = _unwrap(child)
+            first, top_k = _first_expert(child), _top_k(module)
+            experts = pack_experts(plain, top_k, first=first, batch_invariant=batch_invariant)
+            setattr(module, name, ExpertsAdapter(experts, reduce))
         else:
             replace_experts(child, batch_invariant=batch_invariant)
 
@@ -158,13 +163,15 @@ def is_experts(module: Any) -> bool:
     )
 
 
-def pack_experts(module: Any, top_k: int, *, batch_invariant: bool) -> PackedExperts:
-    """Our form of transformers' module of experts. `module` passes `is_experts`."""
+def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) -> PackedExperts:
+    """Our form of transformers' module of experts, whose first has the id `first`. `module` passes `is_experts`."""
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
     if type(module).__name__ != "GptOssExperts":
         activation = _activation_of(module)
         assert activation is not None
-        return PackedExperts(gate_up, down, top_k=top_k, activation=activation, batch_invariant=batch_invariant)
+        return PackedExperts(
+            gate_up, down, top_k=top_k, activation=activation, first=first, batch_invariant=batch_invariant
+        )
     # gpt-oss stores [experts, in, out], with gates and ups in turn.
     bias = module.gate_up_proj_bias.detach()
     return PackedExperts(
@@ -176,6 +183,7 @@ def pack_experts(module: Any, top_k: int, *, batch_invariant: bool) -> PackedExp
         activation="clamped_swiglu",
         alpha=module.alpha,
         limit=module.limit,
+        first=first,
         batch_invariant=batch_invariant,
     )
 
@@ -183,6 +191,24 @@ def pack_experts(module: Any, top_k: int, *, batch_invariant: bool) -> PackedExp
 def _unwrap(experts: Any) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
     """transformers' experts, and the all-reduce of their outputs."""
     return (experts.experts, experts.reduce) if isinstance(experts, TensorParallelExperts) else (experts, None)
+
+
+def _first_expert(experts: Any) -> int:
+    return experts.first if isinstance(experts, TensorParallelExperts) else 0
+
+
+def check_expert_parallel(model: PreTrainedModel) -> None:
+    """Raise InvalidConfig if --expert-parallel cannot place the model's experts."""
+    kind = model.config.model_type
+    experts = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    if not experts:
+        raise InvalidConfig(f"expert-parallel: {kind} has no experts; leave --expert-parallel out")
+    for name, module in experts:
+        if not is_experts(module):
+            raise InvalidConfig(
+                f"expert-parallel: {name} of {kind} runs transformers' own code, which needs all experts; leave "
+                "--expert-parallel out"
+            )
 
 
 def _activation_of(module: Any) -> str | None:

@@ -115,6 +115,12 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (partial(edit_config, text_config={}), {}, "is multimodal"),
         (partial(edit_config, is_encoder_decoder=True), {}, "is an encoder-decoder"),
         (None, {"tp": 3}, "tp 3 does not divide the attention heads"),
+        (None, {"tp": 2, "expert_parallel": True}, "has no experts; leave --expert-parallel out"),
+        (
+            partial(edit_config, num_experts=3),
+            {"tp": 2, "expert_parallel": True},
+            r"tp 2 does not divide num_experts in config.json, as --expert-parallel needs \(3\); use a divisor of 3",
+        ),
         (None, {"tp": 8}, r"tp 8 does not divide intermediate_size \(100\)"),
         (None, {"max_model_len": 257}, "max-model-len is 257, but the model supports 256; use at most that"),
         (None, {"kv_memory": "8KiB", "max_model_len": 256}, "raise kv-memory or lower"),

@@ -9,9 +9,18 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.model.sparse_mlp import ExpertsAdapter, MixtureOfExperts, PackedBlock, is_known_block
+from coatcheck.workers.model.sparse_mlp import (
+    ExpertsAdapter,
+    MixtureOfExperts,
+    PackedBlock,
+    check_expert_parallel,
+    is_known_block,
+)
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.model.architectures import shape_of
@@ -115,21 +124,74 @@ def expected(path: Path) -> list[int]:
     return list(out[0, len(PROMPT) :].tolist())
 
 
-def run_models(communicator: Communicator, arguments: dict[str, Path]) -> dict[str, tuple[list[int], int]]:
+def run_models(communicator: Communicator, arguments: tuple[dict[str, Path], bool]) -> dict[str, tuple[list[int], int]]:
     """The work of one rank: (greedy tokens, bytes of weights) of every model, beside another prompt."""
     answers = {}
-    for name, path in arguments.items():
-        model = load_model(path, communicator=communicator, dtype="float32", device="cpu")
+    paths, expert_parallel = arguments
+    for name, path in paths.items():
+        model = load_model(
+            path, communicator=communicator, dtype="float32", device="cpu", expert_parallel=expert_parallel
+        )
         tokens = PagedDriver(model).greedy([PROMPT, PROMPT[::-1][:23]], 10, chunk=16)
         answers[name] = tokens[0], model.spec.weight_bytes
     return answers
 
 
-@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-def test_greedy_tokens_equal_transformers(tp: int, checkpoint_directory: Path) -> None:
-    """Prompts in chunks, beside another one, give transformers' tokens on every rank."""
-    paths = {name: checkpoint_of(name, checkpoint_directory) for name in _FAMILIES}
-    ranks = [run_models(Communicator(), paths)] if tp == 1 else run_ranks(tp, run_models, paths)
+@pytest.mark.parametrize(
+    ("tp", "expert_parallel"),
+    [(1, False), (2, False), (2, True), *(pytest.param(4, ep, marks=pytest.mark.full) for ep in (False, True))],
+)
+def test_greedy_tokens_equal_transformers(tp: int, expert_parallel: bool, checkpoint_directory: Path) -> None:
+    """Prompts in chunks, beside another one, give transformers' tokens on every rank, which holds its part."""
+    names = [
+        name for name in _FAMILIES if not (expert_parallel and tp == 4 and _FAMILIES[name].get("num_experts") == 6)
+    ]
+    paths = {name: checkpoint_of(name, checkpoint_directory) for name in names}
+    arguments = (paths, expert_parallel)
+    ranks = [run_models(Communicator(), arguments)] if tp == 1 else run_ranks(tp, run_models, arguments)
     for answers in ranks:
-        for name, (tokens, _) in answers.items():
+        for name, (tokens, weight_bytes) in answers.items():
             assert tokens == expected(paths[name]), name
+            stored = sum(file.stat().st_size for file in paths[name].glob("*.safetensors"))
+            assert tp == 1 or weight_bytes < 0.7 * stored, name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "tp", "said"),
+    [
+        (
+            "mixtral",
+            dict(num_local_experts=6),
+            4,
+            r"tp 4 does not divide the experts of model.layers.0.mlp.experts \(6\)",
+        ),
+        ("llama", {}, 2, "llama has no experts; leave --expert-parallel out"),
+        ("jetmoe", dict(num_local_experts=4), 2, "model.layers.0.*experts of jetmoe runs transformers' own code"),
+    ],
+)
+def test_experts_that_cannot_be_placed_are_refused(model_type: str, shape: dict[str, Any], tp: int, said: str) -> None:
+    """A number of experts that tp does not divide, and a model without experts of ours, are refused with the reason."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_of(model_type, **shape))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    with pytest.raises(InvalidConfig, match=said):
+        check_expert_parallel(model)
+        plan_sharding(shapes, model.tp_plan, [], "model.embed_tokens", "lm_head", TpShard(0, tp), expert_parallel=True)
+
+
+def test_a_rank_reads_only_its_experts(checkpoint_directory: Path) -> None:
+    """With --expert-parallel the progress of loading counts the bytes of the rank's own experts alone."""
+    path = checkpoint_of("mixtral", checkpoint_directory)
+    for totals in run_ranks(2, bytes_to_read, path):
+        assert totals[1] == totals[0]
+
+
+def bytes_to_read(communicator: Communicator, path: Path) -> list[int]:
+    """The bytes that this rank reads with tensor-sliced experts, and with whole experts."""
+    totals: dict[bool, int] = {}
+    for expert_parallel in (False, True):
+        load_model(
+            path, communicator=communicator, dtype="float32", device="cpu", expert_parallel=expert_parallel,
+            progress=lambda done, total, key=expert_parallel: totals.update({key: total}),  # type: ignore[misc]
+        )  # fmt: skip
+    return [totals[False], totals[True]]
