@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 11
+VERSION = 12
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it. A kernel that a class lacks is that of the class before.
@@ -71,7 +71,8 @@ _SIGNATURES = {
 
 # The C structs, with the fields of the headers.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
-LINEAR = struct.Struct("@PqqPPqqPqPP")
+WEIGHT = struct.Struct("@PPqqPPPqqq")
+LINEAR = struct.Struct("@PqqPqPP")  # behind a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")

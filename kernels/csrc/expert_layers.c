@@ -54,7 +54,8 @@ static void sort_pairs(const Experts *m, const int32_t *ids, int64_t pairs, int3
 static Linear of_expert(const ExpertWeight *w, int64_t expert, int64_t rows, int64_t type) {
     const int64_t words = panels_of(w->features) * words_of(w->depth, (int)type) * PANEL;
     const void *bias = w->bias ? at(w->bias, expert * w->features, (int)type) : 0;
-    return (Linear){0, w->depth, rows, w->packed + expert * words, bias, w->features, w->depth, 0, w->features, 0, 0};
+    const Weight weight = {.packed = w->packed + expert * words, .bias = bias, .features = w->features, .depth = w->depth};
+    return (Linear){weight, 0, w->depth, rows, 0, w->features, 0, 0};
 }
 
 void experts_product(const Kernels *f, const Experts *m, const ExpertsCall *c) {
@@ -82,7 +83,7 @@ void experts_product(const Kernels *f, const Experts *m, const ExpertsCall *c) {
             up->x = c->x, up->source = token + starts[e], up->y = wide + row * 2 * inner * size;
             down->x = gated + row * inner * size, down->y = y + starts[e] * width * size;
             up->scratch = down->scratch = next;
-            next += packed_x(rows, max_i64(up->depth, down->depth));
+            next += packed_x(rows, max_i64(up->weight.depth, down->weight.depth));
             padded += rows + PADDING;
         }
         const int64_t rows = starts[e] - begin;

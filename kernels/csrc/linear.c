@@ -1,6 +1,7 @@
 /* y = x W^T + b in vectors. bfloat16 weights are multiplied as pairs where the class has an instruction for their dot
  * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight;
- * a call of many rows widens each part of the weight once for all of them.
+ * a call of many rows widens each part of the weight once for all of them. A part of a quantised weight is unpacked to
+ * the first cache, once for all rows of an item.
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
@@ -8,12 +9,12 @@
 #include "simd/cpu_class.h"
 #include "linear.h"
 
-#define VECTORS (PANEL / LANES)             /* of a panel */
 #define WIDE 4                              /* vectors of features that a tile of few rows takes */
 #define NARROW (VECTORS > 2 ? VECTORS : 2)  /* and one of many rows */
 #define ROWS (ACCUMULATORS / NARROW)        /* of a tile */
 #define TILES 16                            /* that share a part of the weight */
 #define DEPTH 256                           /* of that part: a tile's x of this depth stays in the first cache */
+#define UNPACKED 128                        /* depth of a part of a quantised weight */
 
 /* What a word of weights is, and what is done with it. */
 enum { ONE_FLOAT, WIDENED_PAIR, DOT_PAIR };
@@ -79,15 +80,18 @@ static void tile_of_floats(int64_t m, int64_t n, const Weights *w, const float *
 
 /* Repacks rows [first, first + m) of x, words [from, to) of each: x is multiplied in the form that the weights have. */
 static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
+    const int64_t depth = l->weight.depth;
+    const int32_t *order = l->weight.order;
     for (int64_t i = 0; i < m; i++) {
         if (type == F32) {
             const float *row = source_row(l, first + i, F32);
-            for (int64_t k = from; k < to; k++) packed[k * m + i] = row[k];
+            for (int64_t k = from; k < to; k++) packed[k * m + i] = row[order ? order[k] : k];
             continue;
         }
         const uint16_t *row = source_row(l, first + i, BF16);
         for (int64_t k = from; k < to; k++) {
-            const uint32_t low = 2 * k < l->depth ? row[2 * k] : 0, high = 2 * k + 1 < l->depth ? row[2 * k + 1] : 0;
+            const uint32_t low = 2 * k < depth ? row[order ? order[2 * k] : 2 * k] : 0;
+            const uint32_t high = 2 * k + 1 < depth ? row[order ? order[2 * k + 1] : 2 * k + 1] : 0;
             if (HAS_DOT) {
                 packed[k * m + i] = from_bits(low | high << 16);
             } else {
@@ -117,18 +121,35 @@ typedef struct {
     int64_t n, group, blocks;     /* vectors of features of a tile, panels of an item, items for each group of panels */
     int64_t step;                 /* words of the depth at a time */
     int64_t width;                /* of a word of x, in floats */
-    int widened, in_place;
+    int64_t values;               /* of a word of the weight, in elements */
+    int widened, in_place;        /* `widened`: the weight is multiplied as floats, x in float32 aside */
     int64_t first_slice, first_item;
 } Cut;
 
 INLINE Cut cut(const Linear *l, const int type) {
-    const int64_t words = words_of(l->depth, type), tiles = (l->rows + ROWS - 1) / ROWS;
+    const int64_t words = words_of(l->weight.depth, type), tiles = (l->rows + ROWS - 1) / ROWS;
     const int64_t height = l->rows ? (l->rows + tiles - 1) / tiles : 0;
     const int64_t n = height <= ACCUMULATORS / WIDE ? WIDE : NARROW, width = type == BF16 && !HAS_DOT ? 2 : 1;
-    const int in_place = l->rows == 1 && type == F32;
+    const int in_place = l->rows == 1 && type == F32 && !l->weight.order, is_plain = l->weight.kind == PLAIN;
+    const int64_t values = type == BF16 ? 2 : 1, step = tiles == 1 ? words : DEPTH / width;
     return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
-                 (tiles + TILES - 1) / TILES, tiles == 1 ? words : DEPTH / width, width,
-                 type == BF16 && !HAS_DOT && tiles > 1, in_place, 0, 0};
+                 (tiles + TILES - 1) / TILES, is_plain ? step : UNPACKED / values, width, values,
+                 type == BF16 && !HAS_DOT && (tiles > 1 || !is_plain), in_place, 0, 0};
+}
+
+/* `count` words of the depth from `k` on, of the item's panels from `panel` on, in the form that tiles multiply. */
+INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, int64_t count, const int type, uint32_t *wide) {
+    const Weight *w = &l->weight;
+    if (w->kind != PLAIN) {
+        const int as_pairs = type == BF16 && HAS_DOT;
+        const int64_t to = min_i64((k + c->step) * c->values, padded_depth(w->depth)), values = as_pairs ? 1 : c->values;
+        unpack(w, panel, c->group, k * c->values, to, as_pairs, wide);
+        return (Weights){wide, (to / c->values - k) * values * PANEL, count * values};
+    }
+    const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count};
+    if (!c->widened) return part;
+    widen(&part, c->group, (float *)wide);
+    return (Weights){wide, 2 * count * PANEL, 2 * count};
 }
 
 /* Item `item` of a linear. */
@@ -137,14 +158,10 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
     const int64_t panel = item / c->blocks * c->group, block = item % c->blocks * TILES;
     const int64_t last = min_i64(block + TILES, c->tiles);
     Floats sums[TILES][ACCUMULATORS];
-    float wide[NARROW / VECTORS * DEPTH * PANEL] __attribute__((aligned(64)));
+    uint32_t wide[GROUP * UNPACKED * PANEL] __attribute__((aligned(64)));
     memset(sums, 0, (last - block) * sizeof sums[0]);
     for (int64_t k = 0; k < words; k += c->step) {
-        Weights part = {l->packed + (panel * words + k) * PANEL, words * PANEL, min_i64(c->step, words - k)};
-        if (c->widened) {
-            widen(&part, c->group, wide);
-            part = (Weights){(const uint32_t *)wide, 2 * part.words * PANEL, 2 * part.words};
-        }
+        const Weights part = part_of(l, c, panel, k, min_i64(c->step, words - k), type, wide);
         for (int64_t t = block; t < last; t++) {
             const int64_t first = t * height, m = min_i64(height, rows - first);
             const float *tile_x = c->x + (first * words + k * m) * c->width;
@@ -163,7 +180,7 @@ INLINE void linears(const Linear *all, int64_t count, const int type) {
         cuts[i] = cut(all + i, type);
         cuts[i].first_slice = slices, cuts[i].first_item = items;
         slices += cuts[i].in_place ? 0 : cuts[i].tiles * 8;
-        items += panels_of(all[i].features) / cuts[i].group * cuts[i].blocks;
+        items += panels_of(all[i].weight.features) / cuts[i].group * cuts[i].blocks;
     }
 #pragma omp parallel
     {

@@ -1,21 +1,18 @@
 /* The arguments of one linear, y = x W^T + b, and the packed form of a weight that all classes share. A call computes one
  * linear, or a group of linears over rows of the same x: the experts of a layer. */
 #pragma once
-#include "simd/vectors.h"
+#include "quantised.h"
 
-/* A packed weight is [panels][words][PANEL]: panels of 16 output features; a word is one float32, or a pair of bfloat16
- * neighbours along the depth. Zeros fill up the pairs to whole tiles of AMX, and the features to whole GROUPs of panels. */
-#define PANEL 16
+/* A packed plain weight is [panels][words][PANEL]: panels of 16 output features; a word is one float32, or a pair of
+ * bfloat16 neighbours along the depth. Zeros fill up the pairs to whole tiles of AMX, and the features to whole GROUPs of
+ * panels. quantised.h has the form of the other weights. */
 #define GROUP 4
-#define TILE_WORDS 16
 #define MAX_LINEARS 256 /* of a group */
 
 typedef struct {
+    Weight weight;
     const void *x; /* [rows][ldx] */
     int64_t ldx, rows;
-    const uint32_t *packed;
-    const void *bias; /* [features] or null */
-    int64_t features, depth;
     void *y; /* [rows][ldy] */
     int64_t ldy;
     void *scratch; /* for x repacked: (rows + 15) * (depth + 31) floats, aligned to 64 bytes */
@@ -35,9 +32,9 @@ INLINE const void *source_row(const Linear *l, int64_t row, int type) {
 INLINE void put_rows(const Linear *l, int64_t row, int64_t rows, int64_t feature, int64_t width, const float *sums,
                      int64_t stride, const int type) {
     float bias[GROUP * PANEL] = {0};
-    width = min_i64(width, l->features - feature);
-    if (l->bias)
-        for (int64_t j = 0; j < width; j++) bias[j] = get(l->bias, feature + j, type);
+    width = min_i64(width, l->weight.features - feature);
+    if (l->weight.bias)
+        for (int64_t j = 0; j < width; j++) bias[j] = get(l->weight.bias, feature + j, type);
     for (int64_t i = 0; i < rows; i++, sums += stride) {
         void *to = at(l->y, (row + i) * l->ldy + feature, type);
         int64_t j = 0;

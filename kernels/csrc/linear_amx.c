@@ -15,6 +15,7 @@
 #define BLOCK 32                      /* most tiles of rows that pass by the same weights in the first cache */
 #define BLOCK_TILES 1024              /* most tiles of x in them, 1 MiB: they stay in the second cache */
 #define PART 8                        /* tiles of the depth of these weights */
+#define THIN_PART 4                   /* and of a quantised weight that meets at most 16 rows */
 #define AHEAD 8                       /* lines prefetched for each step along the depth */
 
 /* The layout that ldtilecfg reads: eight tiles of 16 rows of 64 bytes. */
@@ -29,17 +30,21 @@ static const TileConfig whole_tiles = {
 
 /* Tile `tile` of rows of x as [words / 16] tiles; rows and elements that x lacks are zero. */
 static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *packed) {
+    const int32_t *order = l->weight.order;
     for (int64_t i = 0; i < TILE_ROWS; i++) {
         const int64_t row = tile * TILE_ROWS + i;
         const uint16_t *from = row < l->rows ? source_row(l, row, BF16) : NULL;
         for (int64_t k = 0; k < words; k += TILE_WORDS) {
             uint16_t *to = (uint16_t *)(packed + k * TILE_ROWS + i * TILE_WORDS);
-            const int64_t count = row < l->rows ? min_i64(l->depth - 2 * k, 2 * TILE_WORDS) : 0;
-            if (count == 2 * TILE_WORDS) memcpy(to, from + 2 * k, 4 * TILE_WORDS);
-            else {
-                memset(to, 0, 4 * TILE_WORDS);
-                if (count > 0) memcpy(to, from + 2 * k, 2 * count);
+            const int64_t count = row < l->rows ? min_i64(l->weight.depth - 2 * k, 2 * TILE_WORDS) : 0;
+            if (count == 2 * TILE_WORDS && !order) {
+                memcpy(to, from + 2 * k, 4 * TILE_WORDS);
+                continue;
             }
+            memset(to, 0, 4 * TILE_WORDS);
+            if (order)
+                for (int64_t j = 0; j < count; j++) to[j] = from[order[2 * k + j]];
+            else if (count > 0) memcpy(to, from + 2 * k, 2 * count);
         }
     }
 }
@@ -76,42 +81,63 @@ static void multiply_two(const uint32_t *x, const uint32_t *more_x, const uint32
     _tile_stored(3, sums + 2 * TILE + PANEL, 128);
 }
 
-/* sums [16 rows][64 features] = one tile of rows by four panels. */
-static void multiply_one(const uint32_t *x, const uint32_t *w, int64_t steps, float *sums) {
-    const int64_t panel = steps * TILE;
+/* The tile registers 0 to 3 += one tile of rows by four panels that lie `stride` words apart. */
+INLINE void multiply_one(const uint32_t *x, const uint32_t *w, int64_t stride, int64_t steps) {
+    for (int64_t k = 0; k < steps * TILE; k += TILE, w += TILE) {
+        _tile_loadd(4, x + k, 64);
+        _tile_loadd(5, w, 64);
+        _tile_loadd(6, w + stride, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(7, w + 2 * stride, 64);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, w + 3 * stride, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+}
+
+/* Up to 16 rows by four panels, of all the depth. */
+static void multiply_thin(const Linear *l, const uint32_t *x, int64_t panel) {
+    const Weight *w = &l->weight;
+    const int64_t steps = words_of(w->depth, BF16) / TILE_WORDS;
+    float sums[4 * TILE] __attribute__((aligned(64)));
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < steps * TILE; k += TILE, w += TILE) {
-        _tile_loadd(4, x + k, 64);
-        _tile_loadd(5, w, 64);
-        _tile_loadd(6, w + panel, 64);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(7, w + 2 * panel, 64);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(5, w + 3 * panel, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 4, 5);
+    if (w->kind == PLAIN) {
+        multiply_one(x, (const uint32_t *)w->packed + panel * steps * TILE, steps * TILE, steps);
+    } else {
+        uint32_t unpacked[GROUP * THIN_PART * TILE] __attribute__((aligned(64)));
+        for (int64_t k = 0; k < steps; k += THIN_PART) {
+            const int64_t count = min_i64(THIN_PART, steps - k);
+            unpack(w, panel, GROUP, k * 2 * TILE_WORDS, (k + count) * 2 * TILE_WORDS, 1, unpacked);
+            multiply_one(x + k * TILE, unpacked, count * TILE, count);
+        }
     }
     _tile_stored(0, sums, 256);
     _tile_stored(1, sums + PANEL, 256);
     _tile_stored(2, sums + 2 * PANEL, 256);
     _tile_stored(3, sums + 3 * PANEL, 256);
+    put_rows(l, 0, l->rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
 }
 
 /* Rows of the tiles [from, to), two tiles at a time, by two panels. The panels are read in parts of the depth that stay in
  * the first cache while all rows pass. Prefetches the next panels, which lie behind. */
 static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int64_t to, int64_t panel, int has_next) {
-    const int64_t steps = words_of(l->depth, BF16) / TILE_WORDS, parts = (steps + PART - 1) / PART;
-    const uint32_t *w = l->packed + panel * steps * TILE;
-    const char *ahead = has_next ? (const char *)(w + 2 * steps * TILE) : NULL;
+    const int64_t steps = words_of(l->weight.depth, BF16) / TILE_WORDS, parts = (steps + PART - 1) / PART;
+    const uint32_t *w = (const uint32_t *)l->weight.packed + panel * steps * TILE;
+    const int is_plain = l->weight.kind == PLAIN;
+    const char *ahead = has_next && is_plain ? (const char *)(w + 2 * steps * TILE) : NULL;
+    uint32_t unpacked[2 * PART * TILE] __attribute__((aligned(64)));
     float sums[BLOCK / 2][4 * TILE] __attribute__((aligned(64)));
     for (int64_t part = 0; part < parts; part++) {
         const int64_t k = steps * part / parts, count = steps * (part + 1) / parts - k;
+        const uint32_t *part_w = is_plain ? w + k * TILE : unpacked, *more_w = part_w + (is_plain ? steps : count) * TILE;
+        if (!is_plain) unpack(&l->weight, panel, 2, k * 2 * TILE_WORDS, (k + count) * 2 * TILE_WORDS, 1, unpacked);
         for (int64_t tile = from; tile < to; tile += 2) {
-            const uint32_t *tile_x = x + (tile * steps + k) * TILE, *tile_w = w + k * TILE;
-            multiply_two(tile_x, tile_x + steps * TILE, tile_w, tile_w + steps * TILE, count, part == 0, ahead,
+            const uint32_t *tile_x = x + (tile * steps + k) * TILE;
+            multiply_two(tile_x, tile_x + steps * TILE, part_w, more_w, count, part == 0, ahead,
                          sums[(tile - from) / 2]);
             if (ahead) ahead += count * AHEAD * 64;
         }
@@ -129,9 +155,9 @@ typedef struct {
 } Cut;
 
 static Cut cut(const Linear *l) {
-    const int64_t steps = words_of(l->depth, BF16) / TILE_WORDS, is_thin = l->rows <= TILE_ROWS;
+    const int64_t steps = words_of(l->weight.depth, BF16) / TILE_WORDS, is_thin = l->rows <= TILE_ROWS;
     const int64_t tiles = is_thin ? l->rows > 0 : (l->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
-    return (Cut){steps, tiles, panels_of(l->features) / GROUP,
+    return (Cut){steps, tiles, panels_of(l->weight.features) / GROUP,
                  max_i64(2, min_i64(BLOCK, BLOCK_TILES / steps / 2 * 2)), is_thin, 0, 0};
 }
 
@@ -139,9 +165,7 @@ static void multiply(const Linear *l, const Cut *c, int64_t item, int has_next) 
     const int64_t panel = item % c->groups * GROUP, from = item / c->groups * c->block;
     const uint32_t *x = l->scratch;
     if (c->is_thin) {
-        float sums[4 * TILE] __attribute__((aligned(64)));
-        multiply_one(x, l->packed + panel * c->steps * TILE, c->steps, sums);
-        put_rows(l, 0, l->rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
+        multiply_thin(l, x, panel);
         return;
     }
     multiply_block(l, x, from, min_i64(from + c->block, c->tiles), panel, 1);

@@ -23,11 +23,6 @@ typedef struct {
     float eps, offset;
 } Scale;
 
-typedef struct {
-    const void *packed, *bias;
-    int64_t features, depth;
-} Weight;
-
 /* The input and output of a sublayer, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused
  * in a first layer, where `residual` is null. `out` gets the sublayer's result. */
 typedef struct {
@@ -83,7 +78,7 @@ INLINE void normed(const Kernels *f, const Scale *s, const Stream *stream, int64
 }
 
 INLINE void product(const Kernels *f, const Weight *w, const void *x, int64_t rows, int64_t type, void *y, char *scratch) {
-    f->linear[type](&(Linear){x, w->depth, rows, w->packed, w->bias, w->features, w->depth, y, w->features, scratch, 0});
+    f->linear[type](&(Linear){*w, x, w->depth, rows, y, w->features, scratch, 0});
 }
 
 INLINE void mlp_rows(const Kernels *f, const Weight *gate_up, const Weight *down, int64_t gelu, int64_t type, const void *x,

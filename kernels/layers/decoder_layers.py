@@ -33,7 +33,6 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing
 
 _SCALE = struct.Struct("@Pff")
-_LINEAR = struct.Struct("@PPqq")
 _MLP = struct.Struct("@qq")
 _ATTEND = struct.Struct("@qqqqffq")
 _STEP = struct.Struct("@PPqqPPqPPq")
@@ -41,7 +40,7 @@ _STREAM = struct.Struct("@5Pq")
 _INT = struct.Struct("@q")
 _POINTER = struct.Struct("@P")
 _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
-_NO_LINEAR = _LINEAR.pack(0, 0, 0, 0)
+_NO_LINEAR = bytes(native.WEIGHT.size)
 _NO_MLP = _NO_NORM + 2 * _NO_LINEAR + _MLP.pack(0, 0)
 
 
@@ -99,7 +98,7 @@ class AttentionSublayer:
         self.dtype, self.hidden, self._out = qkv.dtype, qkv.weight_shape[1], output.weight_shape[0]
         self._kv_heads, self.head_dim = kv_heads, head_dim
         self.packed = (
-            _scale(norm) + _scale(q_norm) + _scale(k_norm) + _linear(qkv) + _linear(output)
+            _scale(norm) + _scale(q_norm) + _scale(k_norm) + qkv.packed + output.packed
             + _ATTEND.pack(heads, kv_heads, head_dim, sliding_window, scale, softcap, native.TYPES[self.dtype])
         )  # fmt: skip
         rows = self.hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
@@ -140,7 +139,7 @@ class MlpSublayer:
         self._held = (norm, gate_up, down)  # `packed` points into them
         self.dtype, self.hidden, self._out = gate_up.dtype, gate_up.weight_shape[1], down.weight_shape[0]
         self.packed = (
-            _scale(norm) + _linear(gate_up) + _linear(down)
+            _scale(norm) + gate_up.packed + down.packed
             + _MLP.pack(activation == "gelu_tanh", native.TYPES[self.dtype])
         )  # fmt: skip
         self._row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
@@ -185,9 +184,9 @@ class ExpertsSublayer:
         self._held = (norm, router, routing, experts, shared, shared_gate)  # `packed` points into them
         self.dtype, self.hidden = experts.dtype, experts.hidden
         self.packed = (
-            _scale(norm) + _linear(router) + _INT.pack(native.TYPES[router.dtype]) + routing.pack() + experts.packed
-            + (2 * _NO_LINEAR if shared is None else _linear(shared[0]) + _linear(shared[1]))
-            + (_NO_LINEAR if shared_gate is None else _linear(shared_gate))
+            _scale(norm) + router.packed + _INT.pack(native.TYPES[router.dtype]) + routing.pack() + experts.packed
+            + (2 * _NO_LINEAR if shared is None else shared[0].packed + shared[1].packed)
+            + (_NO_LINEAR if shared_gate is None else shared_gate.packed)
         )  # fmt: skip
         library = _library()
         self._kernels, self._call, self._size = library.kernels, library.sparse_sublayer, library.sparse_scratch
@@ -294,10 +293,6 @@ def _row_bytes(elements: int, dtype: torch.dtype, *linears: PackedLinear) -> int
 
 def _scale(norm: RmsNorm | None) -> bytes:
     return _NO_NORM if norm is None else _SCALE.pack(norm.weight.data_ptr(), norm.eps, norm.offset)
-
-
-def _linear(linear: PackedLinear) -> bytes:
-    return _LINEAR.pack(*linear.pointers, *linear.weight_shape)
 
 
 @once_per_geometry

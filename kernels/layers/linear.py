@@ -7,6 +7,7 @@ y [..., out_features], dense. The weight is packed once and the plain weight dro
     onednn   CPU without it, or of a kind for which it has no instruction class: oneDNN's blocked form
     plain    everything else: `F.linear`
 
+A QuantisedWeight stays quantised in the native form, if `holds_quantised` says so; the other forms dequantise it.
 In the native form a row's result does not depend on the other rows of the call. Libraries choose the order of a sum by
 the number of rows; `batch_invariant` calls them with a fixed number of rows, padded, so that results are the same bits
 in every form.
@@ -22,20 +23,29 @@ from torch import Tensor, nn
 
 from coatcheck.kernels import huge_pages, native
 from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
+from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 
 # With `batch_invariant`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
 ROW_TILE = 64
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference. Keeps `weight_shape` and `form` after dropping the plain weight."""
+    """A linear layer for inference. Keeps `weight_shape` and `form` after dropping the plain weight.
+
+    `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
+    `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`.
+    """
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *, batch_invariant: bool = False
+    ) -> None:
         super().__init__()
         self.batch_invariant = batch_invariant
-        if weight.dim() != 2:
+        if isinstance(weight, QuantisedWeight) and not holds_quantised(weight):
+            weight = weight.dequantise()
+        if len(weight.shape) != 2:
             refuse("weight", "shape [out_features, in_features]", list(weight.shape))
         if bias is not None:
             check_shape("bias", bias, (weight.shape[0],))
@@ -46,12 +56,12 @@ class PackedLinear(nn.Module):
         self.form = pick_form(weight)
         self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
         # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
-        self._weight = _pack(weight.detach(), self.form)
-        self._bias_pointer = 0 if self.bias is None else self.bias.data_ptr()
-        self._pointer = self._weight.data_ptr() if self.form == "native" else 0
+        self.parts = _pack_quantised(weight) if isinstance(weight, QuantisedWeight) else (_pack(weight, self.form),)
+        self.packed = b""
         library = native.library()
         if self.form == "native" and library is not None:
             self._call = library.linear[weight.dtype]
+            self.packed = _struct(weight, self.parts, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         features, depth = self.weight_shape
@@ -63,18 +73,16 @@ class PackedLinear(nn.Module):
         rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
         count = rows.shape[0]
         y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)
-        self._call(
-            native.LINEAR.pack(
-                rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth,
-                y.data_ptr(), features, scratch(scratch_size(count, depth)), 0,
-            )
-        )  # fmt: skip
+        call = native.LINEAR.pack(
+            rows.data_ptr(), rows.stride(0), count, y.data_ptr(), features, scratch(scratch_size(count, depth)), 0
+        )
+        self._call(self.packed + call)
         return y
 
     def _product(self, x: Tensor) -> Tensor:
         if self.form == "plain":
-            return F.linear(x, self._weight, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return F.linear(x, self.parts[0], self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.parts[0], self.bias, "none", [], "")
         return y
 
     def _in_tiles(self, x: Tensor) -> Tensor:
@@ -86,13 +94,8 @@ class PackedLinear(nn.Module):
         y = torch.cat(tiles)[:count] if tiles else rows.new_empty((0, features))
         return y.reshape(*x.shape[:-1], features)
 
-    @property
-    def pointers(self) -> tuple[int, int]:
-        """Addresses of the native form's panels and of the bias (0: none). Valid while this module lives."""
-        return self._pointer, self._bias_pointer
 
-
-def pick_form(weight: Tensor) -> str:
+def pick_form(weight: Tensor | QuantisedWeight) -> str:
     if weight.device.type != "cpu" or weight.dtype not in native.TYPES:
         return "plain"
     library = native.library()
@@ -101,13 +104,22 @@ def pick_form(weight: Tensor) -> str:
     return "onednn" if torch._C._has_mkldnn else "native" if library is not None else "plain"
 
 
+def holds_quantised(weight: QuantisedWeight) -> bool:
+    """Whether PackedLinear keeps the weight quantised. The C kernels want whole groups in a word of codes."""
+    return pick_form(weight) == "native" and (weight.groups == 1 or weight.group % _CODES_OF_WORD == 0)
+
+
+_CODES_OF_WORD = 8  # of 4 bits, the most
+
+
 def _pack(weight: Tensor, form: str) -> Tensor:
+    weight = weight.detach()
     if form == "plain":
         return weight
     weight = weight.contiguous()
     if form == "onednn":
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        return packed
+        reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        return reordered
     library = native.library()
     assert library is not None, "the native form is only picked where the library is"
     features, depth = weight.shape
@@ -116,6 +128,38 @@ def _pack(weight: Tensor, form: str) -> Tensor:
     packed = huge_pages.empty((panels, words, 16), torch.int32)
     library.pack_weight(weight.data_ptr(), features, depth, packed.data_ptr(), native.TYPES[weight.dtype])
     return packed
+
+
+def _pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
+    """Codes, scales and zero points in panels, as kernels/csrc/quantised.h has them, and the order of the columns."""
+    features, depth = weight.shape
+    rows, code_bytes = -(-features // 64) * 64, -(-depth // 32) * 32 * weight.kind.bits // 8
+    codes = F.pad(weight.codes, (0, code_bytes - weight.codes.shape[1], 0, rows - features))
+    parts = [codes.view(torch.int32), F.pad(weight.scales, (0, 0, 0, rows - features))]
+    if weight.zeros is not None:
+        parts.append(F.pad(weight.zeros, (0, 0, 0, rows - features)))
+    packed = []
+    for part in parts:
+        by_panel = part.view(rows // 16, 16, -1).transpose(1, 2)
+        packed.append(huge_pages.empty(tuple(by_panel.shape), part.dtype).copy_(by_panel))
+    if weight.order is not None:
+        packed.append(weight.order.int().contiguous())
+    return tuple(packed)
+
+
+def _struct(weight: Tensor | QuantisedWeight, parts: tuple[Tensor, ...], bias: Tensor | None) -> bytes:
+    """The C struct Weight, which points into `parts` and `bias`."""
+    first = (parts[0].data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape)
+    if isinstance(weight, Tensor):
+        return native.WEIGHT.pack(*first, 0, 0, 0, 0, 0, 0)
+    pointers = iter(part.data_ptr() for part in parts[1:])
+    scales = next(pointers)
+    zeros = next(pointers) if weight.zeros is not None else 0
+    order = next(pointers) if weight.order is not None else 0
+    return native.WEIGHT.pack(*first, scales, zeros, order, weight.kind, weight.group, _SCALES[weight.scales.dtype])
+
+
+_SCALES = {**native.TYPES, torch.float16: 2, torch.uint8: 6}  # as in kernels/csrc/quantised.h
 
 
 def scratch_size(rows: int, depth: int) -> int:

@@ -15,17 +15,23 @@ from coatcheck.kernels.kv.store_kv import store_kv_reference
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.decoder_layers import AttentionSublayer, FusedLayer, FusedLayers, MlpSublayer, StepTables
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from tests.kernels.caches import pool_of, strided_cache
 from tests.kernels.cpu_classes import each_class
+from tests.kernels.quantised_weights import random_weight
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 96, 6, 2, 32, 16
 
 
-def linear(features: int, depth: int, dtype: torch.dtype, bias: bool = False) -> PackedLinear:
+def linear(
+    features: int, depth: int, dtype: torch.dtype, bias: bool = False, kind: CodeKind | None = None
+) -> PackedLinear:
+    if kind is not None:
+        return PackedLinear(random_weight(kind, features, depth, 8, dtype))
     weight = (torch.randn(features, depth) / depth**0.5).to(dtype)
     return PackedLinear(weight, torch.randn(features).to(dtype) if bias else None)
 
@@ -173,14 +179,17 @@ def test_fused_layers_are_their_layers_in_a_row(dtype: torch.dtype, sandwich: bo
     layers = [
         FusedLayer(
             AttentionSublayer(
-                norm(HIDDEN, dtype), linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype),
+                norm(HIDDEN, dtype), linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype, kind=kind),
                 linear(HIDDEN, HEADS * DIM, dtype), HEADS, KV_HEADS, DIM, scale=0.2, sliding_window=30 * table,
             ),
-            MlpSublayer(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
+            MlpSublayer(
+                norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype, kind=kind),
+                linear(HIDDEN, 200, dtype, kind=kind), "silu",
+            ),
             norm(HIDDEN, dtype) if sandwich else None, norm(HIDDEN, dtype) if sandwich else None,
             table_index=table,
         )
-        for table in (0, 1, 0)
+        for table, kind in ((0, None), (1, CodeKind.INT4), (0, CodeKind.FP8))
     ]  # fmt: skip
     ours, theirs = [batch.cache for batch in batches], [batch.copy for batch in batches]
     x = torch.randn(len(batches[0].slots), HIDDEN).to(dtype)

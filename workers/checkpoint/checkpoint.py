@@ -1,7 +1,7 @@
 """Checkpoint: a model's config.json and safetensors files, from a local directory or the Hugging Face hub.
 
-`open` reads and checks the headers; `read` reads a tensor, or a slice of one. The weights of a quantised checkpoint are
-read as plain numbers, under the names of an unquantised checkpoint.
+`open` reads and checks the headers; `read` reads a tensor, or a slice of one. The weights of a quantised checkpoint
+have the names of an unquantised checkpoint; `read` decodes them to plain numbers, `read_quantised` does not.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
-from coatcheck.workers.checkpoint.decode_weight import decode_weight
+from coatcheck.workers.checkpoint.decode_weight import decode_weight, read_codes
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
 from coatcheck.workers.checkpoint.stored_weight import StoredWeight
@@ -92,12 +93,31 @@ class Checkpoint:
         stored_as = self.dtype_of(name)
         if (weight := self._quantised.get(name)) is None:
             return self._read_stored(name, part)
-        slices = _part_slices(weight, part)
-        parts = {role: self._read_stored(stored.key, slices.get(role)) for role, stored in weight.parts.items()}
+        slices, parts = self._read_parts(weight, part)
         decoded = decode_weight(weight, parts, dtype or stored_as)
         if part is None or slices:
             return decoded
         return torch.cat([decoded.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+
+    def read_quantised(self, name: str, part: TensorSlice | None, dtype: torch.dtype) -> QuantisedWeight | None:
+        """A quantised weight, or a slice of it, as it is stored. `dtype`: of the linear that it belongs to. None if the
+        weight or the slice can only be read as plain numbers."""
+        if (weight := self._quantised.get(name)) is None:
+            return None
+        slices, parts = self._read_parts(weight, part)
+        quantised = read_codes(weight, parts, dtype)
+        if quantised is None or part is None or slices:
+            return quantised
+        if part.dim == 0:
+            return quantised.select_rows(part.ranges)
+        return quantised.select_columns(*part.ranges[0]) if len(part.ranges) == 1 else None
+
+    def _read_parts(
+        self, weight: StoredWeight, part: TensorSlice | None
+    ) -> tuple[dict[str, TensorSlice | None], dict[str, Tensor]]:
+        """(the slices of the stored tensors, as _part_slices, and these tensors by role)"""
+        slices = _part_slices(weight, part)
+        return slices, {role: self._read_stored(kept.key, slices.get(role)) for role, kept in weight.parts.items()}
 
     def _read_stored(self, key: str, part: TensorSlice | None) -> Tensor:
         file = self._stored[key].file

@@ -1,18 +1,21 @@
-"""decode_weight(): a quantised weight as plain numbers.
+"""The stored tensors of a quantised weight as a QuantisedWeight, and as plain numbers.
 
     weight = (codes - zeros) × scales
 
-with one scale, and one zero point if there are any, for each block of rows and columns. Computed in float32 and rounded
-once to the wanted dtype. The layouts are those of the projects that write them: compressed-tensors, AutoAWQ (gemm),
-AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP Microscaling specification 1.0 (MXFP4) and bitsandbytes (NF4).
+with one scale, and one zero point if there are any, for each block of rows and columns. MXFP4 experts and NF4 are only
+decoded to plain numbers, computed in float32 and rounded once to the wanted dtype. The layouts are those of the
+projects that write them: compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP
+Microscaling specification 1.0 (MXFP4) and bitsandbytes (NF4).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 
 Parts = Mapping[str, Tensor]
@@ -27,7 +30,15 @@ _NESTED_BLOCK: Final = 256  # scales that share a scale of their own
 def decode_weight(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
     """`parts`: the stored tensors by role, whole or sliced as `StoredWeight.slice_parts` says. Returns the weight, or
     that slice of it, in `dtype`."""
-    return _DECODERS[weight.encoding](weight, parts, dtype)
+    if (decode := _DECODERS.get(weight.encoding)) is not None:
+        return decode(weight, parts, dtype)
+    return _READERS[weight.encoding](weight, parts, dtype).dequantise()
+
+
+def read_codes(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight | None:
+    """The same without decoding. `dtype`: of the linear. None for an encoding that is only decoded."""
+    read = _READERS.get(weight.encoding)
+    return None if read is None else read(weight, parts, dtype)
 
 
 def unpack_bits(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -41,54 +52,75 @@ def unpack_bits(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
     return fields.reshape(*fields.shape[:-2], fields.shape[-2] * count).movedim(-1, dim)
 
 
-def _scale(weight: StoredWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> Tensor:
-    """codes float32 [rows, columns], scales and zeros [row blocks, column blocks], or one number for all."""
+def _quantised(
+    weight: StoredWeight,
+    kind: CodeKind,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    members: Tensor | None,
+    dtype: torch.dtype,
+) -> QuantisedWeight:
+    """codes [rows, columns]; scales and zeros [row blocks, column blocks], [rows] or one number for all. `members`: the
+    group of each column; None: the columns of a group are neighbours."""
     rows, columns = codes.shape
-    scales = _spread(scales.float(), rows, columns, weight.block, order)
-    if zeros is not None:
-        codes = codes - _spread(zeros.float(), rows, columns, weight.block, order)
-    return codes * scales
+    scales = _by_row(scales, rows, weight.block[0])
+    zeros = None if zeros is None else _by_row(zeros, rows, weight.block[0])
+    group = columns if scales.shape[1] == 1 else weight.block[1]
+    order = None
+    if members is not None and scales.shape[1] > 1:
+        places = members.long().argsort(stable=True)
+        members = members.long()[places]
+        # A rank may hold parts of groups: then a smaller group is one that divides all parts.
+        group = math.gcd(*torch.unique_consecutive(members, return_counts=True)[1].tolist())
+        scales = scales[:, members[::group]]
+        zeros = None if zeros is None else zeros[:, members[::group]]
+        if not torch.equal(places, torch.arange(columns)):
+            codes, order = codes[:, places], places.int()
+    return QuantisedWeight.of_codes(kind, codes, scales, group, dtype, zeros, order)
 
 
-def _spread(values: Tensor, rows: int, columns: int, block: tuple[int, int], order: Tensor | None) -> Tensor:
+def _by_row(values: Tensor, rows: int, height: int) -> Tensor:
+    """[row blocks, column blocks] -> [rows, column blocks]."""
     if values.dim() < 2:
         values = values.reshape(-1, 1)  # one for each row, or one for all
-    if values.shape[1] > 1:
-        if order is not None:
-            values = values[:, order.long()]
-        else:
-            values = values.repeat_interleave(block[1], dim=1)[:, :columns]
-    if values.shape[0] > 1:
-        values = values.repeat_interleave(block[0], dim=0)[:rows]
-    return values
+    return values.expand(rows, -1) if values.shape[0] == 1 else values.repeat_interleave(height, dim=0)[:rows]
 
 
-def _decode_packed(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
+def _read_packed(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
     middle = 1 << (weight.bits - 1)  # codes and zero points are stored with this added
     codes = unpack_bits(parts["codes"], weight.bits, 1) - middle
     zeros = None
     if "zeros" in parts:
         zeros = unpack_bits(parts["zeros"], weight.bits, 0) - middle
-    order = parts.get("order")
-    columns = weight.shape[1] if order is None else order.numel()
-    return _scale(weight, codes[:, :columns].float(), parts["scales"], zeros, order).to(dtype)
+    members = parts.get("order")
+    columns = weight.shape[1] if members is None else members.numel()
+    return _quantised(weight, _integers(weight), codes[:, :columns], parts["scales"], zeros, members, dtype)
 
 
-def _decode_plain(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
-    return _scale(weight, parts["codes"].float(), parts["scales"], parts.get("zeros"), None).to(dtype)
+def _read_plain(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
+    kind = CodeKind.INT8 if weight.encoding is Encoding.INT8 else CodeKind.FP8
+    return _quantised(weight, kind, parts["codes"], parts["scales"], parts.get("zeros"), None, dtype)
 
 
-def _decode_awq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
-    codes = unpack_bits(parts["codes"], weight.bits, 1, _AWQ_ORDER).T
-    zeros = unpack_bits(parts["zeros"], weight.bits, 1, _AWQ_ORDER).T
-    return _scale(weight, codes.float(), parts["scales"].T, zeros, None).to(dtype)
+def _read_awq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
+    middle = 1 << (weight.bits - 1)
+    codes = unpack_bits(parts["codes"], weight.bits, 1, _AWQ_ORDER).T - middle
+    zeros = unpack_bits(parts["zeros"], weight.bits, 1, _AWQ_ORDER).T - middle
+    return _quantised(weight, CodeKind.INT4, codes, parts["scales"].T, zeros, None, dtype)
 
 
-def _decode_gptq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
-    codes = unpack_bits(parts["codes"], weight.bits, 0).T
+def _read_gptq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
+    middle = 1 << (weight.bits - 1)
+    codes = unpack_bits(parts["codes"], weight.bits, 0).T - middle
     # The gptq layout stores a zero point minus 1, modulo 2^bits: 0 is stored as all ones. gptq_v2 stores it as it is.
     zeros = (unpack_bits(parts["zeros"], weight.bits, 1).T + weight.zero_offset) & ((1 << weight.bits) - 1)
-    return _scale(weight, codes.float(), parts["scales"].T, zeros, parts.get("order")).to(dtype)
+    zeros = zeros - middle
+    return _quantised(weight, _integers(weight), codes, parts["scales"].T, zeros, parts.get("order"), dtype)
+
+
+def _integers(weight: StoredWeight) -> CodeKind:
+    return CodeKind.INT8 if weight.bits == 8 else CodeKind.INT4  # codes of 2 bits are held in 4
 
 
 def _decode_mxfp4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -119,12 +151,14 @@ def _decode_nf4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tenso
     return (values * spread).reshape(rows, columns).to(dtype)
 
 
+_READERS: Final[Mapping[Encoding, Callable[[StoredWeight, Parts, torch.dtype], QuantisedWeight]]] = {
+    Encoding.PACKED_INT: _read_packed,
+    Encoding.INT8: _read_plain,
+    Encoding.FLOAT8: _read_plain,
+    Encoding.AWQ: _read_awq,
+    Encoding.GPTQ: _read_gptq,
+}
 _DECODERS: Final[Mapping[Encoding, Callable[[StoredWeight, Parts, torch.dtype], Tensor]]] = {
-    Encoding.PACKED_INT: _decode_packed,
-    Encoding.INT8: _decode_plain,
-    Encoding.FLOAT8: _decode_plain,
-    Encoding.AWQ: _decode_awq,
-    Encoding.GPTQ: _decode_gptq,
     Encoding.MXFP4: _decode_mxfp4,
     Encoding.NF4: _decode_nf4,
 }

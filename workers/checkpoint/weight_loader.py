@@ -2,10 +2,13 @@
 
 Checkpoint tensors become parameters through transformers' own conversion mapping: experts, for example, are stored one
 by one and held as one tensor. As far as possible a rank reads only its slices from the files.
+
+A linear that packed_linears.py replaces gets a QuantisedWeight as its `weight`, if the checkpoint has one and
+PackedLinear holds it. Other quantised weights are decoded.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -22,6 +25,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from coatcheck.kernels.layers.linear import holds_quantised
+from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
@@ -55,11 +60,12 @@ def load_weights(
     slices: dict[str, TensorSlice],
     device: torch.device,
     progress: Progress | None,
+    unpackable: Collection[nn.Module] = (),
 ) -> int:
     """Load every parameter of `model` onto `device`, sliced as `slices` says. Returns the bytes that this rank holds.
 
-    `progress(done_bytes, total_bytes)` is called after each parameter. Raises InvalidModel if a tensor is missing or
-    has a wrong shape.
+    `unpackable`: linears that keep a plain weight, as prepare_model found them. `progress(done_bytes, total_bytes)` is
+    called after each parameter. Raises InvalidModel if a tensor is missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     tied: dict[str, str] = model.all_tied_weights_keys
@@ -69,9 +75,12 @@ def load_weights(
     done = held = 0
     loaded: set[str] = set()
     for target, reads, slice_result in planned:
-        for name, tensor in _read_and_convert(target, reads, checkpoint, model, parameters[target.name].dtype):
+        dtype, owner = parameters[target.name].dtype, _owner(model, target.name)
+        is_packed = type(owner) is nn.Linear and owner not in unpackable and target.name not in tied.values()
+        keep_quantised = is_packed and device.type == "cpu"
+        for name, tensor in _read_and_convert(target, reads, checkpoint, model, dtype, keep_quantised):
             part = slices.get(name)
-            if part is not None and slice_result:
+            if part is not None and slice_result and isinstance(tensor, Tensor):
                 before = (slice(None),) * part.dim
                 tensor = torch.cat([tensor[(*before, slice(a, b))] for a, b in part.ranges], dim=part.dim)
             held += _set_parameter(model, name, tensor, parameters[name], part, device)
@@ -144,10 +153,20 @@ def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, Tenso
 
 
 def _read_and_convert(
-    target: _Target, reads: list[_Read], checkpoint: Checkpoint, model: PreTrainedModel, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+    target: _Target,
+    reads: list[_Read],
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    keep_quantised: bool,
+) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
     """(parameter name, tensor) of everything that `target` is converted to. `dtype`: of the model."""
     if target.converter is None:
+        if keep_quantised:
+            quantised = checkpoint.read_quantised(reads[0].key, reads[0].part, dtype)
+            if quantised is not None and holds_quantised(quantised):
+                yield target.name, quantised
+                return
         yield target.name, checkpoint.read(reads[0].key, reads[0].part, dtype)
         return
     converter = deepcopy(target.converter)  # a converter accumulates the tensors it is given
@@ -159,7 +178,12 @@ def _read_and_convert(
 
 
 def _set_parameter(
-    model: PreTrainedModel, name: str, tensor: Tensor, empty: Tensor, part: TensorSlice | None, device: torch.device
+    model: PreTrainedModel,
+    name: str,
+    tensor: Tensor | QuantisedWeight,
+    empty: Tensor,
+    part: TensorSlice | None,
+    device: torch.device,
 ) -> int:
     """Replace the meta tensor `empty` by `tensor` on `device`. Returns its bytes."""
     expected = tuple(empty.shape) if part is None else part.sliced_shape(tuple(empty.shape))
@@ -168,13 +192,17 @@ def _set_parameter(
             f"tensor {name} has shape {list(tensor.shape)}, but config.json implies {list(expected)}: "
             "the checkpoint and its config.json do not belong together"
         )
-    # Copied out of the mapped file: otherwise an eviction from the page cache would slow steps down.
-    tensor = tensor.to(device=device, dtype=empty.dtype).clone(memory_format=torch.contiguous_format)
     owner, leaf = _owner(model, name), name.rpartition(".")[2]
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    if isinstance(tensor, QuantisedWeight):
+        del owner._parameters[leaf]
+        setattr(owner, leaf, tensor)
     else:
-        owner._buffers[leaf] = tensor
+        # Copied out of the mapped file: otherwise an eviction from the page cache would slow steps down.
+        tensor = tensor.to(device=device, dtype=empty.dtype).clone(memory_format=torch.contiguous_format)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
     if isinstance(owner, nn.Linear) and leaf == "weight":
         owner.out_features, owner.in_features = tensor.shape
     return tensor.nbytes

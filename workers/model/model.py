@@ -108,7 +108,9 @@ def load_model(
             expert_parallel=expert_parallel,
         )
         causal, config = prepared.causal, prepared.causal.config
-        weight_bytes = load_weights(causal, checkpoint, prepared.plan.slices, device, progress)
+        weight_bytes = load_weights(
+            causal, checkpoint, prepared.plan.slices, device, progress, prepared.unpackable_linears
+        )
         fingerprint = checkpoint.fingerprint()
         directory = checkpoint.directory
         eos_token_ids = _eos_token_ids(directory, config)

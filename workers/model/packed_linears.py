@@ -1,12 +1,12 @@
 """Replaces a model's linears by PackedLinear: one by one, merged (QKV, gate and up), or as one rank's part of a sum.
 
-The plain weight is dropped. A linear whose attributes the model's own code reads cannot be replaced;
-`record_weight_reads` finds such linears.
+A linear's `weight` is a tensor or a QuantisedWeight (weight_loader.py); it is dropped. A linear whose attributes the
+model's own code reads cannot be replaced; `record_weight_reads` finds such linears.
 
 `batch_invariant`: a row's result does not depend on the other rows (see kernels/layers/linear.py).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 
 
 def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collection[nn.Module] = ()) -> None:
@@ -36,7 +37,15 @@ def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invari
         return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant)
     linears = [getattr(owner, name) for name in parts]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias, batch_invariant=batch_invariant)
+    return PackedLinear(_merge([linear.weight for linear in linears]), bias, batch_invariant=batch_invariant)
+
+
+def _merge(weights: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight:
+    """The rows of all weights. They are dequantised if they are not all stored alike."""
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if len(quantised) == len(weights) and (merged := QuantisedWeight.concatenate(quantised)) is not None:
+        return merged
+    return torch.cat([weight if isinstance(weight, Tensor) else weight.dequantise() for weight in weights])
 
 
 def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLinear, Callable[[Tensor], Tensor] | None]:

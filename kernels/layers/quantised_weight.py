@@ -1,0 +1,177 @@
+"""QuantisedWeight: the weight of a linear as codes of 8 or 4 bits, with scales.
+
+    weight[r, c] = (codes[r, c] - zeros[r, g]) * scales[r, g],  g = place of c in the order // group
+
+Linears hold a weight in this form and unpack it as they multiply (kernels/csrc/quantised.h), so that a decode step
+reads the codes. What makes a linear's weight from others (a rank's slice, Q beside K and V) is a method here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import gcd
+from typing import Self
+
+import torch
+from torch import Tensor
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1 by its bits
+_E8M0_BIAS = 127
+
+
+class CodeKind(IntEnum):
+    """What a code is, numbered as in kernels/csrc/quantised.h."""
+
+    INT8 = 1
+    INT4 = 2
+    FP8 = 3  # e4m3
+    FP4 = 4  # e2m1
+
+    @property
+    def bits(self) -> int:
+        return 4 if self in (CodeKind.INT4, CodeKind.FP4) else 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedWeight:
+    """A weight of `shape` (rows, columns); the groups are ceil(columns / group) neighbours in a row.
+
+    `codes`: uint8 [rows, columns], or [rows, ceil(columns / 2)] for codes of 4 bits, the left neighbour in the lower
+    half. Integers are two's complements. `scales`: [rows, groups] of a float type, or uint8: e stands for 2^(e - 127).
+    `zeros`: int8 [rows, groups], of integers; None: all are 0. `order`: int32 [columns], the column of the weight that
+    each code belongs to; None: codes lie in the order of the columns. `dtype`: of the linear's x and y.
+    """
+
+    kind: CodeKind
+    shape: tuple[int, int]
+    codes: Tensor
+    scales: Tensor
+    group: int
+    dtype: torch.dtype
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def of_codes(
+        cls,
+        kind: CodeKind,
+        codes: Tensor,
+        scales: Tensor,
+        group: int,
+        dtype: torch.dtype,
+        zeros: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> Self:
+        """`codes`: integers [rows, columns], one in an element; of FP8 and FP4 their bits."""
+        rows, columns = codes.shape
+        if kind.bits == 4:
+            codes = pack_halves(codes)
+        zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
+        codes = codes.contiguous().view(torch.uint8) if codes.itemsize == 1 else codes.to(torch.uint8)
+        return cls(kind, (rows, columns), codes, scales.contiguous(), min(group, columns), dtype, zeros, order)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def groups(self) -> int:
+        """In each row."""
+        return -(-self.shape[1] // self.group)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales, zero points and order."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.order) if part is not None)
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[rows, columns], computed in float32 and rounded once to `dtype`, by default that of the weight."""
+        values = self._numbers()
+        groups = torch.arange(self.shape[1]) // self.group
+        if self.zeros is not None:
+            values = values - self.zeros.float()[:, groups]
+        values = (values * self._scales()[:, groups]).to(dtype or self.dtype)
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.order.long(), values)
+
+    def select_rows(self, ranges: Sequence[tuple[int, int]]) -> Self:
+        """The weight of these rows."""
+
+        def cut(part: Tensor) -> Tensor:
+            return torch.cat([part[start:stop] for start, stop in ranges])
+
+        rows = sum(stop - start for start, stop in ranges)
+        zeros = None if self.zeros is None else cut(self.zeros)
+        return replace(self, shape=(rows, self.shape[1]), codes=cut(self.codes), scales=cut(self.scales), zeros=zeros)
+
+    def select_columns(self, start: int, stop: int) -> Self | None:
+        """The weight of columns [start, stop). Groups that these cut are divided into smaller ones. None if the codes
+        are not in order, or if a byte is cut."""
+        columns = self.shape[1]
+        if self.order is not None or (self.kind.bits == 4 and (start % 2 or (stop % 2 and stop != columns))):
+            return None
+        group = self.group
+        if start // group == (stop - 1) // group:
+            group = stop - start
+        else:
+            group = gcd(group, start, 0 if stop == columns else stop)
+        places = torch.arange(start, stop, group) // self.group
+        per_byte = 8 // self.kind.bits
+        return replace(
+            self,
+            shape=(self.shape[0], stop - start),
+            codes=self.codes[:, start // per_byte : -(-stop // per_byte)].contiguous(),
+            scales=self.scales[:, places],
+            zeros=None if self.zeros is None else self.zeros[:, places],
+            group=group,
+        )
+
+    @classmethod
+    def concatenate(cls, weights: Sequence[Self]) -> Self | None:
+        """The rows of all weights, one below the other. None if they are not stored alike."""
+        first = weights[0]
+        layouts = {(w.kind, w.shape[1], w.group, w.scales.dtype, w.zeros is None, w.order is None) for w in weights}
+        orders = [weight.order for weight in weights if weight.order is not None]
+        if len(layouts) > 1 or any(not torch.equal(orders[0], order) for order in orders):
+            return None
+        zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+        return replace(
+            first,
+            shape=(sum(weight.shape[0] for weight in weights), first.shape[1]),
+            codes=torch.cat([weight.codes for weight in weights]),
+            scales=torch.cat([weight.scales for weight in weights]),
+            zeros=torch.cat(zeros) if zeros else None,
+        )
+
+    def _numbers(self) -> Tensor:
+        """The codes as float32 [rows, columns]."""
+        columns = self.shape[1]
+        if self.kind is CodeKind.INT8:
+            return self.codes.view(torch.int8).float()
+        if self.kind is CodeKind.FP8:
+            return self.codes.view(torch.float8_e4m3fn).float()
+        halves = unpack_halves(self.codes)[:, :columns]
+        if self.kind is CodeKind.INT4:
+            return ((halves ^ 8) - 8).float()
+        return torch.tensor(_FP4)[halves.long()]
+
+    def _scales(self) -> Tensor:
+        if self.scales.dtype != torch.uint8:
+            return self.scales.float()
+        return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - _E8M0_BIAS)
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Integers [rows, columns] -> their lowest 4 bits, two columns in a byte, the left one in the lower half."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    codes = (codes & 15).to(torch.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_halves(codes: Tensor) -> Tensor:
+    """uint8 [rows, bytes] -> int16 [rows, 2 * bytes] from 0 to 15."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int16)

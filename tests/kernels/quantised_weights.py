@@ -1,0 +1,37 @@
+"""Random quantised weights of every kind."""
+
+from __future__ import annotations
+
+import torch
+
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
+
+
+def random_weight(
+    kind: CodeKind,
+    rows: int,
+    columns: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    scales: torch.dtype = torch.float32,
+    has_zeros: bool = False,
+    is_ordered: bool = False,
+) -> QuantisedWeight:
+    """Codes over their whole range. `is_ordered`: columns belong to groups in a random order."""
+    groups = -(-columns // group)
+    match kind:
+        case CodeKind.INT8:
+            codes = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+        case CodeKind.FP8:
+            bits = torch.randint(0, 256, (rows, columns))
+            codes = bits.where((bits & 127) < 127, 0).to(torch.uint8)  # 127 is NaN
+        case _:
+            codes = torch.randint(0, 16, (rows, columns))
+    if scales == torch.uint8:
+        factors = torch.randint(118, 126, (rows, groups), dtype=torch.uint8)
+    else:
+        factors = (torch.rand(rows, groups) * 0.1 + 0.01).to(scales)
+    zeros = torch.randint(-9, 9, (rows, groups)) if has_zeros else None
+    order = torch.randperm(columns).to(torch.int32) if is_ordered else None
+    return QuantisedWeight.of_codes(kind, codes, factors, group, dtype, zeros, order)

@@ -1,0 +1,112 @@
+"""Linears over quantised weights against linears over the dequantised ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coatcheck.kernels import native
+from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
+from tests.kernels.cpu_classes import each_class
+from tests.kernels.quantised_weights import random_weight
+
+pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
+
+ROWS = [0, 1, 7, 16, 40]
+SHAPES = [(64, 64, 32), (100, 96, 96), (70, 130, 200), (129, 256, 128), (17, 200, 40)]  # features, depth, group
+
+
+def has_bf16_products() -> bool:
+    library = native.library()
+    return library is not None and library.cpu_class in ("avx512_bf16", "amx")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "scales", "has_zeros"),
+    [
+        (CodeKind.INT8, torch.float32, False),
+        (CodeKind.INT8, torch.bfloat16, True),
+        (CodeKind.INT4, torch.float16, False),
+        (CodeKind.INT4, torch.bfloat16, True),
+        (CodeKind.FP8, torch.float32, False),
+        (CodeKind.FP4, torch.uint8, False),
+    ],
+)
+def test_the_product_is_that_of_the_dequantised_weight(
+    dtype: torch.dtype, kind: CodeKind, scales: torch.dtype, has_zeros: bool
+) -> None:
+    """A quantised weight gives the bits that its dequantised weight gives. Processors without products of bfloat16 do
+    not round the dequantised weight, so there the result lies as near to the float32 product as a rounded sum can."""
+    torch.manual_seed(kind)
+    for features, depth, group in SHAPES:
+        weight = random_weight(kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros)
+        bias = torch.randn(features).to(dtype)
+        quantised, plain = PackedLinear(weight, bias), PackedLinear(weight.dequantise(), bias)
+        for rows in ROWS:
+            x = torch.randn(rows, depth).to(dtype)
+            if dtype == torch.float32 or has_bf16_products():
+                assert torch.equal(quantised(x), plain(x))
+                continue
+            exact = F.linear(x.float(), weight.dequantise(torch.float32), bias.float())
+            torch.testing.assert_close(quantised(x).float(), exact, rtol=1 / 128, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype) -> None:
+    """The result of a row has the same bits alone and in any batch."""
+    for kind in CodeKind:
+        linear = PackedLinear(random_weight(kind, 144, 96, 32, dtype))
+        x = torch.randn(200, 96).to(dtype)
+        whole = linear(x)
+        for first, last in ((0, 1), (5, 12), (100, 124), (3, 199)):
+            assert torch.equal(linear(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_scattered_columns_read_x_in_their_order(dtype: torch.dtype) -> None:
+    """A weight whose groups are columns in any order, as act-order makes them, gives its product."""
+    weight = random_weight(CodeKind.INT4, 70, 96, 32, dtype, has_zeros=True, is_ordered=True)
+    linear = PackedLinear(weight)
+    for rows in ROWS:
+        x = torch.randn(rows, 96).to(dtype)
+        exact = F.linear(x.float(), weight.dequantise(torch.float32))
+        torch.testing.assert_close(
+            linear(x).float(), exact, rtol=1 / 64, atol=3e-2 if dtype == torch.bfloat16 else 1e-4
+        )
+
+
+def test_a_packed_weight_takes_the_bytes_of_its_codes() -> None:
+    """Packed codes, scales and zero points take as many bytes as the weight says; nothing is kept dequantised."""
+    weight = random_weight(CodeKind.INT4, 128, 256, 32, torch.bfloat16, scales=torch.float16, has_zeros=True)
+    linear = PackedLinear(weight)
+    assert linear.form == "native" and weight.nbytes == 128 * 256 // 2 + 128 * 8 * 3
+    assert sum(part.nbytes for part in linear.parts) == weight.nbytes
+
+
+def test_groups_that_words_of_codes_cut_are_dequantised() -> None:
+    """A group that is no multiple of eight columns cannot stay quantised, and still gives its product."""
+    weight = random_weight(CodeKind.INT8, 64, 60, 12, torch.float32)
+    assert not holds_quantised(weight)
+    x = torch.randn(3, 60)
+    torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight.dequantise()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CodeKind)
+def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind) -> None:
+    """Rows, columns that cut groups, and weights one below the other are those of the dequantised weight."""
+    weight = random_weight(kind, 40, 96, 32, torch.float32, has_zeros=kind in (CodeKind.INT8, CodeKind.INT4))
+    whole = weight.dequantise()
+    ranges = ((3, 10), (20, 40))
+    assert torch.equal(weight.select_rows(ranges).dequantise(), torch.cat([whole[a:b] for a, b in ranges]))
+    for start, stop in ((0, 48), (48, 96), (24, 72), (40, 56), (0, 96)):
+        part = weight.select_columns(start, stop)
+        assert part is not None and torch.equal(part.dequantise(), whole[:, start:stop])
+    both = QuantisedWeight.concatenate([weight, weight.select_rows(ranges)])
+    assert both is not None and torch.equal(both.dequantise()[40:], weight.select_rows(ranges).dequantise())
+    other = random_weight(kind, 8, 96, 16, torch.float32, has_zeros=weight.zeros is not None)
+    assert QuantisedWeight.concatenate([weight, other]) is None
+    ordered = random_weight(kind, 40, 96, 32, torch.float32, is_ordered=True)
+    assert ordered.select_columns(0, 48) is None
