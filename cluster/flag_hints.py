@@ -7,9 +7,6 @@ from typing import Final
 NOT_NEEDED: Final = "not needed: "
 NOT_SUPPORTED: Final = "not supported: "
 
-_QUANTISED: Final = (
-    f"{NOT_NEEDED}quantization_config in config.json names the method; plain weights are not quantised at load"
-)
 _SPECULATIVE: Final = f"{NOT_SUPPORTED}speculative decoding"
 _PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model, also over several hosts"
 _EXPERTS: Final = "--expert-parallel: whole experts on the ranks of --tp"
@@ -70,8 +67,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--no-enable-log-requests": _REQUEST_LOGS,
     "--disable-log-stats": f"{NOT_NEEDED}statistics are at /metrics, not in the logs",
     "--seed": f"{NOT_NEEDED}each request has its field `seed`, or a random one",
-    "--quantization": _QUANTISED,
-    "-q": _QUANTISED,
+    "-q": "--quantization",
     "--speculative-config": _SPECULATIVE,
     "--speculative-algorithm": _SPECULATIVE,
     "--pipeline-parallel-size": _PIPELINE,

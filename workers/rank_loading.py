@@ -65,6 +65,7 @@ def load_rank(
         config.model,
         communicator=communicator,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=device,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,

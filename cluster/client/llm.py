@@ -65,6 +65,7 @@ class LLMSettings(TypedDict, total=False):
 
     device: str
     dtype: str
+    quantization: str
     max_model_len: int
     generation_config: str
     deterministic: bool

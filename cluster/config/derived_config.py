@@ -18,6 +18,7 @@ def group_config(
         tp=config.tp,
         device=device,
         dtype=config.dtype,
+        quantization=config.quantization,
         kv_dtype=config.kv_dtype,
         eviction=config.eviction,
         block_size=config.block_size,

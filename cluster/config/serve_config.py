@@ -53,6 +53,11 @@ class ServeConfig(Settings):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
         "Model", "float32, bfloat16, float16, or auto: the checkpoint's dtype.", "auto"
     )
+    quantization: Literal["auto", "int8", "int4", "fp8"] = setting(
+        "Model",
+        "int8, int4 or fp8: quantise the weights of linears when they are loaded, on CPUs. auto: as in the checkpoint.",
+        "auto",
+    )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
         "Model", "Most tokens in a sequence, prompt and answer together.", None, in_words="the model's"
     )

@@ -14,7 +14,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
-from coatcheck.workers.checkpoint.quantisation_scheme import read_scheme
+from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -48,6 +48,8 @@ def check_model(config: ServeConfig) -> None:
     _check_generation_config(config)
     model = ModelConfig.open(config.model_source)
     _check_model_type(model)
+    scheme = read_scheme(model.name, model.values)
+    check_quantization(model.name, config.quantization, scheme, config.device)
     _check_sizes(model)
     check_config(model)
     model = fill_defaults(model)
@@ -107,7 +109,6 @@ def _check_model_type(model: ModelConfig) -> None:
     if not model.model_type:
         raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
     check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
-    read_scheme(model.name, model.values)
     check_model_kind(
         model.model_type,
         is_multimodal=model.is_multimodal,

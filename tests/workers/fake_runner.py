@@ -26,6 +26,7 @@ SPEC = ModelSpec(
     eos_token_ids=(0,),
     layers=(LayerSpec(1, 1, 16),),
     tp=1,
+    num_weights=1 << 19,
     weight_bytes=1 << 20,
 )
 

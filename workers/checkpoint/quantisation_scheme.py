@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
 
 
 class Method(Enum):
@@ -70,6 +70,22 @@ def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | No
         raise InvalidModel(
             f"{name}: quantization_config in config.json is malformed ({error}); fetch config.json again"
         ) from error
+
+
+def check_quantization(name: str, quantization: str, scheme: QuantisationScheme | None, device: str) -> None:
+    """Raise InvalidConfig if the setting `quantization` cannot be kept. `device`: cpu, cuda or auto."""
+    if quantization == "auto":
+        return
+    if scheme is not None:
+        raise InvalidConfig(
+            f"quantization: {name} is quantised with {scheme.method.value} already; leave --quantization out, or serve "
+            "the unquantised checkpoint"
+        )
+    if device == "cuda":
+        raise InvalidConfig(
+            f"quantization: {quantization} at load is for CPUs; on GPUs serve a quantised checkpoint, or leave "
+            "--quantization out"
+        )
 
 
 def _refuse(name: str, what: str, instead: str) -> InvalidModel:

@@ -8,9 +8,11 @@ PackedLinear holds it. Other quantised weights are decoded.
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,8 @@ from transformers.core_model_loading import (
 )
 
 from coatcheck.kernels.layers.linear import holds_quantised
-from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
+from coatcheck.kernels.layers.round_to_nearest import quantise
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
@@ -54,6 +57,14 @@ class _Read:
     part: TensorSlice | None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """What a rank holds. `bytes`: of quantised weights as they are stored."""
+
+    count: int
+    bytes: int
+
+
 def load_weights(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
@@ -61,29 +72,36 @@ def load_weights(
     device: torch.device,
     progress: Progress | None,
     unpackable: Collection[nn.Module] = (),
-) -> int:
-    """Load every parameter of `model` onto `device`, sliced as `slices` says. Returns the bytes that this rank holds.
+    quantise_to: CodeKind | None = None,
+) -> LoadedWeights:
+    """Load every parameter of `model` onto `device`, sliced as `slices` says.
 
-    `unpackable`: linears that keep a plain weight, as prepare_model found them. `progress(done_bytes, total_bytes)` is
-    called after each parameter. Raises InvalidModel if a tensor is missing or has a wrong shape.
+    `unpackable`: linears that keep a plain weight, as prepare_model found them. `quantise_to`: quantise the plain
+    weights of other linears, except the head and routers. `progress(done_bytes, total_bytes)` is called after each
+    parameter. Raises InvalidModel if a tensor is missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     tied: dict[str, str] = model.all_tied_weights_keys
     targets = _match_tensors(model, checkpoint, parameters)
     planned = [(target, *_plan_reads(target, checkpoint, slices)) for target in targets if target.name not in tied]
     total = sum(checkpoint.slice_bytes(read.key, read.part) for _, reads, _ in planned for read in reads)
-    done = held = 0
+    done = count = held = 0
     loaded: set[str] = set()
     for target, reads, slice_result in planned:
         dtype, owner = parameters[target.name].dtype, _owner(model, target.name)
-        is_packed = type(owner) is nn.Linear and owner not in unpackable and target.name not in tied.values()
+        is_weight = type(owner) is nn.Linear and target.name.endswith(".weight")
+        is_packed = is_weight and owner not in unpackable and target.name not in tied.values()
         keep_quantised = is_packed and device.type == "cpu"
+        kind = quantise_to if is_packed and _may_quantise(model, target.name) else None
         for name, tensor in _read_and_convert(target, reads, checkpoint, model, dtype, keep_quantised):
             part = slices.get(name)
             if part is not None and slice_result and isinstance(tensor, Tensor):
                 before = (slice(None),) * part.dim
                 tensor = torch.cat([tensor[(*before, slice(a, b))] for a, b in part.ranges], dim=part.dim)
+            if kind is not None and isinstance(tensor, Tensor):
+                tensor = quantise(tensor.to(dtype), kind)
             held += _set_parameter(model, name, tensor, parameters[name], part, device)
+            count += math.prod(tensor.shape)
             loaded.add(name)
         done += sum(checkpoint.slice_bytes(read.key, read.part) for read in reads)
         if progress is not None:
@@ -94,7 +112,17 @@ def load_weights(
         raise InvalidModel(f"{checkpoint.name}: the checkpoint lacks {shown}; fetch it again, or fix its index")
     for name, source in tied.items():
         _owner(model, name)._parameters[name.rpartition(".")[2]] = model.get_parameter(source)
-    return held
+    return LoadedWeights(count, held)
+
+
+def _may_quantise(model: PreTrainedModel, name: str) -> bool:
+    """Whether a linear keeps its quality with few bits: not the head and routers."""
+    get_lm_head: Any = model.get_output_embeddings
+    module = name.rpartition(".")[0]
+    return _owner(model, name) is not get_lm_head() and module.rpartition(".")[2] not in _ROUTERS
+
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: dict[str, Tensor]) -> list[_Target]:

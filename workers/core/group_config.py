@@ -30,6 +30,7 @@ class GroupConfig:
     tp: int = 1
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"
     kv_dtype: str = "auto"
     block_size: int = 16
     kv_memory: float = 0.3

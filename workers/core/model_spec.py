@@ -1,9 +1,6 @@
 """ModelSpec: what the scheduler, the KV pool and the router need to know about a model."""
 
 from dataclasses import dataclass
-from typing import Final
-
-_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class ModelSpec:
     """A model as one of `tp` ranks holds it.
 
     `fingerprint`: identifies the weights, for block hashes and for failover between equal groups.
-    `weight_bytes`: of this rank.
+    `num_weights`, `weight_bytes`: of this rank.
     """
 
     name: str
@@ -44,6 +41,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     layers: tuple[LayerSpec, ...]
     tp: int
+    num_weights: int
     weight_bytes: int
 
     @property
@@ -52,5 +50,4 @@ class ModelSpec:
 
         Per token, attention takes 4 * context * heads * head_dim FLOPs a layer, and the linears 2 FLOPs a weight.
         """
-        weights = self.weight_bytes / _BYTES[self.dtype]
-        return max(1, int(weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))
+        return max(1, int(self.num_weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))

@@ -13,10 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coatcheck.kernels import native
+from coatcheck.kernels.layers.linear import holds_quantised
+from coatcheck.kernels.layers.quantised_weight import CodeKind
+from coatcheck.kernels.layers.round_to_nearest import quantise
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
@@ -82,6 +88,7 @@ def load_model(
     *,
     communicator: Communicator,
     dtype: str = "auto",
+    quantization: str = "auto",
     device: torch.device | str,
     max_model_len: int | None = None,
     deterministic: bool = False,
@@ -90,6 +97,7 @@ def load_model(
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
 
+    `quantization`: int8, int4 or fp8 quantises the linears of an unquantised checkpoint, except the head and routers.
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `progress(done_bytes, total_bytes)` is called while weights are read.
@@ -108,10 +116,16 @@ def load_model(
             expert_parallel=expert_parallel,
         )
         causal, config = prepared.causal, prepared.causal.config
-        weight_bytes = load_weights(
-            causal, checkpoint, prepared.plan.slices, device, progress, prepared.unpackable_linears
+        weights = load_weights(
+            causal,
+            checkpoint,
+            prepared.plan.slices,
+            device,
+            progress,
+            prepared.unpackable_linears,
+            quantise_to=_code_kind(quantization, checkpoint, device, prepared.dtype),
         )
-        fingerprint = checkpoint.fingerprint()
+        fingerprint = checkpoint.fingerprint() + ("" if quantization == "auto" else f"-{quantization}")
         directory = checkpoint.directory
         eos_token_ids = _eos_token_ids(directory, config)
     check_complete(causal)
@@ -133,10 +147,26 @@ def load_model(
         eos_token_ids=eos_token_ids,
         layers=layers,
         tp=shard.size,
-        weight_bytes=weight_bytes,
+        num_weights=weights.count,
+        weight_bytes=weights.bytes,
     )
     supports_cuda_graphs = isinstance(body, FusedBody) and communicator.supports_cuda_graphs
     return Model(spec, body, head, directory, deterministic=deterministic, supports_cuda_graphs=supports_cuda_graphs)
+
+
+def _code_kind(quantization: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> CodeKind | None:
+    """What linears are quantised to at load. Raises InvalidConfig if that is not possible."""
+    scheme = read_scheme(checkpoint.name, checkpoint.config)
+    check_quantization(checkpoint.name, quantization, scheme, device.type)
+    if quantization == "auto":
+        return None
+    kind = CodeKind[quantization.upper()]
+    if not holds_quantised(quantise(torch.zeros(8, 8, dtype=dtype, device=device), kind)):
+        raise InvalidConfig(
+            f"quantization on CPU needs bfloat16 or float32 and the native kernels (here: {dtype}, "
+            f"{native.native_status()}); set --dtype, install with a C compiler, or leave --quantization out"
+        )
+    return kind
 
 
 def _eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
