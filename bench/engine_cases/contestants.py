@@ -63,8 +63,8 @@ class Transformers:
 class Coatcheck:
     """Our engine, scheduler, pool and sampler included, without Ray and without gRPC."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        model = load_cpu_model(checkpoint)
+    def __init__(self, checkpoint: Path, quantization: str = "auto") -> None:
+        model = load_cpu_model(checkpoint, quantization)
         self.weight_bytes = model.spec.weight_bytes
         self.kv_bytes_per_token = layout_of(model).bytes_per_token
         self._requests = 0

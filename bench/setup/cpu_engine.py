@@ -18,9 +18,11 @@ from coatcheck.workers.structured.grammar_backend import GrammarBackend
 BLOCK_SIZE = 16
 
 
-def load_cpu_model(checkpoint: Path) -> Model:
+def load_cpu_model(checkpoint: Path, quantization: str = "auto") -> Model:
     """The model in bfloat16, on one rank."""
-    return load_model(checkpoint, communicator=Communicator(), dtype="bfloat16", device="cpu")
+    return load_model(
+        checkpoint, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization=quantization
+    )
 
 
 def layout_of(model: Model) -> BlockLayout:

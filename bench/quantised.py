@@ -1,0 +1,137 @@
+"""How fast and how good a model with quantised weights is, beside the same model in bfloat16: one checkpoint, one run.
+
+    python bench/quantised.py [--json bench/results/quantised.json]
+
+The model for speed is a llama of 0.48B parameters with random weights. Rounds alternate between the forms, so that a
+busy moment hits all, and a figure is the median of its best round. Perplexity is that of the demo model on its held-out
+text; `bench/kv.py dtype` measures it for quantised KV pools. Weights are quantised as `--quantization` does.
+"""
+
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Final
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coatcheck.bench.engine_cases.contestants import Coatcheck
+from coatcheck.bench.kv_cases.dtype import perplexity
+from coatcheck.bench.setup.checkpoint import VOCABULARY, train_tokenizer
+from coatcheck.bench.setup.results_file import describe_machine, write_results
+from coatcheck.kernels.native import native_status
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
+
+FORMS: Final = ("auto", "int8", "int4", "fp8")
+TARGETS: Final = {"int8": 1.4, "int4": 1.8}  # of a decode step of one sequence
+BATCHES: Final = (1, 8)
+CONTEXT: Final = 128
+PROMPT: Final = 512
+
+
+@dataclass(slots=True)
+class FormFigures:
+    """One form. `ms`: by what is measured. `perplexity`: of the demo model; 0 if it was left out."""
+
+    form: str
+    weight_bytes: int
+    ms: dict[str, float]
+    perplexity: float = 0.0
+
+
+def main(
+    threads: Annotated[int, typer.Option(help="Intra-op threads.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds.")] = 3,
+    steps: Annotated[int, typer.Option(min=3, help="Decode steps per round.")] = 12,
+    checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
+    most_tokens: Annotated[int, typer.Option(help="Tokens of the held-out text to use, at most; 0: none.")] = 45_000,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
+) -> None:
+    """Measure quantised weights beside bfloat16."""
+    torch.set_num_threads(threads)
+    with TemporaryDirectory() as scratch:
+        directory = make_checkpoint(checkpoint or Path(scratch) / "llama-0.5b")
+        contestants = {form: Coatcheck(directory, quantization=form) for form in FORMS}
+        rows = [FormFigures(form, one.weight_bytes, {}) for form, one in contestants.items()]
+        for index in range(rounds + 1):  # the first round warms all and is not counted
+            for row, one in zip(rows, contestants.values(), strict=True):
+                for what, milliseconds in measure(one, steps, seed=index).items():
+                    if index:
+                        row.ms[what] = min(milliseconds, row.ms.get(what, milliseconds))
+    if most_tokens:
+        for row in rows:
+            row.perplexity = demo_perplexity(row.form, most_tokens)
+    Console().print(as_table(rows))
+    facts: dict[str, Any] = dict(describe_machine(), threads=threads, rounds=rounds, steps=steps)
+    write_results(json_path, facts | {"kernels": native_status(), "rows": [asdict(row) for row in rows]})
+
+
+def measure(one: Coatcheck, steps: int, seed: int) -> dict[str, float]:
+    """Milliseconds of a decode step with each batch, and of a prefill."""
+    random = np.random.default_rng(seed)
+    found = {}
+    for batch in BATCHES:
+        prompts = random.integers(0, VOCABULARY, (batch, CONTEXT)).tolist()
+        found[f"decode, batch {batch}"] = statistics.median(one.decode(prompts, steps)) * 1e3
+    found[f"prefill of {PROMPT}"] = one.prefill(random.integers(0, VOCABULARY, PROMPT).tolist()) * 1e3
+    return found
+
+
+def demo_perplexity(form: str, most_tokens: int) -> float:
+    """Of the demo model on text that it was not trained on, with a KV pool of the model's dtype."""
+    demo = Path("demo")
+    model = load_model(demo / "model", communicator=Communicator(), device="cpu", quantization=form)
+    tokenizer = Tokenizer.from_file(str(demo / "model" / "tokenizer.json"))
+    ids = tokenizer.encode((demo / "heldout.txt").read_text("utf-8")).ids[:most_tokens]
+    return perplexity(model, ids, choose_kv_dtype("auto", model.spec.dtype))
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """Write the checkpoint (1 GB) with random weights and a tokenizer unless it exists."""
+    if not (directory / "config.json").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        train_tokenizer().save_pretrained(directory)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            num_hidden_layers=24,
+            hidden_size=1280,
+            num_attention_heads=20,
+            num_key_value_heads=4,
+            intermediate_size=4096,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=True,
+            max_position_embeddings=2048,
+            bos_token_id=0,
+            eos_token_id=1,
+            dtype=torch.bfloat16,
+        )
+        torch.set_default_dtype(torch.bfloat16)
+        LlamaForCausalLM(config).save_pretrained(directory)
+        torch.set_default_dtype(torch.float32)
+    return directory
+
+
+def as_table(rows: list[FormFigures]) -> Table:
+    plain = rows[0]
+    table = Table(title=f"0.48B llama, {native_status()}: milliseconds, and how often as fast as bfloat16")
+    for name in ("weights", "MB", *plain.ms, "perplexity", "change"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        times = [f"{ms:.1f} ({plain.ms[what] / ms:.2f}×)" for what, ms in row.ms.items()]
+        change = f"{row.perplexity / plain.perplexity - 1:+.2%}" if plain.perplexity else ""
+        name = "bfloat16" if row.form == "auto" else row.form
+        wanted = f" (≥ {TARGETS[row.form]}×)" if row.form in TARGETS else ""
+        table.add_row(name + wanted, f"{row.weight_bytes / 1e6:.0f}", *times, f"{row.perplexity:.3f}", change)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
