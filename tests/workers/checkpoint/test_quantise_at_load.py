@@ -11,8 +11,8 @@ from coatcheck.kernels.layers.round_to_nearest import quantise
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.driver import Driver
 from tests.workers.quantised_checkpoints import FORMATS
 
 KINDS = {"int8": CodeKind.INT8, "int4": CodeKind.INT4, "fp8": CodeKind.FP8}
@@ -59,8 +59,8 @@ def test_tokens_are_those_of_the_rounded_weights(quantization: str, source: Path
     save_file(rounded, plain / "model.safetensors", {"format": "pt"})
     prompt = [3 + 7 * place % 190 for place in range(30)]
 
-    def load(path: Path, setting: str) -> Driver:
-        return Driver(
+    def load(path: Path, setting: str) -> PagedDriver:
+        return PagedDriver(
             load_model(path, communicator=Communicator(), dtype="float32", device="cpu", quantization=setting)
         )
 
