@@ -10,7 +10,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from tests.kernels.cpu_classes import each_class
-from tests.kernels.quantised_weights import random_weight
+from tests.kernels.layers.quantised_weights import random_weight
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 

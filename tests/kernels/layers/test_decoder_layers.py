@@ -20,7 +20,7 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from tests.kernels.caches import pool_of, strided_cache
 from tests.kernels.cpu_classes import each_class
-from tests.kernels.quantised_weights import random_weight
+from tests.kernels.layers.quantised_weights import random_weight
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
