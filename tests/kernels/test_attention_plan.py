@@ -95,6 +95,14 @@ def test_few_queries_behind_a_long_prefix_use_the_whole_gpu() -> None:
     assert not len(behind.short) and not len(prompt.short)
 
 
+def test_equal_lengths_fill_the_programs_evenly() -> None:
+    """64 decodes of 4,096 keys in 8 heads are 512 items for 396 programs: split, no program has 1.4 times its share."""
+    plan = plan_attention([1] * 64, [4096] * 64, short=SHORT, wide=WIDE)
+    keys = (plan.short[:, 5] - plan.short[:, 4]).repeat(SHORT.head_tiles)
+    most = max(keys[first :: SHORT.programs].sum() for first in range(SHORT.programs))
+    assert most < 1.4 * keys.sum() / SHORT.programs
+
+
 def test_one_long_context_among_short_ones_is_split() -> None:
     """No item is longer than one program's share, or a unit if that is longer; the others stay whole."""
     lens = [100_000, *[1_000] * 63]
