@@ -36,6 +36,7 @@ class Family:
 
     norm_offset: float = 0.0  # gemma's norms scale by 1 + weight
     has_post_norms: bool = False  # gemma norms the outputs of attention and MLP, too
+    has_half_tables: bool = False  # gpt-oss' cos and sin have no second half, which would repeat the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class DecoderLayer:
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
         self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
+        self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
         has_qk_norm = hasattr(attention, "q_norm")
         self.q_norm = read_norm(attention.q_norm, family) if has_qk_norm else None
         self.k_norm = read_norm(attention.k_norm, family) if has_qk_norm else None
@@ -118,12 +120,12 @@ class DecoderLayer:
         q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
         if logits_indices is not None:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
-        return attend_cache(q, cache, spec, metadata).flatten(1)
+        return attend_cache(q, cache, spec, metadata, self.sinks).flatten(1)
 
     def _native_attention(self) -> AttentionSublayer | None:
-        """The attention sublayer as one call into C; None if the linears or the head size do not allow it."""
+        """The attention sublayer as one call into C; None if the linears, the head size or sinks do not allow it."""
         spec = self.spec
-        if not is_native(self.qkv, self.output, head_dim=spec.head_dim):
+        if self.sinks is not None or not is_native(self.qkv, self.output, head_dim=spec.head_dim):
             return None
         return AttentionSublayer(
             self.first_norm,

@@ -7,6 +7,7 @@ transformers' logits.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,11 +23,13 @@ from coatcheck.workers.model.decoder_layer import (
     pack_fused_layers,
     read_norm,
 )
-from coatcheck.workers.model.sparse_mlp import ACTIVATIONS
+from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3", "mixtral", "qwen3_moe"), Family()),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3"), Family()),
+    **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), Family()),
+    "gpt_oss": Family(has_half_tables=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }
 
@@ -35,12 +38,19 @@ class FusedBody:
     """Embedding, decoder layers and final norm, over flattened tokens without a batch dimension."""
 
     def __init__(
-        self, base: Any, layers: Sequence[DecoderLayer], rope_types: Sequence[str | None], norm: RmsNorm
+        self,
+        base: Any,
+        layers: Sequence[DecoderLayer],
+        rope_types: Sequence[str | None],
+        norm: RmsNorm,
+        *,
+        has_half_tables: bool,
     ) -> None:
         """`rope_types`: each layer's key for the rotary embedding; None if the model has one for all layers."""
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
+        self._has_half_tables = has_half_tables
         self._rope_types = tuple(dict.fromkeys(rope_types))
         self._layers = list(zip(layers, rope_types, strict=True))
         self._is_native = any(layer.attention_sublayer is not None for layer in layers)
@@ -78,17 +88,22 @@ class FusedBody:
     ) -> RotaryTables:
         arguments = (hidden[None], positions[None]) if rope_type is None else (hidden[None], positions[None], rope_type)
         cos, sin = (table[0] for table in self.rotary(*arguments))
+        if self._has_half_tables:
+            cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
         if not self._is_native:
             return RotaryTables(cos, sin, None)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         return RotaryTables(cos, sin, StepTables(cos, sin, *tables))
 
 
-def is_fusable(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> bool:
+def is_fusable(model: PreTrainedModel) -> bool:
     """Whether `fuse` supports the model."""
     config: Any = model.config
-    has_sinks = any(layer.has_sinks for layer in layers)
-    return config.model_type in _FAMILIES and activation_name(config) in ACTIVATIONS and not has_sinks
+    base: Any = model.base_model
+    if config.model_type not in _FAMILIES or activation_name(config) not in ACTIVATIONS:
+        return False
+    mlps = (layer.mlp for layer in base.layers)
+    return all(hasattr(mlp, "down_proj") or is_known_block(mlp) for mlp in mlps)
 
 
 def fuse(model: PreTrainedModel, layers: Sequence[AttentionLayer], *, batch_invariant: bool) -> FusedBody | None:
@@ -97,7 +112,7 @@ def fuse(model: PreTrainedModel, layers: Sequence[AttentionLayer], *, batch_inva
     `layers`: with this rank's heads.
     """
     config: Any = model.config
-    if not is_fusable(model, layers):
+    if not is_fusable(model):
         return None
     family = _FAMILIES[config.model_type]
     base: Any = model.base_model
@@ -106,4 +121,5 @@ def fuse(model: PreTrainedModel, layers: Sequence[AttentionLayer], *, batch_inva
     for index, layer in enumerate(layers):
         fused.append(DecoderLayer(base.layers[index], layer, family, batch_invariant=batch_invariant))
         base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
-    return FusedBody(base, fused, rope_types, read_norm(base.norm, family))
+    norm = read_norm(base.norm, family)
+    return FusedBody(base, fused, rope_types, norm, has_half_tables=family.has_half_tables)

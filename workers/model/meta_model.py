@@ -215,7 +215,7 @@ def check_deterministic(
         if name.rpartition(".")[2] == "experts" and not is_known_block(model.get_submodule(name.rpartition(".")[0])):
             raise deterministic_experts_error(name, model.config.model_type)
     if device.type != "cpu":
-        if not is_fusable(model, layers):
+        if not is_fusable(model):
             raise InvalidConfig(
                 f"deterministic on a GPU is not supported for {model.config.model_type}: torch's own norms sum in an "
                 "order that depends on the number of tokens, and only the architectures of our fused layers avoid "

@@ -84,6 +84,13 @@ def test_a_token_does_not_depend_on_its_neighbours(name: str) -> None:
             assert torch.equal(moe(x[first:last]), whole[first:last])
 
 
+@pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_layers_with_known_blocks_are_fused(model_type: str, checkpoint_directory: Path) -> None:
+    """These architectures run our decoder layers, so that CUDA graphs capture them."""
+    path = checkpoint_of(model_type, checkpoint_directory)
+    assert load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu").supports_cuda_graphs
+
+
 def test_other_routers_keep_transformers_code(checkpoint_directory: Path) -> None:
     """phimoe chooses experts in its own way: only its experts' products are ours."""
     shape = shape_of("phimoe", num_local_experts=4, sliding_window=16)
