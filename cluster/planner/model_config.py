@@ -11,17 +11,22 @@ from typing import Any, Self
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
+from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_fields, text_model_type
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`name`: the model's name in messages. `values`: the fields; those of text_config override the others."""
+    """`name`: the model's name in messages. `values`: the fields; those of text_config override the others.
+
+    `is_multimodal`: the checkpoint takes more than text; `is_served`: if so, whether its text model is served.
+    """
 
     name: str
     values: dict[str, Any]
     is_multimodal: bool = False
+    is_served: bool = True
 
     @classmethod
     def open(cls, model: str) -> Self:
@@ -39,8 +44,13 @@ class ModelConfig:
         values = read_json_object(file)
         if values is None:
             raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?")
+        if not is_multimodal(values):
+            return cls(name, values)
         text = values.get("text_config")
-        return cls(name, {**values, **(text if isinstance(text, dict) else {})}, is_multimodal=text is not None)
+        merged = {**values, **(text if isinstance(text, dict) else {})}
+        if text_model_type(values) is None:
+            return cls(name, {**merged, "model_type": values.get("model_type")}, is_multimodal=True, is_served=False)
+        return cls(name, text_fields(values, merged), is_multimodal=True)
 
     @property
     def model_type(self) -> str:

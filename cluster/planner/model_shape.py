@@ -47,7 +47,11 @@ class ModelShape:
         _refuse_other_state(config)
         notes = []
         if config.is_multimodal:
-            notes.append("only the text part is counted; `coatcheck serve` takes text-only checkpoints")
+            notes.append(
+                "only the text part is counted and served"
+                if config.is_served
+                else "only the text part is counted; `coatcheck serve` does not serve this model"
+            )
         heads = config.count("num_attention_heads", "n_head")
         windows = _sliding_windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
         if config.values.get("kv_lora_rank") is not None:

@@ -16,6 +16,7 @@ from coatcheck.cluster.preflight.config_json import fill_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
+from coatcheck.workers.checkpoint.text_tower import text_tensor_name
 from coatcheck.workers.model.known_architectures import CONFIG_FIELDS, TESTED_MODEL_TYPES
 
 Shape = tuple[int, ...]
@@ -38,6 +39,10 @@ def check_checkpoint(config: ServeConfig) -> None:
     model = ModelConfig.open(config.model_source)
     stored = read_entries(directory)
     entries = plain_entries(stored, read_quantised(directory.name, model.values, stored))
+    if model.is_multimodal:
+        entries = {name: entry for key, entry in entries.items() if (name := text_tensor_name(key)) is not None}
+        if not entries:
+            raise InvalidModel(f"{directory.name}: no tensor has a name of a text model; fetch the checkpoint again")
     name, entry = next(iter(entries.items()))
     stored_dtype(directory.name, name, entry)
     check_tensors(fill_defaults(model), entries)

@@ -174,11 +174,11 @@ class Verdict:
     detail: str = ""
 
 
-def documented_model_types() -> tuple[set[str], set[str]]:
-    """The two lists of docs/models.md: types of the parity tests, and types that are served besides."""
+def documented_model_types() -> tuple[set[str], set[str], set[str]]:
+    """The lists of docs/models.md: types of the parity tests, types that are served besides, and multimodal types."""
     lists = [paragraph for paragraph in _PAGE.read_text().split("\n\n") if re.fullmatch(r"(`[\w-]+`\s*)+", paragraph)]
-    tested, others = (set(re.findall(r"`([\w-]+)`", paragraph)) for paragraph in lists)
-    return tested, others
+    tested, others, multimodal = (set(re.findall(r"`([\w-]+)`", paragraph)) for paragraph in lists)
+    return tested, others, multimodal
 
 
 def config_of(model_type: str, **differences: Any) -> Any:

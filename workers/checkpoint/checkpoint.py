@@ -23,6 +23,7 @@ from coatcheck.workers.checkpoint.decode_weight import decode_weight, read_codes
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
 from coatcheck.workers.checkpoint.stored_weight import StoredWeight
+from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_tensor_name
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the oldest models have no owner
@@ -34,7 +35,9 @@ _FINGERPRINT_BYTES = 64  # of each tensor
 class Checkpoint:
     """Files stay open until `close`; use it as a context manager.
 
-    `entries`: every tensor by name; a quantised weight has an entry with its plain name, shape and dtype.
+    `entries`: every tensor by name; a quantised weight has an entry with its plain name, shape and dtype. Of a
+    multimodal checkpoint only the text model's tensors, by the names that they have in a text checkpoint; `skipped` is
+    the number of the others.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -46,8 +49,15 @@ class Checkpoint:
         self.config = config
         self._stored = read_entries(directory)
         quantised = read_quantised(name, config, self._stored)
-        self._quantised = quantised.weights
-        self.entries = plain_entries(self._stored, quantised)
+        plain = plain_entries(self._stored, quantised)
+        self._plain_names = {text_name: key for key in plain if (text_name := self._text_name(key)) is not None}
+        self._quantised = {
+            name: quantised.weights[key] for name, key in self._plain_names.items() if key in quantised.weights
+        }
+        self.entries = {text_name: plain[key] for text_name, key in self._plain_names.items()}
+        self.skipped = len(plain) - len(self.entries)
+        if not self.entries:
+            raise InvalidModel(f"{name}: no tensor has a name of a text model; fetch the checkpoint again")
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -75,6 +85,9 @@ class Checkpoint:
         self._handles.clear()
         self._open.close()
 
+    def _text_name(self, key: str) -> str | None:
+        return text_tensor_name(key) if is_multimodal(self.config) else key
+
     def dtype_of(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor. Raises InvalidModel for a dtype that is not served."""
         dtype: torch.dtype = getattr(torch, stored_dtype(self.name, name, self.entries[name]))
@@ -92,7 +105,7 @@ class Checkpoint:
         of the checkpoint's other tensors. Raises InvalidModel if the file cannot be read."""
         stored_as = self.dtype_of(name)
         if (weight := self._quantised.get(name)) is None:
-            return self._read_stored(name, part)
+            return self._read_stored(self._plain_names[name], part)
         slices, parts = self._read_parts(weight, part)
         decoded = decode_weight(weight, parts, dtype or stored_as)
         if part is None or slices:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -128,6 +128,8 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: dict[str, Tensor]) -> list[_Target]:
     """Find the parameter of every checkpoint tensor, by transformers' renamings and converters."""
     mapping = get_model_conversion_mapping(model)
+    if checkpoint.config.get("model_type") == "qwen3_vl_moe":  # stores its experts transposed
+        mapping += get_checkpoint_conversion_mapping("qwen3_vl_moe") or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -143,6 +145,12 @@ def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: d
         converter = by_pattern[pattern] if pattern is not None else None
         target = targets.setdefault(name, _Target(name, converter))
         target.sources.setdefault(pattern or key, []).append(key)
+    if checkpoint.skipped:
+        _log.info(
+            "%s: only the text model is loaded; %d tensors of its vision and other towers are skipped",
+            checkpoint.name,
+            checkpoint.skipped,
+        )
     if unused:  # heads for other tasks, buffers of older versions, or a config.json with too few layers
         _log.warning("%s: %d tensors are not used, the first is %s", checkpoint.name, len(unused), unused[0])
     return list(targets.values())

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coatcheck.kernels import native
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
@@ -21,6 +21,7 @@ from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
+from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.fusion import is_fusable
 from coatcheck.workers.model.lm_head import probe_head
@@ -103,10 +104,16 @@ def prepare_model(
 
 
 def read_config(directory: Path) -> Any:
-    """transformers' config object. Raises InvalidModel for a model type that transformers or Coatcheck lacks."""
+    """transformers' config object; of a multimodal checkpoint that of its text model.
+
+    Raises InvalidModel for a model type that transformers or Coatcheck lacks.
+    """
     try:
         # Code in the checkpoint never runs. By default transformers asks at the terminal.
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if text_model_type(config.to_dict()) is not None:
+            fields = text_fields(config.to_dict(), config.get_text_config(decoder=True).to_dict())
+            config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     except Exception as error:  # transformers and its validators raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(f"{directory}/config.json: {reason[:300]}") from error

@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 
 
 def check_model_kind(model_type: str, *, is_multimodal: bool, is_encoder_decoder: bool) -> None:
-    """Raise InvalidModel for a kind of model that is not served."""
+    """Raise InvalidModel for a kind of model that is not served.
+
+    `is_multimodal`: the model takes more than text, and its text model cannot be served alone (text_tower.py).
+    """
     if is_multimodal:
-        raise InvalidModel(f"{model_type} is multimodal; serve its text-only checkpoint")
+        raise InvalidModel(
+            f"{model_type} is multimodal, and its text model is not served; the text models of these types are: "
+            f"{', '.join(sorted(MULTIMODAL_TYPES))}"
+        )
     if is_encoder_decoder:
         raise InvalidModel(f"{model_type} is an encoder-decoder; only decoder-only models are served")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES
 from tests.workers.architecture_sweep import MODEL_TYPES, Verdict, configs_of, documented_model_types, verdict_on
 
@@ -32,9 +33,11 @@ def test_a_sample_is_equal_or_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_documented_types_are_tested() -> None:
-    """docs/models.md names the types of the parity tests, and the served types of the sample above."""
-    tested, others = documented_model_types()
+    """docs/models.md names the types of the parity tests, the served types of the sample above, and the multimodal
+    types that are served."""
+    tested, others, multimodal = documented_model_types()
     assert tested == TESTED_MODEL_TYPES
+    assert multimodal == MULTIMODAL_TYPES
     assert not tested & others
     equal = {name.partition("/")[0] for name, outcome in _SAMPLE.items() if outcome == "equal"}
     assert equal <= tested | others
@@ -52,6 +55,6 @@ def test_no_architecture_is_served_wrong(model_type: str, tmp_path: Path) -> Non
     faults = [verdict for verdict in found if verdict.outcome in ("wrong", "crashed")]
     print(model_type, dict(Counter(verdict.outcome for verdict in found)))
     assert not faults, faults
-    tested, others = documented_model_types()
+    tested, others, _ = documented_model_types()
     is_served = any(verdict.outcome == "equal" for verdict in found if verdict.name.endswith("/plain"))
     assert is_served == (model_type in tested | others), found
