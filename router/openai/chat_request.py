@@ -1,6 +1,7 @@
 """ChatRequest: the body of POST /v1/chat/completions, and how it becomes a GenerateRequest."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
+from coatcheck.router.openai.strict_calls import strict_calls_grammar
 from coatcheck.router.openai.tools import (
     AllowedTools,
     Function,
@@ -18,7 +20,6 @@ from coatcheck.router.openai.tools import (
     Tool,
     named_call_grammar,
     required_calls_grammar,
-    strict_calls_grammar,
 )
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
 
@@ -148,9 +149,11 @@ class ChatRequest(SamplingFields):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return self.chat_template_kwargs | effort
 
-    def to_generate_request(self, request_id: str, plan: ParsingPlan, grammar_prefix: str) -> GenerateRequest:
+    def to_generate_request(
+        self, request_id: str, plan: ParsingPlan, grammar_prefix: str, special_ids: Mapping[str, int]
+    ) -> GenerateRequest:
         """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what it may have before a structure.
-        Raises InvalidRequest."""
+        `special_ids`: the ids of special tokens by their text. Raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -161,7 +164,7 @@ class ChatRequest(SamplingFields):
             limits.pop() if limits else None,
             (self.top_logprobs or 0) if self.logprobs else None,
             self.prompt_logprobs,
-            self._select_grammar(plan, grammar_prefix),
+            self._select_grammar(plan, grammar_prefix, special_ids),
         )
         if plan.output_format.shows_special_tokens and not plan.is_plain:
             sampling.skip_special_tokens = False  # the parser takes them out
@@ -185,7 +188,7 @@ class ChatRequest(SamplingFields):
                     "own name"
                 )
 
-    def _select_grammar(self, plan: ParsingPlan, prefix: str) -> Grammar | None:
+    def _select_grammar(self, plan: ParsingPlan, prefix: str, special_ids: Mapping[str, int]) -> Grammar | None:
         """The grammar of the tool calls or of the fields for structured output."""
         grammar = self.to_grammar()
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -205,12 +208,8 @@ class ChatRequest(SamplingFields):
             return replace(named_call_grammar(constrained[0]), prefix=prefix)
         if self.tool_mode == "required":
             return replace(required_calls_grammar(constrained, self.parallel_tool_calls), prefix=prefix)
-        if plan.output_format.tool_format != "hermes":
-            raise InvalidRequest(
-                "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
-                "remove strict"
-            )
-        return strict_calls_grammar([tool.function for tool in self.offered_tools])
+        functions = [tool.function for tool in self.offered_tools]
+        return replace(strict_calls_grammar(functions, plan.output_format.tool_format, special_ids), prefix=prefix)
 
     def constrained_functions(self) -> list[tuple[str, Function]]:
         """(path in the body, function) of the functions whose schemas are part of the grammar."""

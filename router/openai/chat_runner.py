@@ -84,7 +84,9 @@ class ChatRunner:
     async def _translate(self, request: Request, body: ChatRequest, plan: ParsingPlan) -> GenerateRequest:
         request_id: str = request.scope["request_id"]
         prefix = self._planner.grammar_prefix(plan.reasoning_start)
-        return await in_thread_if_long(request, lambda: body.to_generate_request(request_id, plan, prefix))
+        return await in_thread_if_long(
+            request, lambda: body.to_generate_request(request_id, plan, prefix, self._planner.special_ids)
+        )
 
     async def _explain_refused_schemas(
         self, functions: list[tuple[str, Function]], refused: GrammarRefused

@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from llguidance import StructTag
 from pydantic import Field
 
 from coatcheck.proto.errors import InvalidRequest
@@ -70,7 +69,7 @@ def required_calls_grammar(functions: Sequence[Function], parallel: bool) -> Gra
     calls = []
     for function in functions:
         opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
-        place = schemas.setdefault(json.dumps(_document(function.parameters)), len(schemas))
+        place = schemas.setdefault(json.dumps(schema_document(function.parameters)), len(schemas))
         calls.append(f'{opening} schema_{place} "}}"')
     rules = [
         "%llguidance {}",
@@ -78,24 +77,11 @@ def required_calls_grammar(functions: Sequence[Function], parallel: bool) -> Gra
         "call: " + " | ".join(calls),
         *(f"schema_{place}: %json {schema}" for schema, place in schemas.items()),
     ]
-    return _grammar("\n".join(rules) + "\n")
+    return make_grammar("\n".join(rules) + "\n")
 
 
-def strict_calls_grammar(functions: Sequence[Function]) -> Grammar:
-    """Any text in which each call in hermes format is of one of `functions`, and fits its schema if it is strict."""
-    tags = [
-        StructTag(
-            trigger="<tool_call>",
-            begin=f'<tool_call>\n{{"name": {json.dumps(function.name)}, "arguments": ',
-            grammar=_document(function.parameters if function.strict else None),
-            end="}\n</tool_call>",
-        )
-        for function in functions
-    ]
-    return _grammar(StructTag.to_grammar(tags, assume_special=False))
-
-
-def _grammar(rules: str) -> Grammar:
+def make_grammar(rules: str) -> Grammar:
+    """A grammar of `rules`. Raises InvalidRequest if they are too long."""
     if len(rules) > MAX_BYTES:
         raise InvalidRequest(
             f"the schemas of the tools have {len(rules)} bytes as a grammar; the maximum is {MAX_BYTES}; send "
@@ -104,7 +90,7 @@ def _grammar(rules: str) -> Grammar:
     return Grammar("grammar", rules)
 
 
-def _document(schema: dict[str, Any] | None) -> dict[str, Any]:
+def schema_document(schema: dict[str, Any] | None) -> dict[str, Any]:
     """A schema as the root of a document in a grammar. The options of its "x-guidance" override JSON_STYLE."""
     own = (schema or {}).get("x-guidance")
     style = {**JSON_STYLE, **own} if isinstance(own, dict) else dict(JSON_STYLE)

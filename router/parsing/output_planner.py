@@ -56,6 +56,11 @@ class OutputPlanner:
         start = ReasoningStart.UNDECIDED if markers is None else reasoning_start_of(markers, prompt)
         return start if start is ReasoningStart.OPEN else ReasoningStart.UNDECIDED
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of the model's special tokens by their text."""
+        return self._tokenizer.special_ids
+
     def grammar_prefix(self, start: ReasoningStart) -> str:
         """Rules for what an answer may have before its structure: reasoning, and with harmony the header of the final
         channel. "" for nothing."""

@@ -9,7 +9,8 @@ from llguidance import LLMatcher, LLTokenizer
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.router.event_loop.message_limits import MAX_TOOLS
-from coatcheck.router.openai.tools import Function, named_call_grammar, required_calls_grammar, strict_calls_grammar
+from coatcheck.router.openai.strict_calls import strict_calls_grammar
+from coatcheck.router.openai.tools import Function, named_call_grammar, required_calls_grammar
 
 BYTES = LLTokenizer("byte")
 NUMBER: dict[str, Any] = {
@@ -94,7 +95,7 @@ def test_references_mean_what_they_mean_in_their_own_schema(case: str) -> None:
     required, named, strict = (
         required_calls_grammar(functions, True),
         named_call_grammar(functions[1]),
-        strict_calls_grammar(functions),
+        strict_calls_grammar(functions, "hermes", {}),
     )
     assert fits(named, json.dumps(good)) and not fits(named, json.dumps(bad))
     assert fits(required, f"[{call('f', good)}, {call('other', {'x': {'a': 'x'}})}]")
