@@ -61,7 +61,7 @@ def made(case: str) -> tuple[Grammar, tuple[str, ...], str, str]:
     tool_format, special, one, two = FORMATS[case]
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(list(special))
-    ids = {marker: tokenizer.token_to_id(marker) for marker in special}
+    ids = {marker: tokenizer.token_to_id(marker) or 0 for marker in special}
     return strict_calls_grammar(FUNCTIONS, tool_format, ids), special, one, two
 
 
