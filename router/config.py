@@ -1,6 +1,7 @@
 """RouterConfig: the settings of a router, validated. The groups are not among them; Router.set_groups changes those."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Final, get_args
 
@@ -52,6 +53,8 @@ class RouterConfig:
     tls_key: str | None = None
     tls_client_ca: str | None = None
     key_file: str | None = None  # None: no keys are required
+    cors_origins: tuple[str, ...] = ()  # whose web pages may call the HTTP API; "*" for any
+    trust_request_chat_template: bool = False  # requests may bring their own chat template
     insecure: bool = False  # requests without credentials are accepted, whatever host they name
     # The stream of a client that reads nothing for this long is ended, and its blocks are freed.
     slow_reader_seconds: float = 30.0
@@ -77,6 +80,9 @@ class RouterConfig:
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
         _require(self.routing in get_args(Routing), "routing", self.routing, ", ".join(get_args(Routing)))
+        for origin in self.cors_origins:
+            is_origin = origin == "*" or re.fullmatch(r"https?://[^/\s,*]+", origin) is not None
+            _require(is_origin, "cors_origins", origin, "* or an origin such as https://chat.example.com")
         source = self.generation_config
         _require(source in ("auto", "none"), "generation_config", source, "auto or none")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")

@@ -136,7 +136,9 @@ class Router:
         ResponsesRoutes(routes.app, routes.chats)
         EmbeddingRoutes(routes.app, embedding, routes.large, config.model_name)
         ConnectHandlers(routes.app, self.generation, embedding, self._side)
-        app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
+        app = wrap_app(
+            routes.app, authenticator, request_metrics, check_host=config.checks_host, cors_origins=config.cors_origins
+        )
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal
         )

@@ -56,6 +56,8 @@ def router_config(
         tls_client_ca=absolute_path(config.tls_client_ca),
         key_file=absolute_path(config.api_keys),
         insecure=config.insecure,
+        cors_origins=tuple(filter(None, map(str.strip, (config.cors_origins or "").split(",")))),
+        trust_request_chat_template=config.trust_request_chat_template,
         cluster_certificate=certificate,
         max_queued=config.max_queued,
         generation_config=config.generation_config,

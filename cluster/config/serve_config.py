@@ -198,6 +198,17 @@ class ServeConfig(Settings):
     insecure: bool = setting(
         "Security", "Listen beyond loopback without asking clients for keys or certificates.", False
     )
+    cors_origins: NonEmpty | None = setting(
+        "Security",
+        "Origins whose web pages may call the HTTP API, such as https://chat.example.com; several with commas. *: any.",
+        None,
+        in_words="none",
+    )
+    trust_request_chat_template: bool = setting(
+        "Security",
+        "A request may bring its own chat template. It runs in a sandbox, but may run for long.",
+        False,
+    )
 
     no_ray: bool = setting(
         "Ray",

@@ -8,9 +8,11 @@ import contextlib
 import ipaddress
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,9 +42,27 @@ _MIN_BYTES_PER_SECOND: Final = 8192
 _LINGER_SECONDS: Final = 5.0
 
 
-def wrap_app(app: ASGIApp, authenticator: Authenticator, metrics: RequestMetrics, *, check_host: bool) -> ASGIApp:
-    """`check_host`: answer only requests whose Host header names an address or this host."""
-    return RequestGate(BodyLimitMiddleware(app, metrics, MESSAGE_BYTES), authenticator, metrics, check_host=check_host)
+def wrap_app(
+    app: ASGIApp,
+    authenticator: Authenticator,
+    metrics: RequestMetrics,
+    *,
+    check_host: bool,
+    cors_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """`check_host`: answer only requests whose Host header names an address or this host. `cors_origins`: origins whose
+    web pages a browser lets read the responses; "*" for any. Preflight requests have no key and are answered before
+    the client is authenticated."""
+    gate = RequestGate(BodyLimitMiddleware(app, metrics, MESSAGE_BYTES), authenticator, metrics, check_host=check_host)
+    if not cors_origins:
+        return gate
+    return CORSMiddleware(
+        gate,
+        allow_origins=cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 class RequestGate:

@@ -106,6 +106,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str = ""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     include_reasoning: bool = True
@@ -169,6 +170,7 @@ class ChatRequest(SamplingFields):
         if plan.output_format.shows_special_tokens and not plan.is_plain:
             sampling.skip_special_tokens = False  # the parser takes them out
         chat = to_chat_proto(self.messages, self.offered_tools, self.template_arguments, self.add_generation_prompt)
+        chat.chat_template = self.chat_template
         if self.continue_final_message:
             if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
                 raise InvalidParameter(

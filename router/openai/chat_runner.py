@@ -20,6 +20,7 @@ from coatcheck.router.openai.response_sender import HttpAnswer
 from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.parsing.output_parser import ParsingPlan
 from coatcheck.router.parsing.output_planner import OutputPlanner
+from coatcheck.router.parsing.reasoning_parser import ReasoningStart
 from coatcheck.router.serving.generate_service import GenerateService
 
 _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
@@ -70,9 +71,12 @@ class ChatRunner:
 
     def _make_plan(self, body: ChatRequest) -> ParsingPlan:
         begins_message = body.add_generation_prompt and not body.continue_final_message
+        start = ReasoningStart.UNDECIDED  # with a template of the client's own
+        if not body.chat_template:
+            start = self._planner.reasoning_start(body.template_arguments, begins_message=begins_message)
         return ParsingPlan(
             self._planner.output_format,
-            self._planner.reasoning_start(body.template_arguments, begins_message=begins_message),
+            start,
             body.tool_mode,
             body.named_function,
             {tool.function.name: tool.function.parameters or {} for tool in body.tools},

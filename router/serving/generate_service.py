@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
-from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, Unavailable
+from coatcheck.proto.errors import ContextLengthExceeded, InvalidParameter, InvalidRequest, NeverFits, Unavailable
 from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import (
@@ -336,6 +336,10 @@ class GenerateService:
         """The prompt's token ids, computed off the event loop unless the client has sent a few ids. Raises NeverFits
         for a prompt far over `at_most` tokens."""
         check_chat(message, at_most)
+        if message.chat.chat_template and not self._config.trust_request_chat_template:
+            raise InvalidParameter(
+                "chat_template", "is not accepted by this server (--trust-request-chat-template); remove it"
+            )
         if isinstance(message, GenerateRequest) and 0 < len(message.token_ids.ids) <= _LONG_PROMPT:
             return prompt_token_ids(message, self._tokenizer)  # a short copy
         directory = self._tokenizer.directory

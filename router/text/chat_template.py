@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Final, Never
 
 import jinja2
 import jinja2.ext
@@ -16,9 +16,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from coatcheck.proto.errors import InvalidModel, InvalidRequest
+from coatcheck.proto.errors import InvalidModel, InvalidParameter, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
 
+_MAX_SOURCE: Final = 1 << 16  # characters of a client's template
 # Variables that the fields of a Chat set.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
@@ -27,6 +28,8 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
     """The prompt of a Chat message; slow for a long chat. Raises InvalidRequest."""
     if template is None:
         raise InvalidRequest("this model has no chat template; send the prompt as text or token_ids")
+    if chat.chat_template:
+        template = template.with_source(chat.chat_template)
     if not chat.messages:
         raise InvalidRequest("the chat has no messages; give at least one")
     is_continued = chat.continue_final_message
@@ -121,6 +124,15 @@ class ChatTemplate:
             raise InvalidModel("tokenizer_config.json's chat_template is neither a text nor a list of named texts")
         special = {name: _token_text(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
         return cls(source, {name: token for name, token in special.items() if token is not None})
+
+    def with_source(self, source: str) -> "ChatTemplate":
+        """A template of a client with the model's special tokens. Raises InvalidParameter."""
+        if len(source) > _MAX_SOURCE:
+            raise InvalidParameter("chat_template", f"has {len(source)} characters; the maximum is {_MAX_SOURCE}")
+        try:
+            return ChatTemplate(source, self._special_tokens)
+        except InvalidModel as error:
+            raise InvalidParameter("chat_template", f"does not compile: {error.__cause__}") from None
 
     def render(
         self,

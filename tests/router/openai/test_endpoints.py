@@ -13,6 +13,7 @@ from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
+from tests.router.tiny_tokenizer import byte_level_tokenizer
 
 
 async def test_the_model_is_listed(start_http_router: StartHttpRouter) -> None:
@@ -231,3 +232,44 @@ async def test_an_answer_is_not_held_back(start_http_router: StartHttpRouter) ->
         await router.openai.models.list()  # on one connection
         seconds.append(clock() - began)
     assert min(seconds[1:]) < 0.03
+
+
+async def test_pages_of_a_named_origin_may_call(start_http_router: StartHttpRouter) -> None:
+    """A preflight request needs no key, and responses name the origin; pages of other origins get no permission, nor
+    does any page without the setting."""
+    origin = "https://chat.example.com"
+    asked = {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+    router = await start_http_router(FakeGroup(), cors_origins=(origin,))
+    status, headers, _ = await router.request("OPTIONS", "/v1/chat/completions", None, asked)
+    assert (status, headers["access-control-allow-origin"]) == (200, origin)
+    assert "x-api-key" in headers["access-control-allow-headers"]
+    status, headers, _ = await router.request("GET", "/v1/models", None, {"origin": origin})
+    assert (status, headers["access-control-allow-origin"]) == (200, origin)
+    status, headers, _ = await router.request("GET", "/v1/models", None, {"origin": "https://other.example.com"})
+    assert status == 200 and "access-control-allow-origin" not in headers
+    closed = await start_http_router(FakeGroup())
+    status, headers, _ = await closed.request("GET", "/v1/models", None, {"origin": origin})
+    assert status == 200 and "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize("origin", ["chat.example.com", "https://a/b", "https://*.example.com", ""])
+def test_an_origin_is_checked(origin: str) -> None:
+    """A setting that no browser's origin could equal is refused."""
+    with pytest.raises(InvalidConfig, match="cors_origins is"):
+        RouterConfig("m", cors_origins=(origin,))
+
+
+async def test_a_chat_template_of_the_request(start_http_router: StartHttpRouter) -> None:
+    """It is refused by name unless the server trusts its clients; then it makes the prompt."""
+    own = {"messages": [{"role": "user", "content": "hello"}], "chat_template": "X{{ messages[0].content }}"}
+    router = await start_http_router(FakeGroup())
+    error = await router.expect_refusal("/v1/chat/completions", own)
+    assert "--trust-request-chat-template" in error["message"] and error["param"] == "chat_template"
+    group = FakeGroup()
+    trusting = await start_http_router(group, trust_request_chat_template=True)
+    status, _, text = await trusting.request("POST", "/v1/chat/completions", own | {"max_tokens": 2})
+    assert status == 200, text
+    assert list(group.submits[-1].prompt_token_ids) == byte_level_tokenizer().encode("Xhello").ids
+    for wrong in ("{% if %}", "x" * 70_000):
+        error = await trusting.expect_refusal("/v1/chat/completions", own | {"chat_template": wrong})
+        assert error["param"] == "chat_template"
