@@ -202,10 +202,9 @@ class ChatRequest(SamplingFields):
             raise InvalidParameter("tool_choice", f"names {self.named_function[:80]!r}, which is not among the tools")
         if not constrained:
             return replace(grammar, prefix=prefix) if grammar is not None else None
-        if grammar is not None:
-            raise InvalidRequest(
-                "structured output cannot be combined with tool calls that are required or strict; keep one of them"
-            )
+        if grammar is not None and self.tool_mode == "auto":
+            raise InvalidRequest("structured output cannot be combined with strict tool calls; keep one of them")
+        # An answer of required calls alone has no content that could have the structure.
         if self.tool_mode == "named":
             return replace(named_call_grammar(constrained[0]), prefix=prefix)
         if self.tool_mode == "required":

@@ -48,7 +48,7 @@ class ChatRunner:
         tokenize = TokenizeRequest(model=body.model, chat=message.chat)
         if body.truncate_prompt_tokens is not None:
             found = (await self._generation.tokenize(tokenize)).token_ids
-            token_ids = list(found[-body.truncate_prompt_tokens :])
+            token_ids = body.truncate(found)
             message.token_ids.ids.extend(token_ids)  # instead of the chat: both are the prompt
         elif body.return_token_ids:
             token_ids = await self._generation.tokenize_prompt(tokenize)

@@ -64,7 +64,9 @@ class CompletionResponse(OpenAIResponse):
         return writer
 
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(prompt_index, delta)
+        choice = {
+            "prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None, **self._choice(prompt_index, delta)
+        }  # fmt: skip
         if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[prompt_index].logprobs.tokens)
         return choice

@@ -99,16 +99,15 @@ class OpenAIRoutes:
         """Completes one or several prompts."""
         request_id: str = request.scope["request_id"]
         prompts = split_prompts(body.prompt)
-        kept = body.truncate_prompt_tokens
         needs_ids = (
             body.return_token_ids
             or body.prompt_logprobs is not None
             or (body.echo and body.logprobs is not None)
-            or kept is not None
+            or body.truncate_prompt_tokens is not None
         )
         token_ids = [await self._tokenize(prompt, body) if needs_ids else [] for prompt in prompts]
-        if kept is not None:
-            token_ids = [ids[-kept:] for ids in token_ids]
+        if body.truncate_prompt_tokens is not None:
+            token_ids = [body.truncate(ids) for ids in token_ids]
             prompts = list[Prompt](token_ids)
         sources: Sequence[Prompt] = token_ids if needs_ids else prompts
         messages = await in_thread_if_long(request, lambda: body.to_generate_requests(sources, request_id))

@@ -7,7 +7,7 @@ is accepted and dropped. Any other field is refused, because it may be a misspel
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -210,7 +210,8 @@ class SamplingFields(RequestBody):
     session_id: str = ""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None  # keeps the last ones
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    truncation_side: Literal["left", "right"] = "left"  # where tokens are dropped
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     # vLLM's name comes second.
@@ -230,6 +231,11 @@ class SamplingFields(RequestBody):
     def sent_names(self) -> dict[str, str]:
         """The names in the body of parameters that have other names in SamplingParams."""
         return {}
+
+    def truncate(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens of a prompt that truncate_prompt_tokens keeps."""
+        count = self.truncate_prompt_tokens or len(token_ids)
+        return list(token_ids[-count:] if self.truncation_side == "left" else token_ids[:count])
 
     @property
     def include_usage(self) -> bool:

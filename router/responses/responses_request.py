@@ -1,7 +1,7 @@
 """ResponsesRequest: the body of POST /v1/responses, and the ChatRequest that it means."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -62,7 +62,8 @@ class ResponsesStreamOptions(RequestBody):
 
 
 class ResponsesRequest(RequestBody):
-    """`previous_response_id`: the chat goes on after that response. `store`: the response is kept for a while."""
+    """`previous_response_id`: the chat goes on after that response. `store`: the response is kept for a while. The
+    fields from `top_k` on are vLLM's."""
 
     accepted_values: ClassVar = {
         "background": (False,),
@@ -89,6 +90,20 @@ class ResponsesRequest(RequestBody):
     reasoning: ReasoningOptions | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
     user: str | None = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    max_reasoning_tokens: Count | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: str = ""
 
     def to_chat(self, messages: Sequence[ChatFields]) -> ChatRequest:
         """The chat that this body means. `messages`: of the previous responses and of `input`. Raises
@@ -103,6 +118,7 @@ class ResponsesRequest(RequestBody):
             "tools": [tool.to_chat() for tool in self.tools],
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": self.tool_choice,
+            **{name: getattr(self, name) for name in _PASSED_ON},
         }
         if isinstance(self.tool_choice, NamedFunctionChoice):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
@@ -139,6 +155,14 @@ class ResponsesRequest(RequestBody):
 
     def _format(self) -> TextFormat | None:
         return self.text.format if self.text is not None else None
+
+
+# Fields that mean the same in a chat.
+_PASSED_ON: Final = (
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "max_reasoning_tokens", "chat_template_kwargs", "priority",
+    "cache_salt",
+)  # fmt: skip
 
 
 class _Chat(ChatRequest):

@@ -11,7 +11,7 @@ from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying
-from tests.router.tiny_tokenizer import write_model
+from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 
 CHAT = "/v1/chat/completions"
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
@@ -132,3 +132,27 @@ async def test_a_prompt_can_be_truncated(start_http_router: StartHttpRouter) -> 
             assert answer["prompt_token_ids"] == kept
     error = await router.expect_refusal(CHAT, {"messages": HELLO, "truncate_prompt_tokens": 0})
     assert error["param"] == "truncate_prompt_tokens"
+
+
+async def test_required_calls_leave_no_room_for_a_structure(
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson
+) -> None:
+    """With required calls a response_format has no effect, because the answer has no content; clients send both."""
+    group = saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]')
+    router = await start_http_router(group, tokenizer=tool_model)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER], response_format=schema)
+    (choice,) = (await router.openai.chat.completions.create(**asked, tool_choice="required")).choices
+    assert [call.function.name for call in choice.message.tool_calls or []] == ["weather"]
+    assert not group.submits[-1].sampling.structured.HasField("json_schema")
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", slice(-3, None)), ("right", slice(3))])
+async def test_a_prompt_is_truncated_on_either_side(start_http_router: StartHttpRouter, side: str, kept: slice) -> None:
+    """truncate_prompt_tokens keeps the last tokens of a prompt, or with truncation_side "right" the first."""
+    group = FakeGroup()
+    router = await start_http_router(group)
+    ids = byte_level_tokenizer().encode("one two three four").ids
+    options = {"truncate_prompt_tokens": 3, "truncation_side": side}
+    await router.openai.completions.create(model="tiny", prompt="one two three four", max_tokens=2, extra_body=options)
+    assert list(group.submits[-1].prompt_token_ids) == ids[kept]

@@ -196,3 +196,14 @@ async def test_a_response_is_its_tenant_s_alone(
             await call
     with pytest.raises(openai.BadRequestError):
         await theirs.responses.create(model="tiny", input="hello", previous_response_id=made.id)
+
+
+async def test_vllm_s_sampling_fields(start_http_router: StartHttpRouter) -> None:
+    """They mean what they mean in a chat."""
+    group = saying("yes")
+    router = await start_http_router(group)
+    extra = {"top_k": 7, "min_p": 0.25, "seed": 5, "stop": ["x"], "repetition_penalty": 1.5, "priority": 3}
+    await router.openai.responses.create(model="tiny", input="hi", extra_body=extra)
+    sampling = group.submits[-1].sampling
+    assert (sampling.top_k, sampling.min_p, sampling.seed, sampling.repetition_penalty) == (7, 0.25, 5, 1.5)
+    assert group.submits[-1].priority == 3
