@@ -68,8 +68,7 @@ class ModelShape:
             dtype = "bfloat16"
         if config.values.get("quantization_config") is not None:
             notes.append(
-                f"`coatcheck serve` refuses quantised checkpoints; the weights are counted as {dtype} unless --weights "
-                "says more"
+                f"GPUs decode quantised weights when they load them: counted as {dtype}; with --device cpu as stored"
             )
         return cls(
             name=config.name,

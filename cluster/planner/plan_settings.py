@@ -64,6 +64,14 @@ class PlanSettings(Settings):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
         _PANEL, "float32, bfloat16, float16, or auto: the dtype in config.json.", "auto"
     )
+    device: Literal["cuda", "cpu"] = setting(
+        _PANEL,
+        "cuda, or cpu, where weights stay quantised: counted from the headers of MODEL's files.",
+        "cuda",
+    )
+    quantization: Literal["auto", "int8", "int4", "fp8"] = setting(
+        _PANEL, "With --device cpu: as of `coatcheck serve`.", "auto"
+    )
     kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = setting(
         _PANEL, "bf16, fp16, fp8, int8, int4, or auto: as --dtype.", "auto"
     )

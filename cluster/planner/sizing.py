@@ -11,6 +11,9 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.checkpoint.held_weights import held_bytes
+from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
+from coatcheck.workers.checkpoint.safetensors_headers import read_entries
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -50,7 +53,9 @@ class Sizing:
         cache = KvCacheSpec.of(layers, settings.tp, settings.block_size, kv_dtype)
         whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
         part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp))
-        weight_bytes = settings.weights or float(whole.total * WEIGHT_BYTES[dtype])
+        weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
+        if weight_bytes is None:
+            weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
         bytes_per_weight = weight_bytes / whole.total
         return cls(
             settings=settings,
@@ -215,6 +220,16 @@ class Sizing:
 
 def _lengths(trace: Path | None, context: int) -> LengthDistribution:
     return LengthDistribution.evenly_spread(context) if trace is None else LengthDistribution.read(trace, context)
+
+
+def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> float | None:
+    """The weights as a CPU rank holds them; None on GPUs, and if there are no files of weights."""
+    directory = Path(settings.model).expanduser()
+    check_quantization(config.name, settings.quantization, read_scheme(config.name, config.values), settings.device)
+    if settings.device == "cuda" or dtype == "float16" or not directory.is_dir():
+        return None
+    entries = read_entries(directory)
+    return float(held_bytes(config.name, config.values, entries, WEIGHT_BYTES[dtype], settings.quantization))
 
 
 def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:

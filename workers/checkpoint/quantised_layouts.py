@@ -170,11 +170,12 @@ def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
 def _stored_shape(layout: _Layout, key: str) -> tuple[int, int]:
     entry = layout.entry(key, ("I32", "I64"))
     layout.check_shape(key, (2,))
-    rows, columns = struct.unpack("<2i" if entry.dtype == "I32" else "<2q", _read_bytes(entry))
+    rows, columns = struct.unpack("<2i" if entry.dtype == "I32" else "<2q", read_bytes(entry))
     return rows, columns
 
 
-def _read_bytes(entry: TensorEntry) -> bytes:
+def read_bytes(entry: TensorEntry) -> bytes:
+    """The content of a stored tensor."""
     with entry.file.open("rb") as file:
         file.seek(entry.start)
         return file.read(entry.end - entry.start)
@@ -264,7 +265,7 @@ def _find_nf4(layout: _Layout) -> Iterator[Found]:
     for state_key in [key for key in layout.entries if key.endswith(".quant_state.bitsandbytes__nf4")]:
         name = state_key.removesuffix(".quant_state.bitsandbytes__nf4")
         try:
-            state: dict[str, Any] = json.loads(_read_bytes(layout.entries[state_key]))
+            state: dict[str, Any] = json.loads(read_bytes(layout.entries[state_key]))
             rows, columns = map(int, state["shape"])
             block, offset = int(state["blocksize"]), float(state.get("nested_offset", 0.0))
         except (KeyError, TypeError, ValueError) as error:

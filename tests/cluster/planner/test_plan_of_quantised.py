@@ -1,0 +1,43 @@
+"""A plan for CPUs counts quantised weights as a loaded model holds them."""
+
+from pathlib import Path
+
+import pytest
+
+from coatcheck.cluster.planner.plan_settings import PlanSettings
+from coatcheck.cluster.planner.sizing import Sizing
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.quantised_checkpoints import FORMATS
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bytes_of_a_quantised_checkpoint_are_those_loaded(kind: str, dtype: str, source: Path, tmp_path: Path) -> None:
+    """Of every served format the planned bytes are exactly those that a rank reports."""
+    path = tmp_path / "quantised"
+    FORMATS[kind](source, path)
+    spec = load_model(path, communicator=Communicator(), dtype=dtype, device="cpu").spec
+    planned = Sizing.of(PlanSettings(model=str(path), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+    assert planned.weight_bytes == spec.weight_bytes < spec.num_weights * (4 if dtype == "float32" else 2) + 1
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "fp8"])
+def test_bytes_of_weights_quantised_at_load_are_those_loaded(quantization: str, source: Path) -> None:
+    """With --quantization, too."""
+    model = load_model(source, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization=quantization)
+    settings = PlanSettings(model=str(source), dtype="bfloat16", device="cpu", quantization=quantization)  # type: ignore[arg-type]
+    assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes
+
+
+def test_quantising_at_load_on_gpus_is_refused(source: Path) -> None:
+    """A plan for GPUs refuses what a server on GPUs would."""
+    with pytest.raises(InvalidConfig, match="int4 at load is for CPUs; on GPUs serve a quantised checkpoint"):
+        Sizing.of(PlanSettings(model=str(source), quantization="int4"))
