@@ -96,6 +96,7 @@ class ChatResponse(OpenAIResponse):
             "content": text if text or not (calls or reasoning) else None,
             "refusal": None,
             "reasoning_content": reasoning or None,
+            "reasoning": reasoning or None,
         }
         if calls:
             message["tool_calls"] = [
@@ -143,7 +144,7 @@ def _delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
             case Content(text):
                 fields["content"] = fields.get("content", "") + text
             case Reasoning(text):
-                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+                fields["reasoning_content"] = fields["reasoning"] = fields.get("reasoning", "") + text
             case ToolCallDelta(index, arguments, name, call_id):
                 made = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 made["function"]["arguments"] += arguments

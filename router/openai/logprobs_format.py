@@ -90,10 +90,9 @@ class LogprobsFormatter:
 
 
 def _top_logprobs(token: TokenLogprob, text: str, text_of: Callable[[int], str]) -> dict[str, float]:
-    made: dict[str, float] = {}
+    made = {text: finite(token.logprob)}  # the token itself comes first, as in vLLM
     for top in token.top:
         made.setdefault(text_of(top.token_id), finite(top.logprob))
-    made.setdefault(text, finite(token.logprob))
     return made
 
 

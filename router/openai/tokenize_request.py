@@ -57,6 +57,7 @@ def tokenize_response(
         "count": len(found.token_ids),
         "max_model_len": max_model_len,
         "tokens": list(found.token_ids),
+        "token_strs": None,
     }
     if formatter is not None:
         made["token_strs"] = [formatter.token_text(token_id) for token_id in found.token_ids]

@@ -42,8 +42,10 @@ async def test_reasoning_is_split_off(start_http_router: StartHttpRouter, thinke
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO)
     (choice,) = (await router.openai.chat.completions.create(**asked)).choices
     assert (choice.message.content, choice.message.reasoning_content) == ("yes", "hm")  # type: ignore[attr-defined]
+    assert choice.message.reasoning == "hm"  # type: ignore[attr-defined]  # vLLM's name
     chunks = [chunk.choices[0] async for chunk in await router.openai.chat.completions.create(**asked, stream=True)]
     assert "".join(getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks) == "hm"
+    assert "".join(getattr(chunk.delta, "reasoning", None) or "" for chunk in chunks) == "hm"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "yes"
     for option, content in (("include_reasoning", "yes"), ("separate_reasoning", THOUGHT)):
         answer = await router.openai.chat.completions.create(**asked, extra_body={option: False})
