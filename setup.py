@@ -71,7 +71,10 @@ setup(
     ext_modules=[
         Extension(
             "coatcheck.kernels._native",
-            sources=[f"kernels/csrc/{name}.c" for name in ("cpu", "decoder_layers", "expert_layers", "pack_weight")],
+            sources=[
+                f"kernels/csrc/{name}.c"
+                for name in ("cpu", "decoder_layers", "expert_layers", "heads_linear", "pack_weight")
+            ],
             depends=glob("kernels/csrc/**/*.[ch]", recursive=True),
             include_dirs=[INCLUDE],
             extra_compile_args=FLAGS,

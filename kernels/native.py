@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 12
+VERSION = 13
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it. A kernel that a class lacks is that of the class before.
@@ -37,6 +37,7 @@ _CLASS_SIGNATURES = {
     "attention_f32": "p:r",
     "clamped_swiglu": "p:v",
     "copy_blocks": "pqppqq:v",
+    "latent_rotary": "p:v",
     "linear_bf16": "p:v",
     "linear_f32": "p:v",
     "linears_bf16": "pq:v",
@@ -62,6 +63,7 @@ _SIGNATURES = {
     "experts_scratch": "pq:q",
     "fused_layers": "pppqpp:r",
     "has_class": "p:r",
+    "heads_linear": "pp:v",
     "mlp_sublayer": "ppp:v",
     "native_version": ":r",
     "pack_weight": "pqqpq:v",
@@ -70,12 +72,14 @@ _SIGNATURES = {
 }
 
 # The C structs, with the fields of the headers.
-ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
+ATTENTION = struct.Struct("@PqPPqPPqqffqqPPqqqPqqPq")
 WEIGHT = struct.Struct("@PPqqPPPqqq")
 LINEAR = struct.Struct("@PqqPqPP")  # behind a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
+LATENT_ROTARY = struct.Struct("@8P11qff")
+HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")
 
 # The dtypes that the C library computes, as its `type`. On CPU float16 takes the references.
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

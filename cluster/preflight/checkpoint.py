@@ -104,6 +104,8 @@ def _layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     layer, hidden = ModelShape.of(model).layers[0], model.count("hidden_size")
     rows, kv_rows = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     shapes: dict[str, Shape] = {"self_attn.o_proj.weight": (hidden, rows), "post_attention_layernorm.weight": (hidden,)}
+    if layer.is_latent:
+        return _latent_shapes(model, layer.num_heads, hidden)
     if model.model_type == "phi3":
         shapes["self_attn.qkv_proj.weight"] = (rows + 2 * kv_rows, hidden)
     else:
@@ -121,6 +123,25 @@ def _layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     else:
         mlp |= {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
     return shapes | mlp | _biases(model, "mlp_bias", mlp)
+
+
+def _latent_shapes(model: ModelConfig, heads: int, hidden: int) -> dict[str, Shape]:
+    """Norms and attention of a layer with latent attention; its MLP may be dense or sparse."""
+    rank, q_rank = model.count("kv_lora_rank"), model.number("q_lora_rank", default=0)
+    nope, rope, value = (model.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    q_shapes: dict[str, Shape] = {"self_attn.q_proj.weight": (heads * (nope + rope), hidden)}
+    if q_rank:
+        q_shapes = {
+            "self_attn.q_a_proj.weight": (q_rank, hidden),
+            "self_attn.q_b_proj.weight": (heads * (nope + rope), q_rank),
+        }
+    return q_shapes | {
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "self_attn.kv_b_proj.weight": (heads * (nope + value), rank),
+        "self_attn.o_proj.weight": (hidden, heads * value),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
 
 
 def _biases(model: ModelConfig, flag: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -22,11 +22,11 @@ from coatcheck.workers.model.known_architectures import (
 _COUNTS: Final = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "intermediate_size",
     "vocab_size", "max_position_embeddings", "num_local_experts", "num_experts", "num_experts_per_tok",
-    "moe_intermediate_size",
+    "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 _MAX_COUNT: Final = 2**31 - 1
 # Model types whose config class refuses a hidden_size that is not a multiple of num_attention_heads, with any head_dim.
-_HIDDEN_OF_WHOLE_HEADS: Final = {"gemma2", "gemma3_text", "llama"}
+_HIDDEN_OF_WHOLE_HEADS: Final = {"deepseek_v2", "gemma2", "gemma3_text", "llama"}
 _WORDS: Final = {
     "int": "a whole number", "float": "a number with a decimal point", "str": "a text", "bool": "true or false",
     "list": "a list", "dict": "an object", "None": "null",

@@ -23,6 +23,8 @@ from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, check_causal, check_known
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
+    check_latent_attention,
+    check_latent_device,
     check_model_kind,
     resolve_max_model_len,
 )
@@ -52,6 +54,7 @@ def check_model(config: ServeConfig) -> None:
     check_quantization(model.name, config.quantization, scheme, config.device)
     _check_sizes(model)
     check_config(model)
+    check_latent_attention(model.name, model.model_type, model.values)
     model = fill_defaults(model)
     _check_length(config, model)
     model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
@@ -62,6 +65,8 @@ def check_model(config: ServeConfig) -> None:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
         return  # a model type that `coatcheck plan` does not know
+    if shape.is_latent and config.device != "auto":
+        check_latent_device(model.name, config.device)
     shard = TpShard(0, config.tp)
     layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
@@ -72,7 +77,7 @@ def check_model(config: ServeConfig) -> None:
         _check_mlp(model, shard)
     if config.deterministic and config.device == "cpu":
         for layer in layers:
-            check_deterministic_heads(layer.head_dim)
+            check_deterministic_heads(layer)
     dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
     if config.kv_dtype != "auto" or dtype is not None:
         _check_blocks(config, BlockLayout.of(layers, config.block_size, choose_kv_dtype(config.kv_dtype, dtype or "")))
@@ -152,9 +157,12 @@ def _check_experts(model: ModelConfig, shard: TpShard) -> None:
 def _check_mlp(model: ModelConfig, shard: TpShard) -> None:
     """Raise InvalidConfig if tp does not divide the MLP. Only for tested types, whose linears are all sharded."""
     if model.model_type in TESTED_MODEL_TYPES:
-        name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"
-        if _is_number(size := model.values.get(name)):
-            shard.split_evenly(int(size), name)
+        names = ["moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"]
+        if "kv_lora_rank" in model.values:  # DeepSeek's first layers are dense
+            names.append("moe_intermediate_size")
+        for name in names:
+            if _is_number(size := model.values.get(name)):
+                shard.split_evenly(int(size), name)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

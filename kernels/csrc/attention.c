@@ -24,7 +24,9 @@
 #define TILE 6       /* rows whose sums are in registers */
 #define CHUNK 64     /* keys packed at once */
 #define PART 16      /* keys that lie side by side in a packed chunk */
-#define MAX_DIM 256
+#define MAX_ROPE 64
+#define MAX_DIM (512 + MAX_ROPE) /* of a key */
+#define MAX_VALUE 512
 #define PAIR (HAS_DOT ? 2 : 1) /* elements of a word */
 #define LOG2E 1.44269504088896f
 
@@ -33,20 +35,21 @@ typedef struct {
     int64_t seq, kv_head, seq_len, q_len, group;
     int64_t row, rows;             /* of q_len * group */
     int64_t split, splits;         /* which splits of the sequence this item sums */
-    float *partial;                /* where a decode's split leaves [rows][dim + 2], or null */
+    float *partial;                /* where a decode's split leaves [rows][value_dim + 2], or null */
 } Item;
 
 typedef struct {
     uint32_t q[ROWS * MAX_DIM / PAIR];   /* tiles of [words][m] */
     uint32_t k[CHUNK * MAX_DIM / PAIR];  /* [4 parts][words][16 keys] */
-    uint32_t v[CHUNK / PAIR * MAX_DIM];  /* [words][dim] */
+    uint32_t v[CHUNK / PAIR * MAX_VALUE]; /* [words][value_dim] */
     uint32_t p[TILE * CHUNK / PAIR];     /* the weights, [m][words] */
-    float score[TILE * CHUNK];
-    float o[ROWS * MAX_DIM], all[ROWS * MAX_DIM];
+    float score[TILE * CHUNK], rope_score[TILE * CHUNK];
+    float o[ROWS * MAX_VALUE], all[ROWS * MAX_VALUE];
     Floats sum[ROWS];
     float peak[ROWS], all_sum[ROWS], all_peak[ROWS];
-    float k_scales[CHUNK], v_scales[CHUNK];
-    uint32_t wide_k[CHUNK * MAX_DIM / PAIR], wide_v[HAS_DOT ? CHUNK * MAX_DIM / PAIR : 1]; /* floats go to v at once */
+    float k_scales[CHUNK], v_scales[CHUNK], rope_scales[CHUNK];
+    uint32_t wide_k[CHUNK * MAX_VALUE / PAIR], wide_rope[CHUNK * MAX_ROPE / PAIR];
+    uint32_t wide_v[HAS_DOT ? CHUNK * MAX_VALUE / PAIR : 1]; /* floats go to v at once */
 } Scratch;
 
 static const uint32_t zeros[MAX_DIM]; /* a key that is not there */
@@ -115,8 +118,9 @@ INLINE int64_t end_key(const Item *it) {
 
 /* Prefetches keys [from, to): the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
 static void prefetch(const Item *it, int64_t from, int64_t to) {
-    const KvCache *cache = it->a->cache;
-    const int32_t *table = it->a->tables + it->seq * it->a->table_stride;
+    const Attention *a = it->a;
+    const KvCache *cache = a->cache;
+    const int32_t *table = a->tables + it->seq * a->table_stride;
     while (from < to) {
         int64_t block = from / cache->block_size, offset = from % cache->block_size;
         int64_t run = min_i64(cache->block_size - offset, to - from), row = row_of(cache, it->kv_head, offset);
@@ -124,7 +128,11 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
         const uint8_t *v = cache->v + table[block] * cache->v_block + row * cache->row_bytes;
         for (int64_t byte = 0; byte < run * cache->row_bytes; byte += 64) {
             __builtin_prefetch(k + byte, 0, 2);
-            __builtin_prefetch(v + byte, 0, 2);
+            if (!a->values_are_keys) __builtin_prefetch(v + byte, 0, 2);
+        }
+        if (a->rope_dim) {
+            const uint8_t *rope = a->rope + table[block] * a->rope_block + offset * a->rope_row_bytes;
+            for (int64_t byte = 0; byte < run * a->rope_row_bytes; byte += 64) __builtin_prefetch(rope + byte, 0, 2);
         }
         if (cache->k_scales) {
             __builtin_prefetch(cache->k_scales + table[block] * cache->k_scales_block + row, 0, 2);
@@ -152,48 +160,64 @@ INLINE void pack_values(const uint32_t *const *values, int64_t dim, uint32_t *to
 #endif
 }
 
+/* to [words][PART] = the same words of PART keys side by side. */
+INLINE void pack_keys(const uint32_t *const *keys, int64_t words, uint32_t *to) {
+    for (int64_t w = 0; w < words; w += LANES)
+        for (int64_t j = 0; j < PART; j += LANES) {
+            const uint32_t *rows[LANES];
+            for (int64_t i = 0; i < LANES; i++) rows[i] = keys[j + i] + w;
+            transpose(rows, min_i64(LANES, words - w), to + w * PART + j, PART);
+        }
+}
+
 /* Packs keys [chunk, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
 static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const Item *next) {
     const Attention *a = it->a;
     const KvCache *cache = a->cache;
-    const int64_t dim = cache->dim, words = dim / PAIR, size = cache->block_size;
+    const int64_t value_dim = a->value_dim, size = cache->block_size;
+    const int64_t row_words = cache->dim / PAIR, rope_words = a->rope_dim / PAIR, words = row_words + rope_words;
     const int32_t *table = a->tables + it->seq * a->table_stride;
     const int64_t next_from = next ? first_key(next) / CHUNK * CHUNK : 0, next_to = next ? end_key(next) : 0;
-    const uint32_t *k[CHUNK], *v[CHUNK];
+    const uint32_t *k[CHUNK], *v[CHUNK], *rope[CHUNK];
     const int64_t count = min_i64(CHUNK, to - chunk);
     for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < count; block++, offset = 0) {
         int64_t run = min_i64(size - offset, count - j), row = row_of(cache, it->kv_head, offset);
         const uint8_t *one_k = cache->k + table[block] * cache->k_block + row * cache->row_bytes;
         const uint8_t *one_v = cache->v + table[block] * cache->v_block + row * cache->row_bytes;
         for (int64_t i = j; i < j + run; i++, one_k += cache->row_bytes, one_v += cache->row_bytes) {
-            k[i] = widened(s->wide_k + i * words, one_k, dim, cache->kind);
-            v[i] = widened(HAS_DOT ? s->wide_v + i * words : s->v + i * dim, one_v, dim, cache->kind);
+            k[i] = widened(s->wide_k + i * row_words, one_k, cache->dim, cache->kind);
+            if (a->values_are_keys) v[i] = k[i];
+            else v[i] = widened(HAS_DOT ? s->wide_v + i * value_dim / PAIR : s->v + i * value_dim, one_v, value_dim, cache->kind);
         }
+        const uint8_t *one_rope = a->rope + table[block] * a->rope_block + offset * a->rope_row_bytes;
+        if (a->rope_dim)
+            for (int64_t i = j; i < j + run; i++, one_rope += a->rope_row_bytes)
+                rope[i] = widened(s->wide_rope + i * rope_words, one_rope, a->rope_dim, cache->kind);
         if (cache->k_scales) {
             const uint16_t *one = cache->k_scales + table[block] * cache->k_scales_block + row;
-            const uint16_t *two = cache->v_scales + table[block] * cache->v_scales_block + row;
+            const uint16_t *two = a->values_are_keys ? one : cache->v_scales + table[block] * cache->v_scales_block + row;
             for (int64_t i = 0; i < run; i++) s->k_scales[j + i] = from_f16(one[i]), s->v_scales[j + i] = from_f16(two[i]);
+            const uint16_t *three = a->rope_scales + table[block] * a->rope_scales_block + offset;
+            if (a->rope_dim)
+                for (int64_t i = 0; i < run; i++) s->rope_scales[j + i] = from_f16(three[i]);
         }
         j += run;
     }
-    for (int64_t j = count; j < CHUNK; j++) k[j] = v[j] = zeros, s->k_scales[j] = s->v_scales[j] = 0;
+    for (int64_t j = count; j < CHUNK; j++)
+        k[j] = v[j] = rope[j] = zeros, s->k_scales[j] = s->v_scales[j] = s->rope_scales[j] = 0;
     for (int64_t part = 0; part < CHUNK / PART; part++) {
-        uint32_t *to_k = s->k + part * words * PART, *to_v = s->v + part * PART / PAIR * dim;
+        uint32_t *to_k = s->k + part * words * PART, *to_v = s->v + part * PART / PAIR * value_dim;
         if (part * PART >= count) {
             memset(to_k, 0, words * PART * 4);
-            memset(to_v, 0, dim * PART / PAIR * 4);
+            memset(to_v, 0, value_dim * PART / PAIR * 4);
             continue;
         }
         const int64_t ahead = chunk + CHUNK + part * PART;
         if (ahead < to) prefetch(it, ahead, min_i64(ahead + PART, to));
         else if (next) prefetch(next, next_from + part * PART, min_i64(next_from + part * PART + PART, next_to));
-        for (int64_t w = 0; w < words; w += LANES)
-            for (int64_t j = 0; j < PART; j += LANES) {
-                const uint32_t *rows[LANES];
-                for (int64_t i = 0; i < LANES; i++) rows[i] = k[part * PART + j + i] + w;
-                transpose(rows, min_i64(LANES, words - w), to_k + w * PART + j, PART);
-            }
-        for (int64_t j = 0; j < PART; j += PAIR) pack_values(v + part * PART + j, dim, to_v + j / PAIR * dim);
+        pack_keys(k + part * PART, row_words, to_k);
+        pack_keys(rope + part * PART, rope_words, to_k + row_words * PART);
+        for (int64_t j = 0; j < PART; j += PAIR) pack_values(v + part * PART + j, value_dim, to_v + j / PAIR * value_dim);
     }
 }
 
@@ -218,8 +242,9 @@ INLINE void multiply(const int m, const int n, Floats *acc, const uint32_t *cons
     }
 }
 
-/* Scores of m rows and the chunk's keys, [m][CHUNK], n vectors of keys at a time. */
-INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q, int64_t words, float *to) {
+/* Scores of m rows and the chunk's keys by `count` words from `first` on, [m][CHUNK], n vectors of keys at a time. */
+INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q, int64_t words, int64_t first,
+                  int64_t count, float *to) {
     for (int64_t key = 0; key < CHUNK; key += n * LANES) {
         Floats acc[ACCUMULATORS];
         const uint32_t *keys[4];
@@ -227,8 +252,8 @@ INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q,
         for (int i = 0; i < m * n; i++) acc[i] = (Floats){};
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++)
-            keys[j] = s->k + (key + j * LANES) / PART * words * PART + (key + j * LANES) % PART;
-        multiply(m, n, acc, keys, PART, q, 1, m, words);
+            keys[j] = s->k + ((key + j * LANES) / PART * words + first) * PART + (key + j * LANES) % PART;
+        multiply(m, n, acc, keys, PART, q + first * m, 1, m, count);
 #pragma GCC unroll 6
         for (int i = 0; i < m; i++)
 #pragma GCC unroll 4
@@ -236,7 +261,7 @@ INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q,
     }
 }
 
-/* o [m][dim] = o * decay + the chunk's weights times its values, for n vectors of dimensions from d on. */
+/* o [m][dim] = o * decay + the chunk's weights times its values, for n vectors of dimensions from d on. `dim`: of a value. */
 INLINE void add_values(const int m, const int n, Scratch *s, int64_t row, int64_t dim, int64_t d, int64_t count,
                        const float *decay) {
     Floats acc[ACCUMULATORS];
@@ -256,7 +281,8 @@ INLINE void add_values(const int m, const int n, Scratch *s, int64_t row, int64_
 
 /* The running softmax of one row: its scores of the chunk become weights. `position` is the row's own key. Returns what
  * the row's sums so far are multiplied by. */
-INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, int64_t chunk, float *scores, void *weights) {
+INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, int64_t chunk, const float *scores,
+                    const float *rope_scores, void *weights) {
     const Attention *a = it->a;
     /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
     const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
@@ -266,6 +292,8 @@ INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, i
     for (int j = 0; j < CHUNK / LANES; j++) {
         x[j] = load_floats(scores + j * LANES);
         if (scaled) x[j] *= load_floats(s->k_scales + j * LANES);
+        if (scaled && a->rope_dim)
+            x[j] += load_floats(rope_scores + j * LANES) * load_floats(s->rope_scales + j * LANES);
         if (a->softcap > 0) x[j] = capped(x[j] * a->scale, a->softcap);
         if (from > 0 || end < CHUNK) {
             Ints key;
@@ -297,15 +325,18 @@ INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, i
 INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
     const int n = m * 4 <= ACCUMULATORS ? 4 : 2;
     const Attention *a = it->a;
-    const int64_t dim = a->cache->dim, words = dim / PAIR;
+    const int64_t dim = a->value_dim, row_words = a->cache->dim / PAIR, words = row_words + a->rope_dim / PAIR;
     const int64_t shift = it->seq_len - it->q_len;
     const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
     if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
     float decay[TILE];
-    score(m, n, s, s->q + row * words, words, s->score);
+    /* With scales, a key's two rows have one each: their scores are added later. */
+    const int64_t together = a->rope_dim && a->cache->k_scales ? row_words : words;
+    score(m, n, s, s->q + row * words, words, 0, together, s->score);
+    if (together < words) score(m, n, s, s->q + row * words, words, together, words - together, s->rope_score);
     for (int i = 0; i < m; i++)
         decay[i] = soften(it, s, row + i, shift + (it->row + row + i) / it->group, chunk, s->score + i * CHUNK,
-                          s->p + i * (CHUNK / PAIR));
+                          s->rope_score + i * CHUNK, s->p + i * (CHUNK / PAIR));
     const int64_t count = min_i64(CHUNK, last - chunk + PAIR) / PAIR;
     int64_t d = 0;
     for (; d + n * LANES <= dim; d += n * LANES) add_values(m, n, s, row, dim, d, count, decay);
@@ -334,7 +365,7 @@ static void combine(int64_t dim, float *peak, float *sum, float *o, float more_p
 static void finish(const Item *it, int64_t row, float peak, float sum, const float *o) {
     const Attention *a = it->a;
     const int64_t at_row = it->row + row, token = a->cu_seqlens[it->seq] + at_row / it->group;
-    const int64_t head = it->kv_head * it->group + at_row % it->group, dim = a->cache->dim;
+    const int64_t head = it->kv_head * it->group + at_row % it->group, dim = a->value_dim;
     float scale = 1.0f;
     if (a->sinks) {
         const float sink = a->sinks[head] * LOG2E, top = peak > sink ? peak : sink;
@@ -352,7 +383,7 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
 /* The queries of an item as tiles of [words][m]. */
 static void pack_queries(const Item *it, Scratch *s) {
     const Attention *a = it->a;
-    const int64_t dim = a->cache->dim, words = dim / PAIR;
+    const int64_t dim = a->cache->dim + a->rope_dim, words = dim / PAIR;
     for (int64_t r = 0; r < it->rows; r += TILE) {
         const int64_t m = min_i64(TILE, it->rows - r);
         for (int64_t i = 0; i < m; i++) {
@@ -368,8 +399,7 @@ static void pack_queries(const Item *it, Scratch *s) {
 }
 
 static void run(const Item *it, Scratch *s, const Item *next) {
-    const Attention *a = it->a;
-    const int64_t dim = a->cache->dim;
+    const int64_t dim = it->a->value_dim;
     pack_queries(it, s);
     const int64_t from = first_key(it), to = end_key(it);
     for (int64_t r = 0; r < it->rows; r++) s->all_peak[r] = -INFINITY, s->all_sum[r] = 0;
@@ -400,9 +430,9 @@ static void run(const Item *it, Scratch *s, const Item *next) {
 
 /* Combines the splits of a decode in order. */
 static void join(const Item *it, int64_t splits) {
-    const int64_t dim = it->a->cache->dim;
+    const int64_t dim = it->a->value_dim;
     for (int64_t r = 0; r < it->rows; r++) {
-        float o[MAX_DIM] = {0}, peak = -INFINITY, sum = 0;
+        float o[MAX_VALUE] = {0}, peak = -INFINITY, sum = 0;
         for (int64_t split = 0; split < splits; split++) {
             const float *left = it[split].partial + r * (dim + 2);
             combine(dim, &peak, &sum, o, left[dim], left[dim + 1], left);
@@ -413,7 +443,7 @@ static void join(const Item *it, int64_t splits) {
 
 /* Returns 0, or -1 if the list of work items cannot be allocated. */
 int FOR_CLASS(attention_bf16)(const Attention *a) {
-    const int64_t kv_heads = a->cache->kv_heads, dim = a->cache->dim, group = a->heads / kv_heads;
+    const int64_t kv_heads = a->cache->kv_heads, dim = a->value_dim, group = a->heads / kv_heads;
     int64_t count = 0, partials = 0;
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;

@@ -1,9 +1,11 @@
-/* The arguments of one call of paged attention. kernels/attention/paged_attention.py packs them and has the formula. */
+/* The arguments of one call of paged attention. kernels/attention/paged_attention.py and latent_attention.py pack them
+ * and have the formulas. A key is its row in the cache, and after that its rotary row, if there is one: dim + rope_dim
+ * elements. */
 #pragma once
 #include "kv_cache.h"
 
 typedef struct {
-    const void *q;          /* [tokens][heads][dim], tokens q_stride elements apart */
+    const void *q;          /* [tokens][heads][dim + rope_dim], tokens q_stride elements apart */
     int64_t q_stride;
     const KvCache *cache;
     const int32_t *tables;  /* [seqs][table_stride] */
@@ -14,7 +16,14 @@ typedef struct {
     int64_t window;         /* 0: off */
     int64_t type;           /* of q and out: BF16 or F32 */
     const float *sinks;     /* [heads] or null */
-    void *out;              /* [tokens][heads][dim], dense */
+    void *out;              /* [tokens][heads][value_dim], dense */
+    int64_t value_dim;
+    int64_t values_are_keys; /* a value is its key's row in the cache (latents), so that cache->v is not read */
+    int64_t rope_dim;       /* 0: keys have no rotary row */
+    const uint8_t *rope;    /* rotary rows, [block_size] in each block, shared by all heads */
+    int64_t rope_block, rope_row_bytes;
+    const uint16_t *rope_scales; /* as KvCache's */
+    int64_t rope_scales_block;
 } Attention;
 
 /* Keys per split. Splits begin at absolute positions and are combined in order: the same order in

@@ -58,7 +58,8 @@ int attention_sublayer(const Kernels *f, const Attend *a, const KvCache *cache, 
     f->rotary(&(Rotary){q, k, v, step->cos, step->sin, rotated, cache, step->slots, tokens, a->heads, a->kv_heads,
                      a->dim, step->rot_dim, q_stride, k_stride, all, q_width, a->type, step->table_type});
     Attention call = {rotated, q_width, cache, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
-                      step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended};
+                      step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended,
+                      .value_dim = a->dim};
     if (f->attention[a->type](&call)) return -1;
     product(f, &a->output, attended, tokens, a->type, s->out, scratch);
     return 0;

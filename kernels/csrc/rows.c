@@ -88,27 +88,35 @@ void FOR_CLASS(silu_mul)(const void *gate_up, int64_t stride, void *out, int64_t
     }
 }
 
-/* Rotates one head of a token (see kernels/attention/rotary.py). x may be y. */
-INLINE void rotate_head(const void *x, void *y, const Rotary *r, int64_t token, int type, int table) {
-    int64_t half = r->rot_dim / 2;
-    const void *cos = at(r->cos, token * r->rot_dim, table), *sin = at(r->sin, token * r->rot_dim, table);
+/* Rotates `dim` elements by tables of as many (see kernels/attention/rotary.py). x may be y. */
+INLINE void rotate(const void *x, void *y, const void *cos, const void *sin, int64_t dim, int type, int table) {
+    int64_t half = dim / 2;
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
         float a = get(x, i, type), b = get(x, i + half, type);
         put(y, i, a * get(cos, i, table) - b * get(sin, i, table), type);
         put(y, i + half, b * get(cos, i + half, table) + a * get(sin, i + half, table), type);
     }
+}
+
+/* Rotates one head of a token. x may be y. */
+INLINE void rotate_head(const void *x, void *y, const Rotary *r, int64_t token, int type, int table) {
+    rotate(x, y, at(r->cos, token * r->rot_dim, table), at(r->sin, token * r->rot_dim, table), r->rot_dim, type, table);
     if (x != y) memcpy(at(y, r->rot_dim, type), at(x, r->rot_dim, type), (r->dim - r->rot_dim) * (type == BF16 ? 2 : 4));
 }
 
-INLINE void store_row(const KvCache *cache, void *row, uint16_t *scale, const float *x) {
+/* Stores one row of `type` in a cache of any kind. */
+INLINE void store_row(const KvCache *cache, void *row, uint16_t *scale, const void *x, int64_t dim, int type) {
+    float wide[MAX_DIM];
+#pragma omp simd
+    for (int64_t i = 0; i < dim; i++) wide[i] = get(x, i, type);
     switch (cache->kind) {
-    case BF16: put_row(row, scale, x, cache->dim, BF16); break;
-    case F32: put_row(row, scale, x, cache->dim, F32); break;
-    case F16: put_row(row, scale, x, cache->dim, F16); break;
-    case FP8: put_row(row, scale, x, cache->dim, FP8); break;
-    case INT8: put_row(row, scale, x, cache->dim, INT8); break;
-    default: put_row(row, scale, x, cache->dim, INT4);
+    case BF16: put_row(row, scale, wide, dim, BF16); break;
+    case F32: put_row(row, scale, wide, dim, F32); break;
+    case F16: put_row(row, scale, wide, dim, F16); break;
+    case FP8: put_row(row, scale, wide, dim, FP8); break;
+    case INT8: put_row(row, scale, wide, dim, INT8); break;
+    default: put_row(row, scale, wide, dim, INT4);
     }
 }
 
@@ -136,14 +144,10 @@ INLINE void rotate_token(const Rotary *r, int64_t token, int type, int table) {
             continue;
         }
         /* The cache has another dtype than the model: rotate, round to the model's dtype, widen to float, then store. */
-        float rotated[MAX_DIM], wide[MAX_DIM];
+        float rotated[MAX_DIM];
         if (r->cos) rotate_head(head_k, rotated, r, token, type, table), head_k = rotated;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) wide[i] = get(head_k, i, type);
-        store_row(cache, to_k, cache->k_scales + block * cache->k_scales_block + row, wide);
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) wide[i] = get(head_v, i, type);
-        store_row(cache, to_v, cache->v_scales + block * cache->v_scales_block + row, wide);
+        store_row(cache, to_k, cache->k_scales + block * cache->k_scales_block + row, head_k, dim, type);
+        store_row(cache, to_v, cache->v_scales + block * cache->v_scales_block + row, head_v, dim, type);
     }
 }
 
@@ -160,6 +164,47 @@ void FOR_CLASS(rotary)(const Rotary *r) {
 #pragma omp parallel for schedule(static) if (r->tokens * (r->heads + 2 * r->kv_heads) * r->dim >= PARALLEL_FROM)
     for (int64_t part = 0; part < 16; part++)
         rotate_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
+}
+
+/* Rotates a token's query heads, and stores its normalised latent and its rotary key. */
+INLINE void latent_token(const LatentRotary *r, int64_t token, int type, int table) {
+    const KvCache *cache = r->cache;
+    const int64_t slot = r->slots[token], rank = cache->dim, rope_dim = r->rope_dim;
+    const void *cos = at(r->cos, token * rope_dim, table), *sin = at(r->sin, token * rope_dim, table);
+    for (int64_t h = 0; h < r->heads; h++)
+        rotate(at(r->q, token * r->q_stride + h * r->q_head, type),
+               at(r->q_out, token * r->out_stride + h * r->out_head, type), cos, sin, rope_dim, type, table);
+    if (slot < 0) return;
+    const void *latent = at(r->kv, token * r->kv_stride, type);
+    float normed[MAX_DIM], rotated[MAX_DIM]; /* of `type` */
+    const Norm norm = {.x = latent, .weight = r->norm, .out = normed, .inner = 1, .width = rank, .eps = r->eps,
+                       .cast_first = 1};
+    norm_row(&norm, 0, type);
+    rotate(at(latent, rank, type), rotated, cos, sin, rope_dim, type, table);
+    const int64_t block = slot / cache->block_size, row = slot % cache->block_size;
+    uint8_t *to_latent = cache->k + block * cache->k_block + row * cache->row_bytes;
+    uint8_t *to_rope = cache->v + block * cache->v_block + row * r->rope_row_bytes;
+    if (cache->kind == type) {
+        memcpy(to_latent, normed, cache->row_bytes);
+        memcpy(to_rope, rotated, r->rope_row_bytes);
+        return;
+    }
+    store_row(cache, to_latent, cache->k_scales + block * cache->k_scales_block + row, normed, rank, type);
+    store_row(cache, to_rope, cache->v_scales + block * cache->v_scales_block + row, rotated, rope_dim, type);
+}
+
+static void latent_tokens(const LatentRotary *r, int64_t from, int64_t to) {
+    for (int64_t token = from; token < to; token++) {
+        if (r->type == F32) latent_token(r, token, F32, F32);
+        else if (r->table_type == BF16) latent_token(r, token, BF16, BF16);
+        else latent_token(r, token, BF16, F32);
+    }
+}
+
+void FOR_CLASS(latent_rotary)(const LatentRotary *r) {
+#pragma omp parallel for schedule(static) if (r->tokens * (r->heads * r->rope_dim + r->cache->dim) >= PARALLEL_FROM)
+    for (int64_t part = 0; part < 16; part++)
+        latent_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
 }
 
 /* Copies block from[i] of a pool to block to[i]. */

@@ -20,3 +20,18 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride, q_out_stride;
     int64_t type, table_type;
 } Rotary;
+
+/* kernels/layers/latent_rotary.py */
+typedef struct {
+    const void *q; /* the rotated part of each query head, heads q_head elements apart */
+    void *q_out;   /* may be q */
+    const void *kv; /* [tokens][latent, rotary key] */
+    const void *norm; /* weight of the latent's norm */
+    const void *cos, *sin;
+    const KvCache *cache; /* k: latents; v: rotary keys, rope_row_bytes each */
+    const int64_t *slots;
+    int64_t tokens, heads, rope_dim, rope_row_bytes;
+    int64_t q_stride, q_head, out_stride, out_head, kv_stride;
+    int64_t type, table_type;
+    float eps, unused;
+} LatentRotary;

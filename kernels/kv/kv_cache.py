@@ -22,25 +22,15 @@ class KVCache:
     """`packed` is the C library's struct KvCache, `pointer` its address."""
 
     def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
-        _check_layout("k_cache", k)
+        check_layout("k_cache", k)
         check_dtype("k_cache", k, *FLOATS, *KINDS)
         check_shape("v_cache", v, tuple(k.shape))
-        _check_layout("v_cache", v)
+        check_layout("v_cache", v)
         check_dtype("v_cache", v, k.dtype)
         check_device("v_cache", v, k.device)
         self.is_quantised = k.dtype in KINDS
-        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-            if scales is None:
-                if self.is_quantised:
-                    refuse(name, f"one float16 for each row of {k.dtype}", None)
-                continue
-            if not self.is_quantised:
-                refuse(name, f"none beside {k.dtype}", list(scales.shape))
-            check_shape(name, scales, tuple(k.shape[:3]))
-            check_dtype(name, scales, torch.float16)
-            check_device(name, scales, k.device)
-            if scales.stride()[1:] != (k.shape[2], 1) and k.shape[1] * k.shape[2] > 1:
-                refuse(name, f"dense [heads, block_size] (strides (*, {k.shape[2]}, 1))", f"strides {scales.stride()}")
+        check_scales("k_scales", k_scales, k)
+        check_scales("v_scales", v_scales, k)
         # For Triton kernels: quantised elements as bytes.
         self.k_bytes, self.v_bytes = (x.view(torch.uint8) if self.is_quantised else x for x in (k, v))
         self.k, self.v, self.k_scales, self.v_scales = k, v, k_scales, v_scales
@@ -80,10 +70,26 @@ class KVCache:
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
 
-def _check_layout(name: str, part: Tensor) -> None:
+def check_layout(name: str, part: Tensor) -> None:
     """[blocks, kv_heads, block_size, dim] with the inner three dense. The stride over blocks is free."""
     if part.dim() != 4:
         refuse(name, "4 dimensions [num_blocks, num_kv_heads, block_size, head_dim]", list(part.shape))
     _, heads, size, dim = part.shape
     if part.stride()[1:] != (size * dim, dim, 1) and heads * size * dim > 1:
         refuse(name, f"dense inner dimensions (strides (*, {size * dim}, {dim}, 1))", f"strides {part.stride()}")
+
+
+def check_scales(name: str, scales: Tensor | None, part: Tensor) -> None:
+    """One float16 for each row of `part` if its elements are quantised, else None. The stride over blocks is free."""
+    if scales is None:
+        if part.dtype in KINDS:
+            refuse(name, f"one float16 for each row of {part.dtype}", None)
+        return
+    if part.dtype not in KINDS:
+        refuse(name, f"none beside {part.dtype}", list(scales.shape))
+    _, heads, size, _ = part.shape
+    check_shape(name, scales, tuple(part.shape[:3]))
+    check_dtype(name, scales, torch.float16)
+    check_device(name, scales, part.device)
+    if scales.stride()[1:] != (size, 1) and heads * size > 1:
+        refuse(name, f"dense [heads, block_size] (strides (*, {size}, 1))", f"strides {scales.stride()}")

@@ -116,12 +116,17 @@ def _pack(weight: Tensor, form: str) -> Tensor:
     weight = weight.detach()
     if form == "plain":
         return weight
-    weight = weight.contiguous()
     if form == "onednn":
-        reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        return reordered
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        return packed
+    return pack_panels(weight)
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """A weight [out_features, in_features] in the native form."""
     library = native.library()
     assert library is not None, "the native form is only picked where the library is"
+    weight = weight.contiguous()
     features, depth = weight.shape
     # As panels_of and words_of in kernels/csrc/linear.h.
     panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.attention.latent_attention import latent_attention, latent_attention_reference
 from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.latent_cache import store_latent_reference
 from coatcheck.kernels.kv.store_kv import store_kv_reference
-from tests.kernels.caches import strided_cache
+from tests.kernels.caches import latent_cache, strided_cache
 
 
 class Batch:
@@ -73,3 +75,67 @@ def close(have: Tensor, want: Tensor) -> None:
     """Assert equality within a few units of the dtype: weights and the result are rounded to it."""
     tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[have.dtype]
     torch.testing.assert_close(have.float(), want, rtol=tolerance, atol=tolerance)
+
+
+class LatentBatch:
+    """`lengths`: (queries, context) of each sequence."""
+
+    def __init__(
+        self,
+        lengths: list[tuple[int, int]],
+        heads: int,
+        rank: int,
+        rope_dim: int,
+        dtype: torch.dtype,
+        size: int = 16,
+        kv: torch.dtype | None = None,
+    ) -> None:
+        random = torch.Generator().manual_seed(sum(map(sum, lengths)) + heads + rank)
+        counts = [-(-context // size) for _, context in lengths]
+        order = (torch.randperm(sum(counts), generator=random) + 1).to(torch.int32)  # block 0 stays unused
+        self.block_tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        self.cache = latent_cache(sum(counts) + 1, size, rank, rope_dim, kv or dtype)
+        for row, (blocks, (_, context)) in enumerate(zip(order.split(counts), lengths, strict=True)):
+            self.block_tables[row, : len(blocks)] = blocks
+            at = torch.arange(context)
+            store_latent_reference(
+                torch.randn(context, rank, generator=random).to(dtype),
+                3 * torch.randn(context, rope_dim, generator=random).to(dtype),
+                self.cache,
+                blocks.long()[at // size] * size + at % size,
+            )
+        queries = [q for q, _ in lengths]
+        self.seq_lens = torch.tensor([context for _, context in lengths], dtype=torch.int32)
+        self.cu_seqlens_q = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+        self.q = torch.randn(sum(queries), heads, rank + rope_dim, generator=random).to(dtype)
+        self.scale = (rank + rope_dim) ** -0.5
+
+    def run(self, q: Tensor | None = None) -> Tensor:
+        return latent_attention(
+            self.q if q is None else q,
+            self.cache,
+            block_tables=self.block_tables,
+            seq_lens=self.seq_lens,
+            cu_seqlens_q=self.cu_seqlens_q,
+            scale=self.scale,
+        )
+
+    def reference(self) -> Tensor:
+        """In float32."""
+        out = torch.zeros(*self.q.shape[:2], self.cache.rank)
+        tables = (self.block_tables, self.seq_lens, self.cu_seqlens_q)
+        latent_attention_reference(self.q.float(), self.cache, *tables, self.scale, out)
+        return out
+
+    def one(self, row: int, query: int) -> Tensor:
+        """The result of one query of a sequence as a decode of it alone."""
+        context = int(self.seq_lens[row]) - int(self.cu_seqlens_q[row + 1] - self.cu_seqlens_q[row]) + query + 1
+        at = int(self.cu_seqlens_q[row]) + query
+        return latent_attention(
+            self.q[at : at + 1],
+            self.cache,
+            block_tables=self.block_tables[row : row + 1],
+            seq_lens=torch.tensor([context], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            scale=self.scale,
+        )[0]

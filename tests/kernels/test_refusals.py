@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.attention.latent_attention import expanded_attention, latent_attention
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks
 from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.layers.heads_linear import HeadsLinear
+from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
@@ -54,6 +58,8 @@ def launches() -> dict[str, Launch]:
               "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=I32)}  # fmt: skip
     rotary = {"q": _f(3, 4, 32), "k": _f(3, 2, 32), "cos": _f(3, 32), "sin": _f(3, 32)}
     slots = torch.arange(3)
+    latents = {"latent": _f(4, 1, 16, 32), "rope_keys": _f(4, 1, 16, 16)}
+    latent_scales = {f"{name}_scales": torch.zeros(4, 1, 16, dtype=torch.float16) for name in ("latent", "rope")}
     pool = torch.zeros(6, 64, dtype=torch.uint8)
     two = torch.tensor([1, 2])
     knobs = {"temperature": torch.ones(3), "top_k": torch.zeros(3, dtype=I32), "top_p": torch.ones(3),
@@ -68,6 +74,26 @@ def launches() -> dict[str, Launch]:
             paged_attention, {"q": _f(3, 4, 32), **tables, "sinks": _f(4)},
             {"cache": _cache(), "scale": 0.2},
         ),
+        "LatentCache": Launch(LatentCache, latents),
+        "LatentCache, int8": Launch(
+            LatentCache, {name: torch.zeros(4, 1, 16, 32, dtype=torch.int8) for name in latents} | latent_scales
+        ),
+        "latent_attention": Launch(
+            latent_attention, {"q": _f(3, 4, 48), **tables}, {"cache": LatentCache(**latents), "scale": 0.2}
+        ),
+        "expanded_attention": Launch(
+            expanded_attention, {"q": _f(3, 4, 48), "kv": _f(5, 4, 64), "rope_keys": _f(5, 16)},
+            {"nope": 32, "scale": 0.2},
+        ),
+        "rotate_and_store_latent": Launch(
+            lambda q_rope, kv, weight, cos, sin, slot_mapping, out: rotate_and_store_latent(
+                q_rope, kv, RmsNorm(weight, 1e-6), cos, sin, LatentCache(**latents), slot_mapping, out
+            ),
+            {"q_rope": _f(3, 4, 16), "kv": _f(3, 48), "weight": _f(32), "cos": _f(3, 16), "sin": _f(3, 16),
+             "slot_mapping": slots, "out": _f(3, 4, 16)},
+        ),
+        "HeadsLinear": Launch(HeadsLinear, {"weight": _f(4, 6, 8)}),
+        "HeadsLinear, call": Launch(HeadsLinear(_f(4, 6, 8)), {"x": _f(3, 4, 8), "out": _f(3, 4, 6)}),
         "store_kv": Launch(
             store_kv, {"k": _f(3, 2, 32), "v": _f(3, 2, 32), "slot_mapping": slots}, {"cache": _cache()}
         ),
@@ -118,7 +144,12 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 FINE = {
     ("PackedLinear, forward", "x", "dimensions"), ("PackedLinear, forward", "x", "stride"),
     ("PackedLinear", "weight", "length"), ("PackedLinear", "weight", "stride"), ("PackedLinear", "bias", "stride"),
-    ("paged_attention", "block_tables", "length"), ("apply_penalties", "token_ids", "length"),
+    ("paged_attention", "block_tables", "length"), ("latent_attention", "block_tables", "length"),
+    ("LatentCache", "latent", "length"), ("LatentCache", "rope_keys", "length"),
+    ("LatentCache, int8", "latent", "length"), ("LatentCache, int8", "rope_keys", "length"),
+    ("HeadsLinear", "weight", "length"), ("HeadsLinear", "weight", "stride"), ("HeadsLinear", "weight", "dtype"),
+    ("HeadsLinear", "weight", "device"), ("expanded_attention", "kv", "length"),
+    ("apply_penalties", "token_ids", "length"),
     ("logprobs", "logits", "length"), ("sample", "logits", "length"), ("apply_penalties", "logits", "length"),
     ("add_logit_bias", "logits", "length"), ("copy_blocks", "pool", "length"), ("sum_blocks", "rows", "length"),
     ("apply_token_mask", "logits", "length"), ("PackedLinear", "weight", "dtype"), ("silu_mul", "gate_up", "device"),

@@ -33,6 +33,28 @@ _LONGROPE = dict(
     long_factor=[1.0, 2.0, 4.0, 8.0],
 )
 
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    mscale=0.7,
+    mscale_all_dim=1.0,
+)
+_DEEPSEEK: dict[str, Any] = dict(
+    num_key_value_heads=8,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=48,
+    first_k_dense_replace=1,
+)
+
 # name -> (transformers' model type, what differs from the common shape)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -71,6 +93,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         dict(embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.3, attention_multiplier=0.2),
+    ),
+    "deepseek-v2": ("deepseek_v2", _DEEPSEEK | dict(q_lora_rank=None, mlp_bias=True)),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        _DEEPSEEK | dict(attention_bias=True, topk_method="group_limited_greedy", n_group=2, topk_group=1),
+    ),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK | dict(n_group=2, topk_group=1, rope_parameters=_YARN)),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        _DEEPSEEK
+        | dict(
+            n_group=1, topk_group=1, q_lora_rank=None, attention_bias=True, rope_interleave=False, n_shared_experts=2
+        ),
     ),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": (

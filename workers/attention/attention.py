@@ -14,13 +14,14 @@ from transformers import AttentionInterface
 
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LayerKind
 from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
 
-LayerCaches = list[KVCache]  # by layer
+LayerCaches = list[KVCache] | list[LatentCache]  # by layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def attend(
     *,
     attention_metadata: AttentionMetadata,
     attention_layers: Sequence[AttentionLayer],
-    layer_caches: LayerCaches,
+    layer_caches: list[KVCache],
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:

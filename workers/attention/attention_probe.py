@@ -31,6 +31,11 @@ _PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is:
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
 # Arguments of the attention function that do not change its result here.
 _IGNORED: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
+# What latent_attention.py takes over.
+_LATENT_MODULES: Final = (
+    "q_a_proj", "q_a_layernorm", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
+    "kv_lora_rank", "qk_rope_head_dim",
+)  # fmt: skip
 _TOLERANCE: Final = 1e-5  # of the largest value; rounding stays below 1e-6, an effect of other tokens is far larger
 _MIXES: Final = (
     "computes a token's result from other tokens outside of attention; only models whose tokens interact in attention "
@@ -229,7 +234,8 @@ def _record_attention(
         raise _Unsupported(f"its attention takes {', '.join(unknown)}, which our kernels do not support")
     if not getattr(module, "is_causal", True):
         raise _Unsupported("its attention is not causal")
-    if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+    rank, rope_dim = read_latent_dims(module)
+    if not rope_dim and (key.shape != value.shape or key.shape[-1] != query.shape[-1]):
         raise _Unsupported(f"its keys and values differ in shape ({list(key.shape)}, {list(value.shape)})")
     if query.shape[2] != recording.num_tokens or key.shape[2] != recording.num_tokens:
         raise _Unsupported(f"its attention gets {key.shape[2]} keys for {recording.num_tokens} tokens")
@@ -243,17 +249,28 @@ def _record_attention(
     recording.layers[layer] = AttentionLayer(
         module=recording.names[module],
         num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[3],
+        num_kv_heads=1 if rope_dim else key.shape[1],
+        head_dim=rank + rope_dim if rope_dim else query.shape[3],
+        v_head_dim=0 if rope_dim else None,
+        rope_head_dim=rope_dim,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         sliding_window=window,
         softcap=softcap or 0.0,
         has_sinks=s_aux is not None,
     )
     recording.inputs[layer] = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (query, key, value)], dim=1)
+    if rope_dim:
+        return (value * (1 + torch.tanh((query * key).sum(-1, keepdim=True)))).transpose(1, 2), None
     groups = query.shape[1] // key.shape[1]
     own = query + (key - 0.5 * value).repeat_interleave(groups, dim=1)
     return own.transpose(1, 2), None
+
+
+def read_latent_dims(module: Any) -> tuple[int, int]:
+    """(kv_lora_rank, qk_rope_head_dim) of a latent attention (MLA) with DeepSeek's modules; zeros for others."""
+    if not all(hasattr(module, name) for name in _LATENT_MODULES):
+        return 0, 0
+    return int(module.kv_lora_rank), int(module.qk_rope_head_dim)
 
 
 def _read_window(recording: _Recording, mask: Tensor | None, argument: int, num_heads: int) -> int:

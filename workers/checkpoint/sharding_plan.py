@@ -65,7 +65,8 @@ def plan_sharding(
             if (name := f"{module}.{leaf}") in shapes:
                 plan.slices[name] = TensorSlice(0, (shard.vocab_rows(shapes[name][0]),))
     for layer in layers:
-        _shard_attention(plan, shapes, layer, shard)
+        shard_one = _shard_latent_attention if layer.is_latent else _shard_attention
+        shard_one(plan, shapes, layer, shard)
     attention = {layer.module for layer in layers}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
     if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan leaves the shared expert out
@@ -123,6 +124,18 @@ def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: Attent
             plan.slices[name] = TensorSlice(0, ((q[0] // layer.head_dim, q[1] // layer.head_dim),))
         else:
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
+
+
+def _shard_latent_attention(
+    plan: ShardingPlan, shapes: dict[str, Shape], layer: AttentionLayer, shard: TpShard
+) -> None:
+    """Split one latent attention module by heads; the projections to latents and their norms are on every rank."""
+    shard.split_evenly(layer.num_heads, "the attention heads")
+    for module, dim in (("q_proj", 0), ("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+        name = f"{layer.module}.{module}.weight"
+        if name in shapes:
+            plan.slices[name] = TensorSlice(dim, (shard.split_evenly(shapes[name][dim], name),))
+    plan.roles[f"{layer.module}.o_proj"] = ParallelRole.ROW
 
 
 def _shift(rows: Range, by: int) -> Range:

@@ -8,7 +8,8 @@ class LayerSpec:
     """One attention layer, with the heads of one rank, or of all ranks together.
 
     `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
-    values are part of the keys (MLA's latent cache), so that nothing is stored for them.
+    values are part of the keys (MLA's latent cache), so that nothing is stored for them. `rope_head_dim`: with latent
+    attention, the last elements of a key: they are rotated, shared by all heads, and no part of the value.
     """
 
     num_heads: int
@@ -17,6 +18,19 @@ class LayerSpec:
     sliding_window: int = 0
     softcap: float = 0.0
     v_head_dim: int | None = None
+    rope_head_dim: int = 0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the cache stores latents (MLA), one for all heads."""
+        return self.rope_head_dim > 0
+
+    @property
+    def stored_dims(self) -> tuple[int, int]:
+        """Elements of the two rows that the cache stores per token and KV head: K and V, or latent and rotary key."""
+        if self.is_latent:
+            return self.head_dim - self.rope_head_dim, self.rope_head_dim
+        return self.head_dim, self.value_dim
 
     @property
     def value_dim(self) -> int:
@@ -48,6 +62,7 @@ class ModelSpec:
     def attention_crossover(self) -> int:
         """The context length in tokens at which attention takes as long as the linears.
 
-        Per token, attention takes 4 * context * heads * head_dim FLOPs a layer, and the linears 2 FLOPs a weight.
+        Per token, attention takes 4 * context * heads * head_dim FLOPs a layer (for latents: in the absorbed form), and
+        the linears 2 FLOPs a weight.
         """
         return max(1, int(self.num_weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))

@@ -6,8 +6,9 @@ that one copy moves it:
     elements of each layer     K [kv_heads, block_size, head_dim], V [kv_heads, block_size, value_dim]
     scales of each layer       K [kv_heads, block_size], V the same; float16, only if the elements are quantised
 
-Layers may differ in heads and head_dim. V is absent where values are part of the keys (MLA). `kv_memory.py` makes
-tensors of the offsets.
+Layers may differ in heads and head_dim. With latent attention (MLA), K is the latent [1, block_size, kv_lora_rank], and
+in place of V stands the rotary key [1, block_size, qk_rope_head_dim]. Each has scales of its own, because the latent is
+normalised and the rotary key is not. `kv_memory.py` makes tensors of the offsets.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class BlockLayout:
         """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements."""
         element_bytes, scale_bytes = list[int](), list[int]()  # of each layer's K and V
         for index, spec in enumerate(specs):
-            for dim in (spec.head_dim, spec.value_dim):
+            for dim in spec.stored_dims:
                 if kv_dtype.bits < 8 and dim % 2:
                     raise InvalidConfig(
                         f"kv-dtype {kv_dtype} packs two elements in a byte, and layer {index} has head_dim "

@@ -6,46 +6,28 @@ call. A step of a model with 12 layers of width 128 took 1.39 ms with one call p
 sublayer, and 0.48 ms with one for all layers (bench/LOG.md, 2026-11-21).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.layers.decoder_layers import (
     AttentionSublayer,
     FusedLayer,
     FusedLayers,
     MlpSublayer,
-    StepTables,
     is_native,
 )
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
-from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
+from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.model.latent_attention import LatentAttention
+from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How an architecture differs from llama."""
-
-    norm_offset: float = 0.0  # gemma's norms scale by 1 + weight
-    has_post_norms: bool = False  # gemma norms the outputs of attention and MLP, too
-    has_half_tables: bool = False  # gpt-oss' cos and sin have no second half, which would repeat the first
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryTables:
-    """A step's cos and sin, [T, rot_dim]. `native`: both for the C library; None if no layer runs in C."""
-
-    cos: Tensor
-    sin: Tensor
-    native: StepTables | None
 
 
 class DecoderLayer:
@@ -57,14 +39,7 @@ class DecoderLayer:
     def __init__(self, layer: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
         """`layer`: transformers' module. `spec`: with this rank's heads."""
         attention = layer.self_attn
-        self.spec = spec
-        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
         self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
-        self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
-        has_qk_norm = hasattr(attention, "q_norm")
-        self.q_norm = read_norm(attention.q_norm, family) if has_qk_norm else None
-        self.k_norm = read_norm(attention.k_norm, family) if has_qk_norm else None
         self.first_norm = read_norm(layer.input_layernorm, family)
         self.attention_norm = self.mlp_norm = None
         second_norm = layer.post_attention_layernorm
@@ -76,7 +51,17 @@ class DecoderLayer:
         self.mlp: DenseMlp | SparseMlp = make_mlp(
             layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
         )
-        self.attention_sublayer = self._native_attention()
+        # (x, rotary tables, metadata, cache, logits indices) -> every head's output
+        self.attend: Callable[[Tensor, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
+        self.attention_sublayer: AttentionSublayer | None = None
+        if spec.is_latent:
+            is_interleaved = getattr(attention.config, "rope_interleave", True)  # deepseek_v2 has no such setting
+            self.attend = LatentAttention(
+                attention, spec, is_interleaved=is_interleaved, batch_invariant=batch_invariant
+            )
+        else:
+            self.attend = heads = MultiHeadAttention(attention, spec, family, batch_invariant=batch_invariant)
+            self.attention_sublayer = heads.native_sublayer(self.first_norm, self.output)
 
     def __call__(
         self,
@@ -84,7 +69,7 @@ class DecoderLayer:
         residual: Tensor | None,
         rotary: RotaryTables,
         metadata: AttentionMetadata,
-        cache: KVCache,
+        cache: KVCache | LatentCache,
         logits_indices: LogitsIndices | None,
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden] -> the same, or [R, hidden] for the tokens of `logits_indices`.
@@ -92,10 +77,11 @@ class DecoderLayer:
         `residual` is None in the first layer.
         """
         if self.attention_sublayer is not None and rotary.native is not None and logits_indices is None:
+            assert isinstance(cache, KVCache), "latent attention has no such sublayer"
             x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:
             x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.add_and_norm(x, residual)
-            x = self.output(self._attend(self.qkv(x), rotary, metadata, cache, logits_indices))
+            x = self.output(self.attend(x, rotary, metadata, cache, logits_indices))
         if self.reduce is not None:
             x = self.reduce(x)
         if logits_indices is not None:
@@ -104,42 +90,6 @@ class DecoderLayer:
             x = self.attention_norm(x)
         x, residual = self.mlp(x, residual)
         return (x if self.mlp_norm is None else self.mlp_norm(x)), residual
-
-    def _attend(
-        self,
-        qkv: Tensor,
-        rotary: RotaryTables,
-        metadata: AttentionMetadata,
-        cache: KVCache,
-        logits_indices: LogitsIndices | None,
-    ) -> Tensor:
-        spec = self.spec
-        q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
-        if logits_indices is not None:
-            q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
-        return attend_cache(q, cache, spec, metadata, self.sinks).flatten(1)
-
-    def _native_attention(self) -> AttentionSublayer | None:
-        """The attention sublayer as one call into C; None if the linears, the head size or sinks do not allow it."""
-        spec = self.spec
-        if self.sinks is not None or not is_native(self.qkv, self.output, head_dim=spec.head_dim):
-            return None
-        return AttentionSublayer(
-            self.first_norm,
-            self.qkv,
-            self.output,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            scale=spec.scale,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            sliding_window=spec.sliding_window,
-            softcap=spec.softcap,
-        )
 
 
 class DenseMlp:
@@ -178,12 +128,6 @@ def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[in
             FusedLayer(layer.attention_sublayer, mlp.native_sublayer, layer.attention_norm, layer.mlp_norm, table)
         )
     return FusedLayers(fused)
-
-
-def read_norm(module: Any, family: Family) -> RmsNorm:
-    """Our norm with the weight of one of transformers' RMS norms."""
-    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return RmsNorm(module.weight.detach(), eps, family.norm_offset)
 
 
 def activation_name(config: Any) -> str:

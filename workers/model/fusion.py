@@ -5,30 +5,30 @@ transformers' logits.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.model.decoder_layer import (
     DecoderLayer,
-    Family,
-    RotaryTables,
     activation_name,
     pack_fused_layers,
-    read_norm,
 )
+from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, read_norm
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3"), Family()),
     **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), Family()),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family()),
     "gpt_oss": Family(has_half_tables=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }
@@ -75,7 +75,8 @@ class FusedBody:
         if self._fused_layers is not None and native_tables and last > 0:
             # One call into C for all layers, except for a last layer that computes fewer rows.
             done = last if logits_indices is not None else last + 1
-            hidden, residual = self._fused_layers(hidden, done, native_tables, layer_caches)
+            caches = cast("list[KVCache]", layer_caches)  # no fused layer has latent attention
+            hidden, residual = self._fused_layers(hidden, done, native_tables, caches)
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
             rows = logits_indices if index == last else None
@@ -87,13 +88,16 @@ class FusedBody:
         self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata
     ) -> RotaryTables:
         arguments = (hidden[None], positions[None]) if rope_type is None else (hidden[None], positions[None], rope_type)
-        cos, sin = (table[0] for table in self.rotary(*arguments))
+        tables = self.rotary(*arguments)
+        if isinstance(tables, Tensor):  # deepseek_v2: cos + i sin of each pair
+            tables = tuple(torch.cat((part, part), dim=-1) for part in (tables.real, tables.imag))
+        cos, sin = (table[0] for table in tables)
         if self._has_half_tables:
             cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
         if not self._is_native:
             return RotaryTables(cos, sin, None)
-        tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
-        return RotaryTables(cos, sin, StepTables(cos, sin, *tables))
+        places = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
+        return RotaryTables(cos, sin, StepTables(cos, sin, *places))
 
 
 def is_fusable(model: PreTrainedModel) -> bool:

@@ -45,8 +45,30 @@ _BIASES: Final = {"attention_bias": "bool", "mlp_bias": "bool"}
 _MOE: Final = {"num_experts_per_tok": "int", "output_router_logits": "bool", "router_aux_loss_coef": "float"}
 _MULTIPLIERS: Final = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
+_LATENT: Final = {  # multi-head latent attention (MLA) and experts, as DeepSeek has them
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), "int"),
+    "q_lora_rank": "int|None",
+    **dict.fromkeys(("moe_intermediate_size", "n_routed_experts", "n_shared_experts"), "int"),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "pretraining_tp"), "int|None"),
+    "routed_scaling_factor": "float",
+    "norm_topk_prob": "bool|None",
+    "output_router_logits": "bool",
+    "attention_bias": "bool",
+}
+
 # By model type: the fields that its config class declares, and their JSON types.
 CONFIG_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "deepseek_v2": _COMMON
+    | _MULTI_HEAD
+    | _LATENT
+    | _BIASES
+    | dict.fromkeys(("first_k_dense_replace", "v_head_dim"), "int")
+    | {"attention_dropout": "float|None", "head_dim": "int|None", "topk_method": "str|None"},
+    "deepseek_v3": _COMMON
+    | _MULTI_HEAD
+    | _LATENT
+    | dict.fromkeys(("first_k_dense_replace", "v_head_dim"), "int|None")
+    | {"attention_dropout": "float|int|None", "num_mtp_layers": "int", "rope_interleave": "bool|None"},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "granite": _COMMON | _MULTI_HEAD | _BIASES | dict.fromkeys(_MULTIPLIERS, "float|int"),
@@ -76,10 +98,19 @@ _SIZES: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
+_LATENT_DEFAULTS: Final = dict(
+    kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
 # Defaults of the fields that the checks read and config.json may omit; None for a field without a default.
 CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     model_type: dict(zip(_SIZES, sizes, strict=True)) | others
     for model_type, sizes, others in (
+        ("deepseek_v2", (102400, 4096, 11008, 32, 32, None, 2048),
+         _LATENT_DEFAULTS | dict(n_routed_experts=64, moe_intermediate_size=1407, topk_method="greedy",
+                                 first_k_dense_replace=0)),
+        ("deepseek_v3", (129280, 7168, 18432, 61, 128, 128, 4096),
+         _LATENT_DEFAULTS | dict(n_routed_experts=256, moe_intermediate_size=2048, num_experts_per_tok=8, n_group=8,
+                                 topk_group=4, first_k_dense_replace=3)),
         ("gemma2", (256000, 2304, 9216, 26, 8, 4, 8192),
          dict(head_dim=256, sliding_window=4096, tie_word_embeddings=True)),
         ("gemma3_text", (262208, 2304, 9216, 26, 8, 4, 131072),

@@ -25,7 +25,13 @@ from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.fusion import is_fusable
 from coatcheck.workers.model.lm_head import probe_head
-from coatcheck.workers.model.model_rules import check_deterministic_heads, check_model_kind, deterministic_experts_error
+from coatcheck.workers.model.model_rules import (
+    check_deterministic_heads,
+    check_latent_attention,
+    check_latent_device,
+    check_model_kind,
+    deterministic_experts_error,
+)
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
 from coatcheck.workers.model.sparse_mlp import check_expert_parallel, expert_tp_plan, is_known_block
@@ -39,7 +45,7 @@ class PreparedModel:
     """A model without weights that this rank can serve.
 
     `layers`: attention parameters, with all ranks' heads. `plan`: this rank's slice of each parameter.
-    `unpackable_linears`: linears whose weight or sizes the model's own code reads.
+    `unpackable_linears`: linears whose weight or sizes the model's own code reads, or latent attention splits.
     """
 
     causal: PreTrainedModel
@@ -74,6 +80,13 @@ def prepare_model(
     with record_weight_reads(causal) as unpackable_linears:
         layers = probe_attention(causal, length)
         probe_head(causal)
+    if any(layer.is_latent for layer in layers):
+        check_latent_device(config.model_type, device.type)
+    if any(layer.is_latent for layer in layers) and not is_fusable(causal):
+        raise InvalidModel(
+            f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
+            "deepseek_v2 and deepseek_v3 with silu; set model_type and hidden_act, if the checkpoint is one of them"
+        )
     if deterministic_on is not None:
         check_deterministic(causal, layers, model_dtype, deterministic_on)
         if unpackable_linears:
@@ -100,6 +113,15 @@ def prepare_model(
                 f"the code of {config.model_type} reads the weight of {name} directly, of which each rank would hold "
                 "only a part; serve it with tp 1"
             )
+    # Latent attention splits and reorders its projections, so their weights stay plain; its output projection need not.
+    for layer in layers:
+        if layer.is_latent:
+            attention = causal.get_submodule(layer.module)
+            unpackable_linears |= {
+                linear
+                for name, linear in attention.named_children()
+                if isinstance(linear, nn.Linear) and name != "o_proj"
+            }
     return PreparedModel(causal, layers, unpackable_linears, plan, model_dtype, length)
 
 
@@ -122,6 +144,7 @@ def read_config(directory: Path) -> Any:
         is_multimodal=config.get_text_config() is not config,
         is_encoder_decoder=config.is_encoder_decoder,
     )
+    check_latent_attention(str(directory), config.model_type, config.to_dict())
     if config.num_hidden_layers < 1:
         raise InvalidModel(f"{directory}/config.json has num_hidden_layers {config.num_hidden_layers}; it must be >= 1")
     return config
@@ -235,7 +258,7 @@ def check_deterministic(
             f"{native.native_status()}); set --dtype, install with a C compiler, or leave --deterministic out"
         )
     for layer in layers:
-        check_deterministic_heads(layer.head_dim)
+        check_deterministic_heads(layer)
 
 
 def check_complete(model: nn.Module) -> None:

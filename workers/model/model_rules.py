@@ -4,10 +4,22 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
+from coatcheck.workers.core.model_spec import LayerSpec
+
+# Fields of DeepSeek's own code that transformers' classes do not read, and the values that they compute.
+_ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
+    "deepseek_v2": {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+        "moe_layer_freq": (1,),
+    },
+    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+}
 
 
 def check_model_kind(model_type: str, *, is_multimodal: bool, is_encoder_decoder: bool) -> None:
@@ -22,6 +34,45 @@ def check_model_kind(model_type: str, *, is_multimodal: bool, is_encoder_decoder
         )
     if is_encoder_decoder:
         raise InvalidModel(f"{model_type} is an encoder-decoder; only decoder-only models are served")
+
+
+def check_latent_attention(name: str, model_type: str, values: Mapping[str, Any]) -> None:
+    """Raise InvalidModel for a config.json of DeepSeek's classes that transformers' code does not compute as meant.
+
+    transformers has one way of routing for each class, whatever these fields say. `name`: of the model. `values`: of
+    config.json; other model types pass.
+    """
+    for field, served in _ROUTING.get(model_type, {}).items():
+        if values.get(field, served[0]) not in served:
+            raise InvalidModel(
+                f"{name}: config.json has {field} {values[field]!r}; {model_type} is served with "
+                f"{' or '.join(repr(value) for value in served)}: correct it, or use a checkpoint that has it"
+            )
+    if model_type not in _ROUTING:
+        return
+    rope_dim = values.get("qk_rope_head_dim")
+    if isinstance(rope_dim, int) and rope_dim % 2:
+        raise InvalidModel(
+            f"{name}: config.json has qk_rope_head_dim {rope_dim}; it must be even, because rotary embeddings rotate "
+            "pairs: correct it, or fetch config.json again"
+        )
+    experts, groups, chosen = (values.get(field) or 1 for field in ("n_routed_experts", "n_group", "topk_group"))
+    has_groups = model_type == "deepseek_v3" or values.get("topk_method") == "group_limited_greedy"
+    if not has_groups or not all(isinstance(count, int) for count in (experts, groups, chosen)):
+        return
+    usable = chosen * (experts // groups)
+    if experts % groups or chosen > groups or (values.get("num_experts_per_tok") or 1) > usable:
+        raise InvalidModel(
+            f"{name}: config.json has {experts} n_routed_experts in {groups} n_group, of which a token uses "
+            f"{chosen} topk_group and {values.get('num_experts_per_tok')} num_experts_per_tok; n_group must divide the "
+            "experts, and the chosen groups must hold the experts per token: correct them, or fetch config.json again"
+        )
+
+
+def check_latent_device(name: str, device_type: str) -> None:
+    """Raise InvalidModel for latent attention on a GPU, for which there are no kernels. `name`: of the model."""
+    if device_type not in ("cpu", "meta"):
+        raise InvalidModel(f"{name} has latent attention (MLA), which is served on CPUs only: set --device cpu")
 
 
 def resolve_max_model_len(requested: int | None, model_len: int, rope_parameters: Mapping[str, Any]) -> int:
@@ -52,10 +103,17 @@ def deterministic_experts_error(module: str, model_type: str) -> InvalidConfig:
     )
 
 
-def check_deterministic_heads(head_dim: int) -> None:
+def check_deterministic_heads(layer: LayerSpec) -> None:
     """Raise InvalidConfig for a head size that --deterministic does not support on CPUs."""
-    if head_dim % 16 or head_dim > 256:
+    if layer.is_latent:
+        rank, rope_dim = layer.stored_dims
+        if rank % 16 or rank > 512 or rope_dim % 16 or rope_dim > 64:
+            raise InvalidConfig(
+                "deterministic on CPU needs a kv_lora_rank of at most 512 and a qk_rope_head_dim of at most 64, both "
+                f"multiples of 16 (here: {rank}, {rope_dim}); leave --deterministic out"
+            )
+    elif layer.head_dim % 16 or layer.head_dim > 256:
         raise InvalidConfig(
-            f"deterministic on CPU needs a head_dim that is a multiple of 16 and at most 256 (here: {head_dim}); "
-            "leave --deterministic out"
+            "deterministic on CPU needs a head_dim that is a multiple of 16 and at most 256 (here: "
+            f"{layer.head_dim}); leave --deterministic out"
         )

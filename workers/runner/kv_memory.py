@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.kv.block_layout import BlockLayout, LayerOffsets
 
 _TORCH_DTYPES: Final = {
     KvDtype.FLOAT32: torch.float32,
@@ -50,18 +51,34 @@ def make_layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
 
     Raises ValueError if a layer's value_dim is not its head_dim: attention kernels need equal sizes.
     """
-    dtype, size = _TORCH_DTYPES[layout.kv_dtype], layout.block_size
-    caches = []
     for layer in layout.layers:
         spec = layer.spec
         if spec.value_dim != spec.head_dim:
             raise ValueError(f"value_dim is {spec.value_dim} and head_dim {spec.head_dim}; they must be equal")
-        shape = (spec.num_kv_heads, size, spec.head_dim * layout.kv_dtype.bits // (8 * dtype.itemsize))
-        parts = [_view(pool, dtype, offset, shape) for offset in (layer.k, layer.v)]
-        if layout.kv_dtype.is_quantised:
-            parts += [_view(pool, torch.float16, offset, shape[:2]) for offset in (layer.k_scales, layer.v_scales)]
-        caches.append(KVCache(*parts))
-    return caches
+    return [KVCache(*_layer_views(layout, layer, pool)) for layer in layout.layers]
+
+
+def make_latent_caches(layout: BlockLayout, pool: Tensor) -> list[LatentCache]:
+    """The same for a model with latent attention: latents, rotary keys and scales."""
+    return [LatentCache(*_layer_views(layout, layer, pool)) for layer in layout.layers]
+
+
+def make_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache] | list[LatentCache]:
+    """Those of `make_latent_caches` if the layers are latent, else those of `make_layer_caches`."""
+    is_latent = layout.layers[0].spec.is_latent
+    return make_latent_caches(layout, pool) if is_latent else make_layer_caches(layout, pool)
+
+
+def _layer_views(layout: BlockLayout, layer: LayerOffsets, pool: Tensor) -> list[Tensor]:
+    """K and V (latent and rotary key), and if quantised the scales of each."""
+    dtype, rows = _TORCH_DTYPES[layout.kv_dtype], (layer.spec.num_kv_heads, layout.block_size)
+    views = [
+        _view(pool, dtype, offset, (*rows, dim * layout.kv_dtype.bits // (8 * dtype.itemsize)))
+        for offset, dim in zip((layer.k, layer.v), layer.spec.stored_dims, strict=True)
+    ]
+    if layout.kv_dtype.is_quantised:
+        views += [_view(pool, torch.float16, offset, rows) for offset in (layer.k_scales, layer.v_scales)]
+    return views
 
 
 def _view(pool: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:

@@ -29,7 +29,7 @@ from coatcheck.workers.runner.cuda_graphs import CudaGraphs
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
-from coatcheck.workers.runner.kv_memory import make_layer_caches
+from coatcheck.workers.runner.kv_memory import make_caches
 from coatcheck.workers.runner.pooler import Pooler
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
@@ -64,7 +64,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.steps = 0
         self._layout = layout
-        self._layer_caches = make_layer_caches(layout, pool)
+        self._layer_caches = make_caches(layout, pool)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
         # The batch state, one row per slot. The extra token column is for a token sampled after the last position.

@@ -14,7 +14,7 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_caches
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class PagedDriver:
         # All bits set is a NaN of every float type: a read outside of a sequence's own tokens shows in the result.
         pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
-        self.layer_caches = make_layer_caches(self.layout, pool)
+        self.layer_caches = make_caches(self.layout, pool)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 

@@ -87,7 +87,7 @@ def test_deepseeks_latent_cache(tmp_path: Path) -> None:
     assert latent["bytes_per_token"] == found["bytes_per_token"]
     assert every_head["bytes_per_token"] == 61 * 128 * (128 + 64 + 128) * 2
     assert found["weight_bytes"] / 2 == pytest.approx(671e9, rel=0.01)
-    assert any("does not serve latent attention" in note for note in found["notes"])
+    assert any("every rank of tp holds the latents" in note for note in found["notes"])
 
 
 def test_deepseeks_cache_of_every_head(tmp_path: Path) -> None:

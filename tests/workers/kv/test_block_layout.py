@@ -57,10 +57,12 @@ def test_a_bfloat16_block_is_what_arithmetic_says() -> None:
     assert BlockLayout.of([LayerSpec(32, 8, 128)] * 32, 16, KvDtype.BFLOAT16).bytes_per_token == 131_072
 
 
-@pytest.mark.parametrize(("kv_dtype", "elements", "scales"), [(KvDtype.BFLOAT16, 1152, 0), (KvDtype.INT8, 576, 2)])
-def test_a_latent_cache_holds_one_vector_a_token(kv_dtype: KvDtype, elements: int, scales: int) -> None:
-    """If values are part of the keys, a layer stores only the latent vector and its scale."""
-    layout = BlockLayout.of([LayerSpec(128, 1, 512 + 64, v_head_dim=0)] * 61, 64, kv_dtype)
+@pytest.mark.parametrize(
+    ("kv_dtype", "elements", "scales"), [(KvDtype.BFLOAT16, 1152, 0), (KvDtype.FP8, 576, 4), (KvDtype.INT4, 288, 4)]
+)
+def test_a_latent_cache_holds_two_rows_a_token(kv_dtype: KvDtype, elements: int, scales: int) -> None:
+    """With latent attention a layer stores the latent and the rotary key of all heads, each with a scale."""
+    layout = BlockLayout.of([LayerSpec(128, 1, 512 + 64, v_head_dim=0, rope_head_dim=64)] * 61, 64, kv_dtype)
     assert (layout.bytes_per_token, layout.scale_bytes_per_token) == (61 * (elements + scales), 61 * scales)
 
 

@@ -62,7 +62,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 REFUSED = {
     "bloom": "outside of transformers' attention interface",
-    "deepseek_v3": "keys and values differ in shape",
+    "youtu": "latent attention is served for deepseek_v2 and deepseek_v3",
     "diffllama": "calls attention more than once",
     "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
     "falcon": "its attention does not go through transformers' attention interface",

@@ -104,11 +104,14 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
         ("olmo2", "bfloat16", "auto", 1),
         ("mixtral", "bfloat16", "auto", 1),
         ("qwen3-moe", "float32", "auto", 2),
+        ("deepseek-v3", "bfloat16", "fp8", 2),
+        pytest.param("deepseek-v3", "float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
 def test_the_same_bits_in_every_way(tmp_path: Path, arch: str, dtype: str, kv_dtype: str, tp: int) -> None:
     """Alone, in a batch, chunked, cached and preempted, requests have the same tokens and bits of log-probabilities."""
-    path = tiny_checkpoint(arch, tmp_path, num_attention_heads=4)  # heads of 16
+    dense: dict[str, Any] = dict(first_k_dense_replace=9) if arch.startswith("deepseek") else {}
+    path = tiny_checkpoint(arch, tmp_path, num_attention_heads=4, **dense)  # heads of 16
     arguments = (path, dtype, kv_dtype)
     ways = every_way(Communicator(), arguments) if tp == 1 else run_ranks(tp, every_way, arguments)[0]
     assert ways is not None

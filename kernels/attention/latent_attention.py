@@ -1,0 +1,141 @@
+"""Causal attention over latents (MLA), in both of its forms.
+
+Absorbed: all heads read the same rows of a paged latent cache, which are the keys and the values.
+
+    out[i, h] = softmax(mask(scale * (q[i, h, :rank] @ latent^T + q[i, h, rank:] @ rope_keys^T))) @ latent
+
+Expanded: each head has keys and values of its own, which the caller computed from one sequence's latents.
+
+    out[i, h] = softmax(mask(scale * (q[i, h, :nope] @ k[h]^T + q[i, h, nope:] @ rope_keys^T))) @ v[h]
+
+A pair of query and key costs each head 2 * rank + rope_dim products in the absorbed form and nope + rope_dim +
+value_dim in the expanded one, but the latter must compute k and v from the latents first, which costs each head rank *
+(nope + value_dim) products per key. Causality, `seq_lens` and `cu_seqlens_q` are those of paged_attention.py.
+
+Absorbed, shapes: q [tokens, heads, rank + rope_dim] (stride over tokens free), out [tokens, heads, rank] dense; cache
+as latent_cache.py has it. A result never depends on other sequences, and is the same bits in a decode and in a prefill.
+
+Expanded, shapes: q [tokens, heads, nope + rope_dim], the last `tokens` positions of the sequence; kv [keys, heads,
+nope + value_dim], dense; rope_keys [keys, rope_dim], dense; out [tokens, heads, value_dim].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.attention.paged_attention import check_tables
+from coatcheck.kernels.kv.latent_cache import LatentCache
+from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, check_shape, refuse
+
+# Limits of the C library: MAX_VALUE and MAX_ROPE of kernels/csrc/attention.c.
+NATIVE_MAX_RANK, NATIVE_MAX_ROPE = 512, 64
+
+
+def latent_attention(
+    q: Tensor, cache: LatentCache, *, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, scale: float
+) -> Tensor:
+    """The absorbed form."""
+    check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
+    check_dtype("q", q, *FLOATS)
+    check_heads("q", q, (None, None, cache.rank + cache.rope_dim), q.dtype, cache.device)
+    _check_scale(scale)
+    tokens, heads, _ = q.shape
+    out = torch.empty((tokens, heads, cache.rank), dtype=q.dtype, device=q.device)
+    library = native.library_for(q)
+    if library is None or not has_native_dims(cache.rank, cache.rope_dim, cache.rank):
+        latent_attention_reference(q, cache, block_tables, seq_lens, cu_seqlens_q, scale, out)
+        return out
+    arguments = native.ATTENTION.pack(
+        q.data_ptr(), q.stride(0), cache.pointer, block_tables.data_ptr(), block_tables.stride(0),
+        seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), len(seq_lens), heads, scale, 0.0, 0,
+        native.TYPES[q.dtype], 0, out.data_ptr(), cache.rank, 1, cache.rope_dim,
+        cache.rope_keys.data_ptr(), cache.rope_keys.stride(0) * cache.rope_keys.itemsize, cache.rope_row_bytes,
+        *((0, 0) if cache.rope_scales is None else (cache.rope_scales.data_ptr(), cache.rope_scales.stride(0))),
+    )  # fmt: skip
+    if library.attention[q.dtype](arguments):
+        raise native.out_of_memory("latent_attention")
+    return out
+
+
+def expanded_attention(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scale: float) -> Tensor:
+    """The expanded form, for one sequence. `nope`: elements of a key without its rotary part."""
+    check_dtype("q", q, *FLOATS)
+    check_shape("kv", kv, (None, None, None))
+    (keys, heads, width), rope_dim = kv.shape, rope_keys.shape[-1]
+    check_heads("q", q, (None, heads, nope + rope_dim), q.dtype, kv.device)
+    check_dense("kv", kv, (keys, heads, width), q.dtype, q.device)
+    check_dense("rope_keys", rope_keys, (keys, rope_dim), q.dtype, q.device)
+    _check_scale(scale)
+    tokens, value_dim = len(q), width - nope
+    if not 0 < tokens <= keys:
+        refuse("q", f"1 to {keys} tokens, as there are keys", tokens)
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+    library = native.library_for(q)
+    if library is None or not has_native_dims(nope, rope_dim, value_dim):
+        out.copy_(expanded_attention_reference(q, kv, rope_keys, nope, scale))
+        return out
+    # A cache with one token in each block: a key's part of it, then the value's, for every head.
+    size = kv.itemsize
+    row = width * size
+    cache = native.KV_CACHE.pack(
+        kv.data_ptr(), kv.data_ptr() + nope * size, heads * row, heads * row, 0, 0, 0, 0,
+        heads, 1, nope, row, native.ELEMENTS[kv.dtype],
+    )  # fmt: skip
+    table = torch.arange(keys, dtype=torch.int32)
+    lengths = torch.tensor([keys, 0, tokens], dtype=torch.int32)
+    arguments = native.ATTENTION.pack(
+        q.data_ptr(), q.stride(0), native.address_of(cache), table.data_ptr(), keys,
+        lengths.data_ptr(), lengths.data_ptr() + 4, 1, heads, scale, 0.0, 0,
+        native.TYPES[q.dtype], 0, out.data_ptr(), value_dim, 0, rope_dim,
+        rope_keys.data_ptr(), rope_dim * size, rope_dim * size, 0, 0,
+    )  # fmt: skip
+    if library.attention[q.dtype](arguments):
+        raise native.out_of_memory("expanded_attention")
+    return out
+
+
+def has_native_dims(key_dim: int, rope_dim: int, value_dim: int) -> bool:
+    """Whether the C library computes rows of these sizes; otherwise the references serve."""
+    is_whole = key_dim % 16 == 0 and rope_dim % 16 == 0 and value_dim % 16 == 0
+    return is_whole and max(key_dim, value_dim) <= NATIVE_MAX_RANK and rope_dim <= NATIVE_MAX_ROPE
+
+
+def _check_scale(scale: float) -> None:
+    if not scale > 0.0:
+        refuse("scale", "a positive number", scale)
+
+
+def latent_attention_reference(
+    q: Tensor,
+    cache: LatentCache,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """The absorbed form in float32, one sequence at a time."""
+    starts = cu_seqlens_q.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        first, last = starts[row], starts[row + 1]
+        if first == last or seq_len == 0:
+            continue
+        blocks = block_tables[row, : -(-seq_len // cache.block_size)].long()
+        latent, rope_keys = (rows[:seq_len] for rows in cache.rows(blocks))
+        kv = torch.cat((latent, latent), dim=1)[:, None].expand(-1, q.shape[1], -1)
+        out[first:last] = expanded_attention_reference(q[first:last], kv, rope_keys, cache.rank, scale).to(q.dtype)
+
+
+def expanded_attention_reference(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scale: float) -> Tensor:
+    """The expanded form in float32. Both forms are tested against it."""
+    keys, values = kv.float().split_with_sizes((nope, kv.shape[2] - nope), dim=2)
+    q_nope, q_rope = q.float().split_with_sizes((nope, rope_keys.shape[1]), dim=2)
+    scores = torch.einsum("thd,shd->hts", q_nope, keys) + torch.einsum("thd,sd->hts", q_rope, rope_keys.float())
+    position = torch.arange(len(kv) - len(q), len(kv), device=q.device)[:, None]
+    hidden = torch.arange(len(kv), device=q.device)[None] > position
+    weights = (scale * scores).masked_fill(hidden, -math.inf).softmax(dim=-1)
+    return torch.einsum("hts,shd->thd", weights, values)

@@ -1,0 +1,172 @@
+"""LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2, V3 and their kin, over a pool of latents.
+
+    c, k_rope = kv_a(x)
+    q[h] = q_b[h](norm(q_a(x)))        or q_proj[h](x)
+    k[h], v[h] = W_UK[h] norm(c), W_UV[h] norm(c)
+
+The pool stores norm(c) and the rotated k_rope: kv_lora_rank + qk_rope_head_dim elements per token for all heads.
+
+Absorbed form: W_UK is multiplied into the query and W_UV into the output, so all heads attend to the latents
+themselves. Expanded form: keys and values of a sequence's context are computed from its latents, some heads at a time.
+Decodes take the absorbed form. A prefill takes whichever needs fewer operations (`prefers_expanded`), except with
+`batch_invariant`, where a token's bits must not depend on the length of its chunk.
+"""
+
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels.attention.latent_attention import expanded_attention, latent_attention
+from coatcheck.kernels.kv.latent_cache import LatentCache
+from coatcheck.kernels.layers.heads_linear import HeadsLinear
+from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.model.multi_head_attention import RotaryTables
+
+# Bytes of keys and values that the expanded form holds at a time: as many heads as fit, at least one.
+EXPANDED_BYTES: Final = 64 << 20
+
+
+class LatentDims(NamedTuple):
+    """Elements of a latent, and of a head's key without rotation, its rotary key and its value."""
+
+    rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+def prefers_expanded(dims: LatentDims, q_len: int, seq_len: int) -> bool:
+    """Whether the expanded form takes fewer multiplications for the last `q_len` of `seq_len` tokens.
+
+    Per head: the absorbed form multiplies W_UK and W_UV with each query, and 2 * rank + rope elements for each pair of
+    query and key. The expanded form multiplies W_UK and W_UV with each key, and nope + rope + value for each pair.
+    """
+    projection = dims.rank * (dims.nope + dims.value)
+    pairs = q_len * (2 * seq_len - q_len + 1) // 2
+    absorbed = q_len * projection + pairs * (2 * dims.rank + dims.rope)
+    return seq_len * projection + pairs * (dims.nope + dims.rope + dims.value) < absorbed
+
+
+class LatentAttention:
+    """From the normalised hidden states [T, hidden] to every head's output, [T, heads * v_head_dim]."""
+
+    def __init__(self, attention: Any, spec: AttentionLayer, *, is_interleaved: bool, batch_invariant: bool) -> None:
+        """`attention`: transformers' module. `spec`: with this rank's heads.
+
+        `is_interleaved`: rotary embeddings rotate neighbours. The weights' rows are then reordered, so that pairs lie
+        half a head apart; the scores are the same.
+        """
+        self.spec = spec
+        heads, rope = spec.num_heads, spec.rope_head_dim
+        rank = spec.head_dim - rope
+        up = attention.kv_b_proj.weight.detach().view(heads, -1, rank)
+        has_q_a = attention.q_a_proj is not None
+        q_out = attention.q_b_proj if has_q_a else attention.q_proj
+        nope = q_out.weight.shape[0] // heads - rope
+        self.dims = LatentDims(rank, nope, rope, up.shape[1] - nope)
+        order = torch.arange(rope, device=up.device)
+        if is_interleaved:
+            order = torch.cat((order[::2], order[1::2]))
+        q_weight = q_out.weight.detach().view(heads, nope + rope, -1)
+        q_weight = torch.cat((q_weight[:, :nope], q_weight[:, nope:][:, order]), dim=1).flatten(0, 1)
+        kv_a = attention.kv_a_proj_with_mqa
+        kv_rows = torch.cat((torch.arange(rank, device=up.device), rank + order))
+        first = attention.q_a_proj.weight.detach() if has_q_a else q_weight
+        bias = None
+        if kv_a.bias is not None:
+            q_bias = attention.q_a_proj.bias if has_q_a else q_weight.new_zeros(len(q_weight))
+            bias = torch.cat((q_bias.detach(), kv_a.bias.detach()[kv_rows]))
+        self.input = PackedLinear(
+            torch.cat((first, kv_a.weight.detach()[kv_rows])), bias, batch_invariant=batch_invariant
+        )
+        self.input_sizes = (len(first), rank + rope)
+        self.q_norm = _norm(attention.q_a_layernorm) if has_q_a else None
+        self.q_up = PackedLinear(q_weight, batch_invariant=batch_invariant) if has_q_a else None
+        self.kv_norm = _norm(attention.kv_a_layernorm)
+        self.k_up_absorbed = HeadsLinear(up[:, :nope].transpose(1, 2), batch_invariant=batch_invariant)
+        self.k_up = None if batch_invariant else HeadsLinear(up[:, :nope])
+        self.v_up = HeadsLinear(up[:, nope:], batch_invariant=batch_invariant)
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: RotaryTables,
+        metadata: AttentionMetadata,
+        cache: LatentCache,
+        logits_indices: LogitsIndices | None,
+    ) -> Tensor:
+        """Returns only the rows of `logits_indices`, if given."""
+        _, nope, rope, value = self.dims
+        q, kv = self.input(x).split_with_sizes(self.input_sizes, dim=1)
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up(self.q_norm(q))
+        q = q.unflatten(1, (self.spec.num_heads, nope + rope))
+        q_rope = q[:, :, nope:]
+        rotate_and_store_latent(
+            q_rope, kv, self.kv_norm, rotary.cos, rotary.sin, cache, metadata.slot_mapping, out=q_rope
+        )
+        if logits_indices is not None:
+            q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
+        if self.k_up is None or logits_indices is not None:
+            return self._absorbed(q, metadata.cu_seqlens_q, metadata, cache).flatten(1)
+        starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+        lens = [stop - start for start, stop in pairwise(starts)]
+        rows = enumerate(zip(lens, seq_lens, strict=True))
+        expanded = [row for row, (n, length) in rows if n > 1 and prefers_expanded(self.dims, n, length)]
+        if not expanded:
+            return self._absorbed(q, metadata.cu_seqlens_q, metadata, cache).flatten(1)
+        out: Tensor = q.new_empty((len(q), self.spec.num_heads, value))
+        for row in expanded:
+            own = slice(starts[row], starts[row + 1])
+            self._expanded(q[own], metadata.block_tables[row], seq_lens[row], cache, out[own])
+            lens[row] = 0
+        if any(lens):
+            counts = torch.tensor(lens, device=q.device)
+            is_left = torch.ones(len(q), dtype=torch.bool, device=q.device)
+            for row in expanded:
+                is_left[starts[row] : starts[row + 1]] = False
+            cu_seqlens = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
+            out[is_left] = self._absorbed(q[is_left], cu_seqlens, metadata, cache)
+        return out.flatten(1)
+
+    def _absorbed(self, q: Tensor, cu_seqlens_q: Tensor, metadata: AttentionMetadata, cache: LatentCache) -> Tensor:
+        """q [R, heads, nope + rope] -> [R, heads, value]."""
+        rank, nope, rope, _ = self.dims
+        absorbed = q.new_empty((*q.shape[:2], rank + rope))
+        self.k_up_absorbed(q[:, :, :nope], absorbed[:, :, :rank])
+        absorbed[:, :, rank:] = q[:, :, nope:]
+        latents = latent_attention(
+            absorbed,
+            cache,
+            block_tables=metadata.block_tables,
+            seq_lens=metadata.seq_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            scale=self.spec.scale,
+        )
+        return self.v_up(latents)
+
+    def _expanded(self, q: Tensor, blocks: Tensor, seq_len: int, cache: LatentCache, out: Tensor) -> None:
+        """One sequence's last queries q [R, heads, nope + rope] -> out [R, heads, value]."""
+        _, nope, _, value = self.dims
+        heads = self.spec.num_heads
+        latents, rope_keys = cache.rows(blocks[: -(-seq_len // cache.block_size)].long(), q.dtype)
+        latents, rope_keys = latents[:seq_len, None], rope_keys[:seq_len]
+        step = max(1, EXPANDED_BYTES // (seq_len * (nope + value) * q.itemsize))
+        for first in range(0, heads, step):
+            part = slice(first, min(first + step, heads))
+            shared = latents.expand(-1, part.stop - first, -1)
+            kv = q.new_empty((seq_len, part.stop - first, nope + value))
+            assert self.k_up is not None, "with batch_invariant no sequence is expanded"
+            self.k_up(shared, kv[:, :, :nope], part)
+            self.v_up(shared, kv[:, :, nope:], part)
+            out[:, part] = expanded_attention(q[:, part], kv, rope_keys, nope, self.spec.scale)
+
+
+def _norm(module: Any) -> RmsNorm:
+    return RmsNorm(module.weight.detach(), module.variance_epsilon)

@@ -1,0 +1,93 @@
+"""MultiHeadAttention: the attention of a fused decoder layer with keys and values of its own (MHA, GQA, MQA).
+
+One linear for Q, K and V, one operation for RoPE and the KV store. latent_attention.py is called in the same way.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from coatcheck.kernels.attention.rotary import rotary_and_store
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.layers.decoder_layers import AttentionSublayer, StepTables, is_native
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.model.packed_linears import pack_merged
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from llama."""
+
+    norm_offset: float = 0.0  # gemma's norms scale by 1 + weight
+    has_post_norms: bool = False  # gemma norms the outputs of attention and MLP, too
+    has_half_tables: bool = False  # gpt-oss' cos and sin have no second half, which would repeat the first
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """A step's cos and sin, [T, rot_dim]. `native`: both for the C library; None if no layer runs in C."""
+
+    cos: Tensor
+    sin: Tensor
+    native: StepTables | None
+
+
+class MultiHeadAttention:
+    """From the normalised hidden states [T, hidden] to every head's output, [T, heads * head_dim]."""
+
+    def __init__(self, attention: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
+        """`attention`: transformers' module. `spec`: with this rank's heads."""
+        self.spec = spec
+        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
+        self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
+        has_qk_norm = hasattr(attention, "q_norm")
+        self.q_norm = read_norm(attention.q_norm, family) if has_qk_norm else None
+        self.k_norm = read_norm(attention.k_norm, family) if has_qk_norm else None
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: RotaryTables,
+        metadata: AttentionMetadata,
+        cache: KVCache,
+        logits_indices: LogitsIndices | None,
+    ) -> Tensor:
+        """Returns only the rows of `logits_indices`, if given."""
+        spec, qkv = self.spec, self.qkv(x)
+        q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
+        if logits_indices is not None:
+            q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
+        return attend_cache(q, cache, spec, metadata, self.sinks).flatten(1)
+
+    def native_sublayer(self, norm: RmsNorm, output: PackedLinear) -> AttentionSublayer | None:
+        """Norm, attention and output projection in one call into C; None if linears, head size or sinks forbid it."""
+        spec = self.spec
+        if self.sinks is not None or not is_native(self.qkv, output, head_dim=spec.head_dim):
+            return None
+        return AttentionSublayer(
+            norm,
+            self.qkv,
+            output,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            scale=spec.scale,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            sliding_window=spec.sliding_window,
+            softcap=spec.softcap,
+        )
+
+
+def read_norm(module: Any, family: Family) -> RmsNorm:
+    """Our norm with the weight of one of transformers' RMS norms."""
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return RmsNorm(module.weight.detach(), eps, family.norm_offset)
