@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tests.simulated_gpu.graph import Graph
-from tests.simulated_gpu.memory import Clock, Hazard, Memory
+from tests.simulated_gpu.memory import CaptureError, Clock, Memory
 from tests.simulated_gpu.pinned import Pinned
 from tests.simulated_gpu.streams import Stream
 from tests.simulated_gpu.tensors import CudaTensor
@@ -100,7 +100,7 @@ class SimulatedGpu:
         """The host waits until `clock`. `why` is for `waits`."""
         with self.lock:
             if self.capturing is not None:
-                raise Hazard(f"the host waits ({why}) while a graph is captured")
+                raise CaptureError(f"the host waits ({why}) while a graph is captured")
             self.waits.append(why)
             self.host |= clock
             self.pinned.finish_copies(self.host)
@@ -213,7 +213,7 @@ class SimulatedGpu:
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         if self.capturing is not None:
-            raise Hazard("a copy between host and device while a graph is captured")
+            raise CaptureError("a copy between host and device while a graph is captured")
         if source.numel() == 0:
             return to
         stream = self.current_stream()

@@ -23,6 +23,10 @@ class Hazard(Exception):
     """A missing synchronisation, for which a real GPU might compute garbage."""
 
 
+class CaptureError(RuntimeError):
+    """What CUDA refuses while a graph is captured."""
+
+
 class Memory:
     """The allocation of `held`'s storage."""
 

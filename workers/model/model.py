@@ -27,7 +27,7 @@ from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
-from coatcheck.workers.model.fusion import FusedBody, fuse
+from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import check_complete, prepare_model
 from coatcheck.workers.model.packed_linears import pack_linears
@@ -40,7 +40,7 @@ Body = Callable[[Tensor, Tensor, AttentionMetadata, LayerCaches, LogitsIndices |
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens.
 
-    `directory`: of the checkpoint. `supports_cuda_graphs`: whether a CUDA graph can capture the forward pass.
+    `directory`: of the checkpoint. `supports_cuda_graphs`: whether a CUDA graph can capture the collectives.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ def load_model(
         num_weights=weights.count,
         weight_bytes=weights.bytes,
     )
-    supports_cuda_graphs = isinstance(body, FusedBody) and communicator.supports_cuda_graphs
+    supports_cuda_graphs = communicator.supports_cuda_graphs
     return Model(spec, body, head, directory, deterministic=deterministic, supports_cuda_graphs=supports_cuda_graphs)
 
 

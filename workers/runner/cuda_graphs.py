@@ -8,6 +8,7 @@ rows at position -1: their slot_mapping is -1 (nothing is stored) and their seq_
 Without a GPU, the same padded step runs without a graph, for tests.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.attention_planner import AttentionPlanner
 from coatcheck.workers.runner.host_transfer import upload
 
+_log = logging.getLogger(__name__)
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -74,7 +76,21 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size, the largest first, so that the smaller graphs reuse its memory."""
+        """Capture every size. If the forward pass cannot be captured, log why; steps then run without graphs.
+
+        Raises torch.OutOfMemoryError.
+        """
+        try:
+            self._replays = self._capture_all()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # transformers' own modules may wait for the device
+            architecture, reason = self._model.spec.architecture, str(error).partition("\n")[0]
+            _log.warning("no CUDA graphs, so each decode step launches every kernel: %s (%s)", architecture, reason)
+            self.sizes, self._plans = (), {}
+
+    def _capture_all(self) -> dict[int, Callable[[], object]]:
+        """The largest comes first, so that the smaller graphs reuse its memory."""
         replays: dict[int, Callable[[], object]] = {}
         on_gpu = self._device.type == "cuda"
         # One stream for all: the allocator reuses memory only within a stream.
@@ -86,7 +102,7 @@ class CudaGraphs:
             else:
                 self._forward(size)  # as a capture does
                 replays[size] = partial(self._forward, size)
-        self._replays = dict(sorted(replays.items()))
+        return dict(sorted(replays.items()))
 
     def _capture_size(self, size: int, pool: Any, stream: Any) -> Callable[[], object]:
         stream.wait_stream(torch.cuda.current_stream(self._device))

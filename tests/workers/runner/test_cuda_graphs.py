@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,13 +89,21 @@ def test_a_closed_runner_holds_no_graph(checkpoint_directory: Path) -> None:
     assert serve(runner) == (tokens, [])
 
 
-def test_only_fused_models_are_captured(checkpoint_directory: Path) -> None:
-    """Models that run transformers' own layers run without graphs; mixtures of experts are captured."""
-    supports_cuda_graphs = {
-        arch: load(tiny_checkpoint(arch, checkpoint_directory)).supports_cuda_graphs
-        for arch in ("llama", "mixtral", "olmo2")
-    }
-    assert supports_cuda_graphs == {"llama": True, "mixtral": True, "olmo2": False}
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    checkpoint_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If capturing fails, one line says why, and steps sample the same tokens without graphs."""
+    model = load(tiny_checkpoint("llama", checkpoint_directory))
+    runner = make_runner(model, (2, 8))
+    error = RuntimeError("operation not permitted when stream is capturing\nand more")
+    monkeypatch.setattr(runner.graphs, "_forward", Mock(side_effect=error))
+    runner.graphs.capture()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CUDA graphs, so each decode step launches every kernel: LlamaForCausalLM "
+        "(operation not permitted when stream is capturing)"
+    ]
+    runner.pool.fill_(255)
+    assert serve(runner) == serve(make_runner(model, ()))
 
 
 @pytest.mark.full  # test_simulated_gpu.py runs the Triton kernels and the graphs of one model in `make test`

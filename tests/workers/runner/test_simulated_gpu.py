@@ -29,7 +29,7 @@ full = pytest.mark.full
         ("gemma2", "int8", "forget"),
         pytest.param("llama", "auto", "forget", marks=full),
         pytest.param("qwen3", "fp8", "deterministic", marks=full),
-        pytest.param("granite", "auto", "", marks=full),  # transformers' own modules, without graphs
+        pytest.param("granite", "auto", "", marks=full),  # transformers' own modules
         pytest.param("mixtral", "auto", "", marks=full),
     ],
 )
