@@ -18,16 +18,18 @@ TIER_DEVICE: Tier
 TIER_HOST: Tier
 
 class ToGroup(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "snapshot")
+    __slots__ = ("hello", "submit", "abort", "snapshot", "reset_prefix_cache")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     abort: Abort
     snapshot: SnapshotRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ...) -> None: ...
+    reset_prefix_cache: ResetPrefixCache
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router", "contract", "version")
@@ -84,6 +86,10 @@ class Abort(_message.Message):
     def __init__(self, id: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetPrefixCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

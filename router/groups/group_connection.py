@@ -24,6 +24,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     Hello,
     Refused,
     Registration,
+    ResetPrefixCache,
     Returned,
     SnapshotRequest,
     ToGroup,
@@ -133,6 +134,10 @@ class GroupConnection:
     def send_abort(self, id: int, choice: int | None) -> None:
         """Tells the group to abort a choice of a submission, or all of them if `choice` is None."""
         self._stream.send(ToGroup(abort=Abort(id=id, choice=choice)))
+
+    def reset_prefix_cache(self) -> None:
+        """Tells the group to evict every cached block that no running request uses."""
+        self._stream.send(ToGroup(reset_prefix_cache=ResetPrefixCache()))
 
     def request_snapshot(self, reason: str) -> None:
         """Asks the group for all the blocks that it holds; its snapshot replaces them in the index."""

@@ -28,12 +28,13 @@ _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
 # Domains that cannot be registered in the public DNS.
 _LOCAL_DOMAINS: Final = (".localhost", ".internal")
 _OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and the response is one word
+_MANAGE_PATHS: Final = {"/reset_prefix_cache"}
 _GENERATE_PATHS: Final = (
     "/v1/", "/v2/", "/rerank", "/score", "/tokenize", "/detokenize", "/version", "/coatcheck.v1.Generation/",
 )  # fmt: skip
 # A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only paths that need the scope
 # "observe", such as the dashboard, offer `Basic`.
-_CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
+_CHALLENGES: Final = {"generate": ("Bearer",), "manage": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
 # Parsing JSON blocks the event loop in proportion to its values: two seconds for this many.
 _MAX_VALUES: Final = 1 << 21
 # A body may take this long, and one second more for each _MIN_BYTES_PER_SECOND bytes that have arrived.
@@ -117,7 +118,7 @@ class RequestGate:
         """Sets scope["tenant"], except for probes; otherwise returns the refusal, with status 401 or 403."""
         if scope["path"] in _OPEN_PATHS:
             return None
-        required: TenantScope = "generate" if scope["path"].startswith(_GENERATE_PATHS) else "observe"
+        required = _required_scope(scope["path"])
         try:
             scope["tenant"] = self._authenticator.authenticate(
                 headers.get("authorization") or _authorization_of(headers.get("x-api-key")),
@@ -132,6 +133,12 @@ class RequestGate:
             for challenge in _CHALLENGES[required] if status == 401 else ():
                 refusal.headers.append("www-authenticate", challenge)
             return refusal
+
+
+def _required_scope(path: str) -> TenantScope:
+    if path in _MANAGE_PATHS:
+        return "manage"
+    return "generate" if path.startswith(_GENERATE_PATHS) else "observe"
 
 
 def _authorization_of(key: str | None) -> str | None:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from coatcheck.proto.errors import CoatcheckError, InvalidRequest
+from coatcheck.proto.errors import CoatcheckError, InvalidRequest, PermissionDenied
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, TokenizeRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
@@ -82,6 +82,7 @@ class OpenAIRoutes:
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
         ):
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
         for path, page in Dashboard(admin.report).endpoints.items():
@@ -159,6 +160,13 @@ class OpenAIRoutes:
     async def load(self) -> dict[str, int]:
         """Returns the number of open requests, in vLLM's form."""
         return {"server_load": self._admin.open_requests}
+
+    async def reset_prefix_cache(self, request: Request) -> dict[str, list[str]]:
+        """Has every group evict the cached blocks that no running request uses. Returns the groups' names. Refuses web
+        pages, because a browser lets any page send this."""
+        if "origin" in request.headers:
+            raise PermissionDenied("web pages must not reset caches; send the request without the header origin")
+        return {"groups": self._admin.reset_prefix_caches()}
 
     async def version(self) -> dict[str, str]:
         """Returns the version of this package."""

@@ -108,6 +108,13 @@ class AdminService:
         await self._wait(self._traffic.wait_until_idle(), lambda: self._traffic.is_draining, timeout)
         return self._traffic.is_draining and not self._traffic.active
 
+    def reset_prefix_caches(self) -> list[str]:
+        """Tells all attached groups to evict the blocks that no running request uses; returns their names."""
+        attached = [connection for connection in self._groups.connections if connection.is_attached]
+        for connection in attached:
+            connection.reset_prefix_cache()
+        return sorted(connection.name for connection in attached)
+
     @property
     def open_requests(self) -> int:
         """Requests that this router has open."""

@@ -110,6 +110,7 @@ class FakeGroup(WorkerServicer):
         self.aborts: list[Abort] = []
         self.sent = 0  # tokens
         self.snapshot_requests = 0
+        self.cache_resets = 0
         self.blocks: list[KvEvent] = []
         self.sequence = 0
         self.load = Load(status=GroupStatus(running=0, prefill_tokens_per_second=1000.0, step_seconds=0.01))
@@ -237,6 +238,8 @@ class FakeGroup(WorkerServicer):
                     self.aborts.append(message.abort)
                     choices = [message.abort.choice] if message.abort.HasField("choice") else range(64)
                     self._gone |= {(message.abort.id, choice) for choice in choices}
+                case "reset_prefix_cache":
+                    self.cache_resets += 1
                 case "snapshot":
                     self.snapshot_requests += 1
                     self._send_snapshot(outbox)

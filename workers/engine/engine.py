@@ -188,6 +188,10 @@ class Engine:
             copy_report, tokens_per_second=measured.prefill_tokens_per_second, step=measured.step_seconds
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Evict every cached block that no running sequence uses. Call this between two steps."""
+        self._kv_cache.reset_prefix_cache()
+
     def begin_snapshot(self) -> CacheSnapshot:
         """Every prefix block held. Call this, and read its chunks, between two steps: then the events of all earlier
         steps have been reported."""

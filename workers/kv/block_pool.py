@@ -101,6 +101,12 @@ class BlockPool:
         """The block that has held the KV of an evicted prefix for longest, or None."""
         return next(iter(self._evicted), None)
 
+    def evict_unused_blocks(self) -> None:
+        """Evict every prefix block that no sequence uses. Their KV is not demoted."""
+        while len(self.evictor):
+            self._free.append(self._evict_block())
+        self._evicted.clear()
+
     def drain_events(self) -> list[KvEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
@@ -136,10 +142,14 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            prefix = self.evictor.evict_block()
-            block = self._by_hash.pop(prefix.block_hash)
-            self._prefixes[block] = None
-            self._evicted[block] = prefix
-            self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.DEVICE))
+            block = self._evict_block()
         self._ref_counts[block] = 1
+        return block
+
+    def _evict_block(self) -> int:
+        prefix = self.evictor.evict_block()
+        block = self._by_hash.pop(prefix.block_hash)
+        self._prefixes[block] = None
+        self._evicted[block] = prefix
+        self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.DEVICE))
         return block

@@ -87,6 +87,11 @@ class HostPool:
         if (prefix := self._prefixes[self._by_hash[block_hash]]) is not None:
             self.evictor.requeue_block(prefix)
 
+    def evict_unused_blocks(self) -> None:
+        """Evict every block that is not being copied."""
+        while len(self.evictor):
+            self._free.append(self._evict_block())
+
     def drain_events(self) -> list[KvEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
@@ -124,8 +129,9 @@ class HostPool:
     def _allocate_block(self) -> int | None:
         if self._free:
             return self._free.pop()
-        if not len(self.evictor):
-            return None
+        return self._evict_block() if len(self.evictor) else None
+
+    def _evict_block(self) -> int:
         prefix = self.evictor.evict_block()
         host_block = self._by_hash.pop(prefix.block_hash)
         self._prefixes[host_block] = None

@@ -144,6 +144,11 @@ class KVCacheManager:
             if block_hash in self.host:
                 self.host.requeue_block(block_hash)
 
+    def reset_prefix_cache(self) -> None:
+        """Evict the prefix blocks of both tiers that no sequence and no copy uses."""
+        self.pool.evict_unused_blocks()
+        self.host.evict_unused_blocks()
+
     # Copies between the tiers.
 
     def queue_restore(self, sequence: Sequence, index: int) -> None:

@@ -191,6 +191,8 @@ class RouterSession:
             elif kind == "abort":
                 choice = message.abort.choice if message.abort.HasField("choice") else None
                 self._abort_request(self._engine_request_id(message.abort.id), choice)
+            elif kind == "reset_prefix_cache":
+                self._engine.call_between_steps(lambda engine: engine.reset_prefix_cache())
             elif kind == "snapshot":
                 self._snapshot_wanted.set()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +12,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.access.key_holders import EYES, OPS, SEARCH, write_keys
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer
@@ -273,3 +275,21 @@ async def test_a_chat_template_of_the_request(start_http_router: StartHttpRouter
     for wrong in ("{% if %}", "x" * 70_000):
         error = await trusting.expect_refusal("/v1/chat/completions", own | {"chat_template": wrong})
         assert error["param"] == "chat_template"
+
+
+async def test_an_admin_resets_the_caches(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
+    """Every attached group is told; users and monitors may not, and neither may a web page."""
+    groups = [FakeGroup("g0"), FakeGroup("g1")]
+    router = await start_http_router(*groups, key_file=write_keys(tmp_path / "keys.json"))
+
+    async def reset(key: str, **headers: str) -> tuple[int, str]:
+        named = {"authorization": f"Bearer {key}", **headers}
+        status, _, text = await router.request("POST", "/reset_prefix_cache", None, named)
+        return status, text
+
+    assert [(await reset(key))[0] for key in (SEARCH, EYES, "no-key")] == [403, 403, 401]
+    assert (await reset(OPS, origin="http://localhost"))[0] == 403
+    status, text = await reset(OPS)
+    assert (status, json.loads(text)) == (200, {"groups": ["g0", "g1"]})
+    for group in groups:
+        await group.until(lambda group=group: group.cache_resets == 1)  # type: ignore[misc]

@@ -253,3 +253,28 @@ def test_without_a_host_tier_nothing_is_copied() -> None:
     for i in range(5):
         ask(engine, f"r{i}", [100 + i] * 80)
     assert runner.demoted == runner.restored == 0 and not engine.scheduler.kv_cache.has_copies
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_reset_cache_holds_nothing(depth: int) -> None:
+    """After a reset no unused block is cached in either tier, the events say so, and answers are the same; the blocks
+    of a running request stay."""
+    engine, _ = make_engine(depth=depth)
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    assert engine.stats().blocks_cached and engine.stats().host_blocks_used
+    collector = Collector(engine)
+    engine.submit_request(request("running", [7] * 30, max_tokens=20))
+    for _ in range(6):
+        collector.step()
+    engine.reset_prefix_cache()
+    engine.check()
+    assert engine.stats().blocks_cached == 0
+    held = {event.block_hash for event in engine.begin_snapshot().read_chunk(1000)}
+    assert len(held) >= 3  # those of the running request
+    assert collector.run().tokens["running", 0] == answer([7] * 30, 20, seed=7)
+    done = ask(engine, "again", prompt)
+    assert done.tokens["again", 0] == answer(prompt, 4, seed=7)
+    assert (done.first["again", 0].cached_device_tokens, done.first["again", 0].cached_host_tokens) == (0, 0)
