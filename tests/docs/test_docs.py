@@ -111,7 +111,7 @@ def test_defaults_that_depend_on_the_device() -> None:
     config, settings = ServeConfig(model="some/model"), ServeConfig.model_fields
     on_cpu, on_gpu = (group_config(config, "group-0", device) for device in ("cpu", "cuda"))
     for name in ("max_batch_tokens", "kv_memory"):
-        in_words = f"{getattr(on_cpu, name)} on CPUs, {getattr(on_gpu, name)} on GPUs"
+        in_words = f"{getattr(on_cpu, name):g} on CPUs, {getattr(on_gpu, name):g} on GPUs"
         assert default_in_words(settings[name]) == in_words
     assert default_in_words(settings["http_port"]) == str(router_config(config, "router-0", 1).http_port)
 
