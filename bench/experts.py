@@ -64,6 +64,7 @@ def main(
                 their_best, our_best = measure(case, ours, theirs, rounds, steps)
                 times[index][kind] = their_best * 1e3
                 best[index] = min(best[index], our_best * 1e3)
+                print(f"{case.title}: {kind} {their_best * 1e3:.1f} ms, coatcheck {our_best * 1e3:.1f} ms", flush=True)
             del theirs
         for case, their_ms, our_ms in zip(CASES, times, best, strict=True):
             rows.append(ExpertFigures(case.title, their_ms, our_ms, case.target))

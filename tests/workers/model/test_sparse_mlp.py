@@ -101,6 +101,7 @@ def test_other_routers_keep_transformers_code(checkpoint_directory: Path) -> Non
 
 
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "dots1": _DEEPSEEK | dict(first_k_dense_replace=1, head_dim=16, moe_intermediate_size=48),
     "glm4_moe": _DEEPSEEK | dict(first_k_dense_replace=1, use_qk_norm=True, head_dim=16, moe_intermediate_size=48),
     "gpt_oss": dict(
         num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=16,
