@@ -122,6 +122,13 @@ class PackedExperts(nn.Module):
             out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
         return out.to(x.dtype)
 
+    def compile_kernels(self) -> None:
+        """Launch every kernel variant of the triton form once, so that none compiles later; nothing in other forms."""
+        for tokens in grouped_gemm.warm_up_lengths(self.top_k, self.count) if self.form == "triton" else ():
+            x = torch.zeros((tokens, self.hidden), dtype=self.dtype, device=self.device)
+            ids = torch.zeros((tokens, self.top_k), dtype=torch.int32, device=self.device)
+            self(x, ids, torch.zeros_like(ids, dtype=torch.float32))
+
     def _sum_of_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum in float32. The rows of each used expert are one product."""
         y = x.new_zeros((*ids.shape, self.hidden))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 
+_HIGH_FROM: int = 32  # rows of an expert
 _PAIRS: int = 1024  # that a program sorts at a time
 _COLUMNS: int = 1024  # of a program of the weighted sum
 
@@ -43,7 +44,7 @@ def pick_launch(
     pairs: int, experts: int, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
 ) -> GroupedLaunch:
     """`pairs`: of tokens and experts, over all `experts` of the layer."""
-    is_high = pairs > 32 * experts and not batch_invariant
+    is_high = pairs > _HIGH_FROM * experts and not batch_invariant
     # float32 products with 64 rows would spill.
     block_m, block_n, block_k = (64, 64, 64) if element_size == 2 else (32, 64, 32)
     if not is_high:
@@ -51,6 +52,11 @@ def pick_launch(
     # A stage holds a part of x, of the gates and of the ups.
     stage = (block_m + 2 * block_n) * block_k * element_size
     return GroupedLaunch(block_m, block_n, block_k, 4, min(gpu.max_stages, 4, gpu.shared // stage))
+
+
+def warm_up_lengths(top_k: int, experts: int) -> tuple[int, int]:
+    """Numbers of tokens that together take every launch that `pick_launch` picks."""
+    return 1, _HIGH_FROM * experts // top_k + 1
 
 
 class Weights(NamedTuple):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import StepTables
+from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
@@ -22,7 +23,7 @@ from coatcheck.workers.model.decoder_layer import (
     pack_fused_layers,
 )
 from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, read_norm
-from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
+from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp, is_known_block
 
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
@@ -83,6 +84,10 @@ class FusedBody:
             hidden, residual = layer(hidden, residual, rotary[rope_type], metadata, layer_caches[index], rows)
         assert residual is not None
         return self.norm.add_and_norm(hidden, residual)[0]
+
+    def experts(self) -> list[PackedExperts]:
+        """The experts of each layer that has some."""
+        return [layer.mlp.moe.experts for layer, _ in self._layers if isinstance(layer.mlp, SparseMlp)]
 
     def _rotary_tables(
         self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata

@@ -6,14 +6,15 @@ logits       hidden states -> logits
 """
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from coatcheck.kernels import native
+from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.round_to_nearest import quantise
@@ -34,7 +35,22 @@ from coatcheck.workers.model.packed_linears import pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import replace_experts
 
-Body = Callable[[Tensor, Tensor, AttentionMetadata, LayerCaches, LogitsIndices | None], Tensor]
+
+class Body(Protocol):
+    """All of a model but its head."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        layer_caches: LayerCaches,
+        logits_indices: LogitsIndices | None,
+    ) -> Tensor:
+        """As Model.forward."""
+
+    def experts(self) -> Sequence[PackedExperts]:
+        """The experts of each layer that has some."""
 
 
 class Model:
@@ -75,6 +91,13 @@ class Model:
         of its R tokens, [R, hidden_size].
         """
         return self._body(input_ids, positions, metadata, layer_caches, logits_indices)
+
+    @torch.inference_mode()
+    def compile_experts(self) -> None:
+        """Launch every kernel variant of the experts once. Layers with experts of one shape share their kernels."""
+        by_shape = {(experts.count, experts.hidden, experts.inner): experts for experts in self._body.experts()}
+        for experts in by_shape.values():
+            experts.compile_kernels()
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -214,3 +237,7 @@ class TransformersBody:
             attention_layers=self._layers,
         ).last_hidden_state
         return hidden[0] if logits_indices is None else hidden[0, logits_indices.tokens]
+
+    def experts(self) -> list[PackedExperts]:
+        """The experts of each layer that has some."""
+        return [module for module in self.base.modules() if isinstance(module, PackedExperts)]

@@ -98,6 +98,7 @@ class PackedBlock(nn.Module):
     def __init__(self, block: nn.Module, *, batch_invariant: bool) -> None:
         super().__init__()
         self._moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
+        self.experts = self._moe.experts  # found among the model's modules
         self._returns_scores = type(block).__name__ == "GptOssMLP"
 
     def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, None]:

@@ -255,6 +255,7 @@ class ModelRunner:
             block_size=size,
         ):
             self.launch(plan).wait()
+        self.model.compile_experts()
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
         self.graphs.capture()

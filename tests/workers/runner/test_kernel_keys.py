@@ -19,6 +19,7 @@ from tests.workers.runner.recorded_keys import ClaimedGpu, record
     [
         ("llama", "bfloat16", "auto"),
         ("gemma2", "float16", "int4"),
+        ("qwen3-moe", "bfloat16", "auto"),
         pytest.param("qwen3", "bfloat16", "fp8", marks=pytest.mark.full),
         pytest.param("olmo2", "float32", "int8", marks=pytest.mark.full),  # transformers' own modules, without graphs
     ],
