@@ -6,6 +6,7 @@ The template comes with a checkpoint and is not trusted, so it runs in jinja's s
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Never
 
@@ -17,6 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from coatcheck.proto.errors import InvalidModel, InvalidParameter, InvalidRequest
+from coatcheck.proto.json_file import read_json_object
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
 
 _MAX_SOURCE: Final = 1 << 16  # characters of a client's template
@@ -87,6 +89,9 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+_PROBE: Final = "probe of the chat template"
+
+
 class ChatTemplate:
     """A model's template with its special tokens. Safe to call from several threads."""
 
@@ -109,9 +114,12 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: dict[str, Any]) -> "ChatTemplate | None":
-        """From chat_template.jinja or tokenizer_config.json in `directory`; None if the model has no template."""
+        """From chat_template.jinja, tokenizer_config.json or chat_template.json in `directory`; None if the model has
+        no template."""
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
+        if not source:  # older multimodal checkpoints have a file of their own
+            source = (read_json_object(directory / "chat_template.json") or {}).get("chat_template")
         if isinstance(source, list):  # several templates by name
             try:
                 named = {entry["name"]: entry["template"] for entry in source}
@@ -148,18 +156,37 @@ class ChatTemplate:
         for name in arguments or ():
             if name in _RESERVED:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name!r}, which the request sets; remove it")
+        if self._reads_parts_only:
+            messages = [{**message, "content": _as_parts(message.get("content"))} for message in messages]
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools or None}
+        return self._render({**(arguments or {}), **own})
+
+    @cached_property
+    def _reads_parts_only(self) -> bool:
+        """Whether the template leaves out a content that is a text instead of a list of parts, as those of LLaVA and
+        Idefics do. Found out when it is first rendered, where the CPU time of a hostile template is limited."""
+        return not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
+
+    def _shows(self, content: object) -> bool:
+        """Whether the prompt has the probe text of a user's message with this content."""
         try:
-            text = self._template.render(
-                **self._special_tokens,
-                **(arguments or {}),
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools or None,
-            )
+            messages = [{"role": "user", "content": content}]
+            return _PROBE in self._render({"messages": messages, "add_generation_prompt": True})
+        except InvalidRequest:
+            return False
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        try:
+            text = self._template.render(**self._special_tokens, **variables)
             text.encode()  # raises for a lone surrogate, which JSON can escape
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template refuses this conversation: {error}") from error
+
+
+def _as_parts(content: object) -> object:
+    """A text as a list of one text part; any other content unchanged."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class _Generation(jinja2.ext.Extension):

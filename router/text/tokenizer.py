@@ -20,8 +20,15 @@ from coatcheck.proto.json_file import read_json_object
 from coatcheck.router.text.chat_template import ChatTemplate
 from coatcheck.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _FILES = [
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "special_tokens_map.json",
+    ),
     "generation_config.json",
     "1_Pooling/config.json",
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # for AutoTokenizer
@@ -123,7 +130,7 @@ class TokenizerJson:
         copy = tempfile.mkdtemp(prefix="coatcheck-tokenizer-")
         weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
         self._tokenizer.save(f"{copy}/tokenizer.json")
-        for name in (*_SETTINGS, "chat_template.jinja"):
+        for name in (*_SETTINGS, *_TEMPLATES):
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, f"{copy}/{name}")
         return copy

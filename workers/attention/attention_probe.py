@@ -84,7 +84,7 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
     except TokensMixed as mixed:
         raise InvalidModel(f"{config.model_type} cannot be served: {mixed} {_MIXES}") from None
     except _Unsupported as refusal:
-        raise InvalidModel(f"{config.model_type} cannot be served: {refusal}") from None
+        raise InvalidModel(f"{config.model_type} cannot be served: {refusal}{_chunk_advice(config, length)}") from None
     except Exception as error:  # the model's code may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(
@@ -94,6 +94,14 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
     finally:
         config._attn_implementation = NAME
     return layers
+
+
+def _chunk_advice(config: Any, max_model_len: int) -> str:
+    """What to change if layers attend in chunks: a context of one chunk has a causal mask."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if not isinstance(chunk, int) or max_model_len <= chunk:
+        return ""
+    return f"; set --max-model-len to at most {chunk}, its attention_chunk_size"
 
 
 def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLayer]:

@@ -66,7 +66,7 @@ REFUSED = {
     "diffllama": "calls attention more than once",
     "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
     "falcon": "its attention does not go through transformers' attention interface",
-    "llama4_text": "its attention mask is neither causal nor a sliding window",
+    "llama4_text": "its attention mask is neither causal nor a sliding window .*; set --max-model-len to at most 16",
     "mamba": "a convolution over 4 tokens",
     "nemotron": "do not pass keyword arguments on to the attention function",
     "qwen3_next": "layers.0.linear_attn.conv1d .a convolution over 4 tokens. computes a token's result from other",
