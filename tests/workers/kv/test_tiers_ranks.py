@@ -119,6 +119,17 @@ def test_quantised_blocks_move_as_they_are(checkpoint_directory: Path) -> None:
     assert said["again"] == said["first"] and said["again cached"] == (0, 72)
 
 
+@pytest.mark.parametrize("vandal", [None, 0])
+def test_latents_move_as_other_blocks_do(vandal: int | None, checkpoint_directory: Path) -> None:
+    """Blocks of fp8 latents, rotary keys and scales come back as they were; a flipped bit in one of them is a miss."""
+    path = tiny_checkpoint("deepseek-v3", checkpoint_directory)
+    said = serve_prompts(Communicator(), (path, vandal, KvDtype.FP8))
+    assert said is not None
+    assert said["again"] == said["first"]
+    assert said["again cached"] == ((0, 72) if vandal is None else (0, 24))
+    assert said["failures"] == (vandal is not None)
+
+
 @pytest.mark.parametrize(("tp", "vandal"), [(1, 0), (2, 0), (2, 1)])
 def test_a_flipped_bit_is_a_miss(said_by: dict[tuple[int, int | None], dict[str, Any]], tp: int, vandal: int) -> None:
     """A bit flipped in one rank's host memory is counted, and the prompt is computed from there on."""
