@@ -18,6 +18,8 @@ _DECODED: Final = (Encoding.MXFP4, Encoding.NF4)
 _WORD: Final = 8  # columns of which a group that stays quantised is a multiple
 _GROUP: Final = 128  # that share a scale, with quantization int4
 _UNQUANTISED: Final = ("lm_head", "embed_out", "gate", "router", "shared_expert_gate")
+# Of latent attention (MLA), which splits and reorders these weights.
+_LATENT: Final = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def held_bytes(
@@ -26,10 +28,13 @@ def held_bytes(
     """`entries`: of the files. `itemsize`: of the model's dtype, bfloat16 or float32. `quantization`: as in
     ServeConfig. Raises InvalidModel as read_quantised does."""
     quantised = read_quantised(name, config, entries)
+    plain = _LATENT if config.get("kv_lora_rank") is not None else ()
     total = 0
     for key, entry in plain_entries(entries, quantised).items():
         held = None
-        if (weight := quantised.weights.get(key)) is not None:
+        if key.rpartition(".")[0].rpartition(".")[2] in plain:
+            pass
+        elif (weight := quantised.weights.get(key)) is not None:
             held = _bytes_of_codes(weight, entries)
         elif quantization != "auto" and _is_quantised_at_load(key, entry):
             held = _bytes_at_load(entry.shape, quantization)
