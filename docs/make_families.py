@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +122,7 @@ def measure() -> dict[str, Any]:
 
     torch.set_num_threads(1)  # many times faster for tiny models on a busy machine
     types: dict[str, str] = {}
-    for model_type in sorted(set(MODEL_TYPES) - MULTIMODAL_TYPES):
+    for model_type in sorted(MODEL_TYPES):
         plain = next(configs_of(model_type), None)
         if plain is None:
             types[model_type] = "transformers builds no small model of it"
