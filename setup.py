@@ -30,7 +30,7 @@ if platform.machine() in ("x86_64", "AMD64"):
         "avx2": (KERNELS, avx2),
         "avx512": (KERNELS, avx512),
         "avx512_bf16": (["attention", "linear"], avx512_bf16),
-        "amx": (["linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
+        "amx": (["attention", "linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
     }
 
 

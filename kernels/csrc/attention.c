@@ -10,7 +10,7 @@
  * and elements that are not bfloat16 are widened to it, which is exact for quantised elements. Elsewhere a word is a
  * float32. Elements are never multiplied by scales: a key's scale multiplies its scores, a value's scale its weights.
  */
-#include "attention.h"
+#include "attention_item.h"
 
 #include <stdlib.h>
 
@@ -19,60 +19,21 @@
 #if HAS_DOT
 #include "simd/widen_bf16.h"
 #endif
+#if HAS_TILES
+#include "attention_tiles.h"
+#else
+#include "attention_vectors.h"
+#endif
 
-#define ROWS 96      /* rows of one work item */
-#define TILE 6       /* rows whose sums are in registers */
-#define CHUNK 64     /* keys packed at once */
-#define PART 16      /* keys that lie side by side in a packed chunk */
-#define MAX_ROPE 64
-#define MAX_DIM (512 + MAX_ROPE) /* of a key */
-#define MAX_VALUE 512
-#define PAIR (HAS_DOT ? 2 : 1) /* elements of a word */
-#define LOG2E 1.44269504088896f
-
-typedef struct {
-    const Attention *a;
-    int64_t seq, kv_head, seq_len, q_len, group;
-    int64_t row, rows;             /* of q_len * group */
-    int64_t split, splits;         /* which splits of the sequence this item sums */
-    float *partial;                /* where a decode's split leaves [rows][value_dim + 2], or null */
-} Item;
-
-typedef struct {
-    uint32_t q[ROWS * MAX_DIM / PAIR];   /* tiles of [words][m] */
-    uint32_t k[CHUNK * MAX_DIM / PAIR];  /* [4 parts][words][16 keys] */
-    uint32_t v[CHUNK / PAIR * MAX_VALUE]; /* [words][value_dim] */
-    uint32_t p[TILE * CHUNK / PAIR];     /* the weights, [m][words] */
-    float score[TILE * CHUNK], rope_score[TILE * CHUNK];
-    float o[ROWS * MAX_VALUE], all[ROWS * MAX_VALUE];
-    Floats sum[ROWS];
-    float peak[ROWS], all_sum[ROWS], all_peak[ROWS];
-    float k_scales[CHUNK], v_scales[CHUNK], rope_scales[CHUNK];
-    uint32_t wide_k[CHUNK * MAX_VALUE / PAIR], wide_rope[CHUNK * MAX_ROPE / PAIR];
-    uint32_t wide_v[HAS_DOT ? CHUNK * MAX_VALUE / PAIR : 1]; /* floats go to v at once */
-} Scratch;
-
-static const uint32_t zeros[MAX_DIM]; /* a key that is not there */
+static const uint32_t zeros[MAX_WORDS]; /* a key that is not there */
 
 #if HAS_DOT
-/* 2^x for x <= 0, to 4e-6: the fraction by vreduceps, a polynomial, and vscalefps, which takes floor(x) by itself.
- * The weights are rounded to bfloat16 at once, so more terms would be lost. 2^-inf is exactly 0. */
-INLINE Floats weight_of(Floats x) {
-    Floats f = (Floats)_mm512_reduce_ps((__m512)x, 1), y = f * 1.342668550e-2f + 5.224247146e-2f;
-    y = y * f + 2.412802067e-1f;
-    y = y * f + 6.930448445e-1f;
-    y = y * f + 1.0f;
-    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
-}
-
 static const uint32_t *widened(uint32_t *to, const uint8_t *row, int64_t dim, int64_t kind) {
     if (kind == BF16) return (const uint32_t *)row;
     widen_row((uint16_t *)to, row, dim, kind);
     return to;
 }
 #else
-INLINE Floats weight_of(Floats x) { return exp2_of(x); }
-
 INLINE void widen_as(float *to, const void *row, int64_t dim, int kind) {
     if (kind == INT4) {
         const uint8_t *x = row;
@@ -97,13 +58,6 @@ static const uint32_t *widened(uint32_t *to, const uint8_t *row, int64_t dim, in
     return to;
 }
 #endif
-
-/* cap * tanh(x / cap), then in units of log2. */
-INLINE Floats capped(Floats x, float cap) {
-    const Floats most = (Floats){} + 60.0f, scaled = x * (2 * LOG2E / cap);
-    const Floats e = weight_of(-larger_of(-scaled, -most));
-    return (e - 1.0f) / (e + 1.0f) * (cap * LOG2E);
-}
 
 /* The keys that some row of an item sees, within its splits: [first_key, end_key). */
 INLINE int64_t first_key(const Item *it) {
@@ -142,8 +96,13 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
     }
 }
 
+/* Where dimension d of a chunk's packed value or pair of values begins. d: a multiple of the vector. */
+INLINE int64_t value_at(int64_t dim, int64_t pair, int64_t d) {
+    return HAS_TILES ? d * (CHUNK / PAIR) + pair * LANES : pair * dim + d;
+}
+
 /* Values of PAIR neighbouring keys side by side. */
-INLINE void pack_values(const uint32_t *const *values, int64_t dim, uint32_t *to) {
+INLINE void pack_values(const uint32_t *const *values, int64_t dim, int64_t pair, uint32_t *to) {
 #if HAS_DOT
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -152,16 +111,18 @@ INLINE void pack_values(const uint32_t *const *values, int64_t dim, uint32_t *to
         __mmask32 mask = dim - d >= 32 ? 0xFFFFFFFF : 0x0000FFFF;
         __m512i x = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)values[0] + d);
         __m512i y = _mm512_maskz_loadu_epi16(mask, (const uint16_t *)values[1] + d);
-        _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(x, low, y));
-        if (dim - d >= 32) _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(x, high, y));
+        _mm512_storeu_si512(to + value_at(dim, pair, d), _mm512_permutex2var_epi16(x, low, y));
+        if (dim - d >= 32) _mm512_storeu_si512(to + value_at(dim, pair, d + 16), _mm512_permutex2var_epi16(x, high, y));
     }
 #else
-    if (values[0] != to) memcpy(to, values[0], dim * 4);
+    if (values[0] != to + pair * dim) memcpy(to + pair * dim, values[0], dim * 4);
 #endif
 }
 
-/* to [words][PART] = the same words of PART keys side by side. */
-INLINE void pack_keys(const uint32_t *const *keys, int64_t words, uint32_t *to) {
+/* to [words][PART] = the same words of PART rows of `dim` elements side by side. */
+INLINE void pack_keys(const uint32_t *const *keys, int64_t dim, uint32_t *to) {
+    const int64_t words = dim / PAIR;
+    memset(to + words * PART, 0, (row_words(dim) - words) * PART * 4);
     for (int64_t w = 0; w < words; w += LANES)
         for (int64_t j = 0; j < PART; j += LANES) {
             const uint32_t *rows[LANES];
@@ -175,7 +136,7 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     const Attention *a = it->a;
     const KvCache *cache = a->cache;
     const int64_t value_dim = a->value_dim, size = cache->block_size;
-    const int64_t row_words = cache->dim / PAIR, rope_words = a->rope_dim / PAIR, words = row_words + rope_words;
+    const int64_t dim = cache->dim, rope_dim = a->rope_dim, words = key_words(a);
     const int32_t *table = a->tables + it->seq * a->table_stride;
     const int64_t next_from = next ? first_key(next) / CHUNK * CHUNK : 0, next_to = next ? end_key(next) : 0;
     const uint32_t *k[CHUNK], *v[CHUNK], *rope[CHUNK];
@@ -185,14 +146,14 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
         const uint8_t *one_k = cache->k + table[block] * cache->k_block + row * cache->row_bytes;
         const uint8_t *one_v = cache->v + table[block] * cache->v_block + row * cache->row_bytes;
         for (int64_t i = j; i < j + run; i++, one_k += cache->row_bytes, one_v += cache->row_bytes) {
-            k[i] = widened(s->wide_k + i * row_words, one_k, cache->dim, cache->kind);
+            k[i] = widened(s->wide_k + i * dim / PAIR, one_k, dim, cache->kind);
             if (a->values_are_keys) v[i] = k[i];
             else v[i] = widened(HAS_DOT ? s->wide_v + i * value_dim / PAIR : s->v + i * value_dim, one_v, value_dim, cache->kind);
         }
         const uint8_t *one_rope = a->rope + table[block] * a->rope_block + offset * a->rope_row_bytes;
         if (a->rope_dim)
             for (int64_t i = j; i < j + run; i++, one_rope += a->rope_row_bytes)
-                rope[i] = widened(s->wide_rope + i * rope_words, one_rope, a->rope_dim, cache->kind);
+                rope[i] = widened(s->wide_rope + i * rope_dim / PAIR, one_rope, rope_dim, cache->kind);
         if (cache->k_scales) {
             const uint16_t *one = cache->k_scales + table[block] * cache->k_scales_block + row;
             const uint16_t *two = a->values_are_keys ? one : cache->v_scales + table[block] * cache->v_scales_block + row;
@@ -206,151 +167,22 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     for (int64_t j = count; j < CHUNK; j++)
         k[j] = v[j] = rope[j] = zeros, s->k_scales[j] = s->v_scales[j] = s->rope_scales[j] = 0;
     for (int64_t part = 0; part < CHUNK / PART; part++) {
-        uint32_t *to_k = s->k + part * words * PART, *to_v = s->v + part * PART / PAIR * value_dim;
+        uint32_t *to_k = s->k + part * words * PART;
         if (part * PART >= count) {
             memset(to_k, 0, words * PART * 4);
-            memset(to_v, 0, value_dim * PART / PAIR * 4);
+            for (int64_t d = 0; d < value_dim; d += HAS_TILES ? LANES : value_dim)
+                memset(s->v + value_at(value_dim, part * PART / PAIR, d), 0, (HAS_TILES ? LANES : value_dim) * PART / PAIR * 4);
             continue;
         }
         const int64_t ahead = chunk + CHUNK + part * PART;
         if (ahead < to) prefetch(it, ahead, min_i64(ahead + PART, to));
         else if (next) prefetch(next, next_from + part * PART, min_i64(next_from + part * PART + PART, next_to));
-        pack_keys(k + part * PART, row_words, to_k);
-        pack_keys(rope + part * PART, rope_words, to_k + row_words * PART);
-        for (int64_t j = 0; j < PART; j += PAIR) pack_values(v + part * PART + j, value_dim, to_v + j / PAIR * value_dim);
+        pack_keys(k + part * PART, dim, to_k);
+        if (rope_dim) pack_keys(rope + part * PART, rope_dim, to_k + row_words(dim) * PART);
+        for (int64_t j = 0; j < PART; j += PAIR)
+            pack_values(v + part * PART + j, value_dim, (part * PART + j) / PAIR, s->v);
     }
 }
-
-INLINE Floats add_product(Floats sum, Words a, uint32_t b) {
-    return HAS_DOT ? add_dot(sum, a, (Words){} + b) : sum + (Floats)a * from_bits(b);
-}
-
-/* acc[m][n] += a [count][n vectors, `stride` words apart] times b, m of them b_row words apart in steps of b_step. */
-INLINE void multiply(const int m, const int n, Floats *acc, const uint32_t *const *a, int64_t stride, const uint32_t *b,
-                     int64_t b_row, int64_t b_step, int64_t count) {
-    const uint32_t *at[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < n; j++) at[j] = a[j];
-    for (int64_t t = 0; t < count; t++, b += b_step) {
-        Words loaded[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) loaded[j] = load_words(at[j] + t * stride);
-#pragma GCC unroll 6
-        for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) acc[i * n + j] = add_product(acc[i * n + j], loaded[j], b[i * b_row]);
-    }
-}
-
-/* Scores of m rows and the chunk's keys by `count` words from `first` on, [m][CHUNK], n vectors of keys at a time. */
-INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q, int64_t words, int64_t first,
-                  int64_t count, float *to) {
-    for (int64_t key = 0; key < CHUNK; key += n * LANES) {
-        Floats acc[ACCUMULATORS];
-        const uint32_t *keys[4];
-#pragma GCC unroll 24
-        for (int i = 0; i < m * n; i++) acc[i] = (Floats){};
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++)
-            keys[j] = s->k + ((key + j * LANES) / PART * words + first) * PART + (key + j * LANES) % PART;
-        multiply(m, n, acc, keys, PART, q + first * m, 1, m, count);
-#pragma GCC unroll 6
-        for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) store_floats(to + i * CHUNK + key + j * LANES, acc[i * n + j]);
-    }
-}
-
-/* o [m][dim] = o * decay + the chunk's weights times its values, for n vectors of dimensions from d on. `dim`: of a value. */
-INLINE void add_values(const int m, const int n, Scratch *s, int64_t row, int64_t dim, int64_t d, int64_t count,
-                       const float *decay) {
-    Floats acc[ACCUMULATORS];
-    const uint32_t *values[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < n; j++) values[j] = s->v + d + j * LANES;
-#pragma GCC unroll 6
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) acc[i * n + j] = load_floats(s->o + (row + i) * dim + d + j * LANES) * decay[i];
-    multiply(m, n, acc, values, dim, s->p, CHUNK / PAIR, 1, count);
-#pragma GCC unroll 6
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) store_floats(s->o + (row + i) * dim + d + j * LANES, acc[i * n + j]);
-}
-
-/* The running softmax of one row: its scores of the chunk become weights. `position` is the row's own key. Returns what
- * the row's sums so far are multiplied by. */
-INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, int64_t chunk, const float *scores,
-                    const float *rope_scores, void *weights) {
-    const Attention *a = it->a;
-    /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
-    const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
-    const int scaled = a->cache->k_scales != NULL;
-    const int64_t end = position - chunk + 1, from = a->window ? max_i64(end - a->window, 0) : 0;
-    Floats top = (Floats){} - INFINITY, x[CHUNK / LANES];
-    for (int j = 0; j < CHUNK / LANES; j++) {
-        x[j] = load_floats(scores + j * LANES);
-        if (scaled) x[j] *= load_floats(s->k_scales + j * LANES);
-        if (scaled && a->rope_dim)
-            x[j] += load_floats(rope_scores + j * LANES) * load_floats(s->rope_scales + j * LANES);
-        if (a->softcap > 0) x[j] = capped(x[j] * a->scale, a->softcap);
-        if (from > 0 || end < CHUNK) {
-            Ints key;
-            for (int i = 0; i < LANES; i++) key[i] = j * LANES + i;
-            const Ints seen = (key >= (int32_t)from) & (key < (int32_t)min_i64(end, CHUNK));
-            x[j] = (Floats)((seen & (Ints)x[j]) | (~seen & (Ints)((Floats){} - INFINITY)));
-        }
-        top = larger_of(top, x[j]);
-    }
-    const float before = s->peak[row];
-    float peak = largest_lane(top) * unit;
-    peak = peak > before ? peak : before;
-    s->peak[row] = peak;
-    /* A row that has seen nothing yet keeps the peak -inf; 0 stands in, so that -inf - -inf never arises. */
-    const float base = peak == -INFINITY ? 0.0f : peak, decay = weight_of((Floats){} + (before - base))[0];
-    Floats sum = s->sum[row] * decay;
-    for (int j = 0; j < CHUNK / LANES; j++) {
-        x[j] = weight_of(x[j] * unit - base);
-        sum += x[j];
-        if (scaled) x[j] *= load_floats(s->v_scales + j * LANES);
-        if (HAS_DOT) store_bf16((uint16_t *)weights + j * LANES, x[j]);
-        else store_floats((float *)weights + j * LANES, x[j]);
-    }
-    s->sum[row] = sum;
-    return decay;
-}
-
-/* One chunk for m rows, the first of which is `row` of the item: scores, running softmax, weighted values. */
-INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
-    const int n = m * 4 <= ACCUMULATORS ? 4 : 2;
-    const Attention *a = it->a;
-    const int64_t dim = a->value_dim, row_words = a->cache->dim / PAIR, words = row_words + a->rope_dim / PAIR;
-    const int64_t shift = it->seq_len - it->q_len;
-    const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
-    if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
-    float decay[TILE];
-    /* With scales, a key's two rows have one each: their scores are added later. */
-    const int64_t together = a->rope_dim && a->cache->k_scales ? row_words : words;
-    score(m, n, s, s->q + row * words, words, 0, together, s->score);
-    if (together < words) score(m, n, s, s->q + row * words, words, together, words - together, s->rope_score);
-    for (int i = 0; i < m; i++)
-        decay[i] = soften(it, s, row + i, shift + (it->row + row + i) / it->group, chunk, s->score + i * CHUNK,
-                          s->rope_score + i * CHUNK, s->p + i * (CHUNK / PAIR));
-    const int64_t count = min_i64(CHUNK, last - chunk + PAIR) / PAIR;
-    int64_t d = 0;
-    for (; d + n * LANES <= dim; d += n * LANES) add_values(m, n, s, row, dim, d, count, decay);
-    for (; d < dim; d += LANES) add_values(m, 1, s, row, dim, d, count, decay);
-}
-
-static void attend_1(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(1, it, s, row, chunk); }
-static void attend_2(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(2, it, s, row, chunk); }
-static void attend_3(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(3, it, s, row, chunk); }
-static void attend_4(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(4, it, s, row, chunk); }
-static void attend_5(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(5, it, s, row, chunk); }
-static void attend_6(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(6, it, s, row, chunk); }
-static void (*const attend_rows[])(const Item *, Scratch *, int64_t, int64_t) = {
-    0, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
 
 /* Combines one more split into (peak, sum, o). */
 static void combine(int64_t dim, float *peak, float *sum, float *o, float more_peak, float more_sum, const float *more) {
@@ -380,27 +212,34 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
     }
 }
 
-/* The queries of an item as tiles of [words][m]. */
+/* The queries of an item in the form that the inner loops read. */
 static void pack_queries(const Item *it, Scratch *s) {
     const Attention *a = it->a;
-    const int64_t dim = a->cache->dim + a->rope_dim, words = dim / PAIR;
-    for (int64_t r = 0; r < it->rows; r += TILE) {
-        const int64_t m = min_i64(TILE, it->rows - r);
-        for (int64_t i = 0; i < m; i++) {
-            const int64_t at_row = it->row + r + i, token = a->cu_seqlens[it->seq] + at_row / it->group;
-            const int64_t head = it->kv_head * it->group + at_row % it->group;
-            const void *q = at(a->q, token * a->q_stride + head * dim, (int)a->type);
-            uint32_t *to = s->q + r * words + i;
-            for (int64_t w = 0; w < words; w++)
-                if (HAS_DOT) memcpy(to + w * m, (const uint32_t *)q + w, 4);
-                else to[w * m] = to_bits(get(q, w, (int)a->type));
+    const int64_t dim = a->cache->dim, all_words = key_words(a);
+    if (HAS_TILES) memset(s->q, 0, (it->rows + TILE - 1) / TILE * TILE * all_words * 4);
+    for (int64_t r = 0; r < it->rows; r++) {
+        const int64_t at_row = it->row + r, token = a->cu_seqlens[it->seq] + at_row / it->group;
+        const int64_t head = it->kv_head * it->group + at_row % it->group;
+        const void *q = at(a->q, token * a->q_stride + head * (dim + a->rope_dim), (int)a->type);
+        if (HAS_TILES) {
+            memcpy(s->q + r * all_words, q, dim * 2);
+            memcpy(s->q + r * all_words + row_words(dim), (const uint16_t *)q + dim, a->rope_dim * 2);
+            continue;
         }
+        const int64_t m = min_i64(TILE, it->rows - r / TILE * TILE);
+        uint32_t *to = s->q + r / TILE * TILE * all_words + r % TILE;
+        for (int64_t w = 0; w < all_words; w++)
+            if (HAS_DOT) memcpy(to + w * m, (const uint32_t *)q + w, 4);
+            else to[w * m] = to_bits(get(q, w, (int)a->type));
     }
 }
 
 static void run(const Item *it, Scratch *s, const Item *next) {
     const int64_t dim = it->a->value_dim;
     pack_queries(it, s);
+#if HAS_TILES
+    configure_tiles(it->rows);
+#endif
     const int64_t from = first_key(it), to = end_key(it);
     for (int64_t r = 0; r < it->rows; r++) s->all_peak[r] = -INFINITY, s->all_sum[r] = 0;
     memset(s->all, 0, it->rows * dim * 4);
@@ -411,7 +250,7 @@ static void run(const Item *it, Scratch *s, const Item *next) {
         int64_t start = max_i64(from / CHUNK * CHUNK, split * SPLIT), end = min_i64(to, (split + 1) * SPLIT);
         for (int64_t chunk = start; chunk < end; chunk += CHUNK) {
             pack(it, s, chunk, to, chunk + CHUNK >= to ? next : NULL);
-            for (int64_t r = 0; r < it->rows; r += TILE) attend_rows[min_i64(TILE, it->rows - r)](it, s, r, chunk);
+            for (int64_t r = 0; r < it->rows; r += TILE) attend(it, s, r, min_i64(TILE, it->rows - r), chunk);
         }
         for (int64_t r = 0; r < it->rows; r++) {
             float sum = sum_of_lanes(s->sum[r]);
@@ -485,6 +324,9 @@ int FOR_CLASS(attention_bf16)(const Attention *a) {
             for (int64_t i = 0; i < count; i++)
                 if (items[i].partial && items[i].split == 0) join(items + i, (items[i].seq_len + SPLIT - 1) / SPLIT);
         }
+#if HAS_TILES
+        _tile_release();
+#endif
     }
     free(items);
     free(left);

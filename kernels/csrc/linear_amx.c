@@ -4,10 +4,10 @@
  * would compete for the same lines of the first cache. Calls of many rows multiply two tiles of rows by two panels at a
  * time, calls of at most 16 rows one tile by four panels. Every output is one accumulator over the depth in order, with
  * any other rows in the call: a row's bits never depend on its neighbours. */
-#include <immintrin.h>
 #include <omp.h>
 
 #include "simd/cpu_class.h"
+#include "simd/tiles.h"
 #include "linear.h"
 
 #define TILE_ROWS 16
@@ -17,16 +17,6 @@
 #define PART 8                        /* tiles of the depth of these weights */
 #define THIN_PART 4                   /* and of a quantised weight that meets at most 16 rows */
 #define AHEAD 8                       /* lines prefetched for each step along the depth */
-
-/* The layout that ldtilecfg reads: eight tiles of 16 rows of 64 bytes. */
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileConfig;
-
-static const TileConfig whole_tiles = {
-    1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 /* Tile `tile` of rows of x as [words / 16] tiles; rows and elements that x lacks are zero. */
 static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *packed) {

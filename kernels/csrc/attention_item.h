@@ -1,0 +1,72 @@
+/* A work item of paged attention, the working memory of a thread, and the softmax's functions. attention.c says how it
+ * works; attention_vectors.h and attention_tiles.h are two forms of the inner loops. */
+#pragma once
+#include "attention.h"
+#include "simd/vectors.h"
+
+#ifdef __AMX_BF16__
+#define HAS_TILES 1
+#define ROWS 192     /* rows of one work item */
+#define TILE 16      /* rows that are computed together */
+#define WORD_STEP 16 /* words of a row are filled up with zeros to a multiple of this */
+#else
+#define HAS_TILES 0
+#define ROWS 96
+#define TILE 6
+#define WORD_STEP 1
+#endif
+
+#define CHUNK 64     /* keys packed at once */
+#define PART 16      /* keys that lie side by side in a packed chunk */
+#define MAX_ROPE 64
+#define MAX_VALUE 512
+#define PAIR (HAS_DOT ? 2 : 1) /* elements of a word */
+#define MAX_WORDS ((512 + MAX_ROPE) / PAIR)
+#define LOG2E 1.44269504088896f
+
+typedef struct {
+    const Attention *a;
+    int64_t seq, kv_head, seq_len, q_len, group;
+    int64_t row, rows;             /* of q_len * group */
+    int64_t split, splits;         /* which splits of the sequence this item sums */
+    float *partial;                /* where a decode's split leaves [rows][value_dim + 2], or null */
+} Item;
+
+typedef struct {
+    uint32_t q[ROWS * MAX_WORDS];         /* tiles of [words][m]; for AMX [ROWS][words] */
+    uint32_t k[CHUNK * MAX_WORDS];        /* [4 parts][words][16 keys] */
+    uint32_t v[CHUNK / PAIR * MAX_VALUE]; /* [words][value_dim]; for AMX tiles of [words][16 dimensions] */
+    uint32_t p[TILE * CHUNK / PAIR];     /* the weights, [m][words] */
+    float score[TILE * CHUNK], rope_score[TILE * CHUNK];
+    float o[ROWS * MAX_VALUE], all[ROWS * MAX_VALUE];
+    Floats sum[ROWS];
+    float peak[ROWS], all_sum[ROWS], all_peak[ROWS];
+    float k_scales[CHUNK], v_scales[CHUNK], rope_scales[CHUNK];
+    uint32_t wide_k[CHUNK * MAX_VALUE / PAIR], wide_rope[CHUNK * MAX_ROPE / PAIR];
+    uint32_t wide_v[HAS_DOT ? CHUNK * MAX_VALUE / PAIR : 1]; /* floats go to v at once */
+} Scratch;
+
+/* The words of a row of `dim` elements, and of a key: its row in the cache, then its rotary row. */
+INLINE int64_t row_words(int64_t dim) { return (dim / PAIR + WORD_STEP - 1) / WORD_STEP * WORD_STEP; }
+INLINE int64_t key_words(const Attention *a) { return row_words(a->cache->dim) + row_words(a->rope_dim); }
+
+#if HAS_DOT
+/* 2^x for x <= 0, to 4e-6: the fraction by vreduceps, a polynomial, and vscalefps, which takes floor(x) by itself.
+ * The weights are rounded to bfloat16 at once, so more terms would be lost. 2^-inf is exactly 0. */
+INLINE Floats weight_of(Floats x) {
+    Floats f = (Floats)_mm512_reduce_ps((__m512)x, 1), y = f * 1.342668550e-2f + 5.224247146e-2f;
+    y = y * f + 2.412802067e-1f;
+    y = y * f + 6.930448445e-1f;
+    y = y * f + 1.0f;
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
+}
+#else
+INLINE Floats weight_of(Floats x) { return exp2_of(x); }
+#endif
+
+/* cap * tanh(x / cap), then in units of log2. */
+INLINE Floats capped(Floats x, float cap) {
+    const Floats most = (Floats){} + 60.0f, scaled = x * (2 * LOG2E / cap);
+    const Floats e = weight_of(-larger_of(-scaled, -most));
+    return (e - 1.0f) / (e + 1.0f) * (cap * LOG2E);
+}
