@@ -20,7 +20,7 @@ INCLUDE = "kernels/csrc"
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 
 # A class without a kernel of its own takes that of the class before it.
-KERNELS = ["attention", "experts", "linear", "rows", "sampling", "shared_memory", "transfer_blocks"]
+KERNELS = ["attention/attention", "experts", "linear", "rows", "sampling", "shared_memory", "transfer_blocks"]
 CLASSES = {"generic": (KERNELS, [])}
 if platform.machine() in ("x86_64", "AMD64"):
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -29,8 +29,8 @@ if platform.machine() in ("x86_64", "AMD64"):
     CLASSES |= {
         "avx2": (KERNELS, avx2),
         "avx512": (KERNELS, avx512),
-        "avx512_bf16": (["attention", "linear"], avx512_bf16),
-        "amx": (["attention", "linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
+        "avx512_bf16": (["attention/attention", "linear", "rows"], avx512_bf16),
+        "amx": (["attention/attention", "linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
     }
 
 
@@ -54,7 +54,7 @@ class BuildKernels(build_ext):
 
     def _compile(self, name: str, source: str, flags: list[str]) -> str:
         folder = os.path.join(self.build_temp, name)
-        os.makedirs(os.path.join(folder, "kernels", "csrc"), exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.join(folder, "kernels", "csrc", source)), exist_ok=True)
         (compiled,) = self.compiler.compile(
             [f"kernels/csrc/{source}.c"],
             output_dir=folder,

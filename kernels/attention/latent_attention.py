@@ -31,7 +31,7 @@ from coatcheck.kernels.attention.paged_attention import check_tables
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, check_shape, refuse
 
-# Limits of the C library: MAX_VALUE and MAX_ROPE of kernels/csrc/attention.c.
+# Limits of the C library: MAX_VALUE and MAX_ROPE of kernels/csrc/attention/item.h.
 NATIVE_MAX_RANK, NATIVE_MAX_ROPE = 512, 64
 
 

@@ -14,7 +14,7 @@ cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past c
 With `batch_invariant` a query's result never depends on its neighbours, and is the same bits in a decode and in a
 prefill of any length. On CPU it always is; on a GPU splits and tiles then have one size (see attention_plan.py).
 
-CUDA tensors take the Triton kernels (paged_tiles.py), CPU tensors kernels/csrc/attention_*.c, or without the library
+CUDA tensors take the Triton kernels (paged_tiles.py), CPU tensors kernels/csrc/attention, or without the library
 the reference below.
 """
 

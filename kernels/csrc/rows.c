@@ -3,33 +3,42 @@
 #include "rows.h"
 
 #include "simd/cpu_class.h"
+#include "simd/vectors.h"
 
 #define PARALLEL_FROM 16384 /* elements */
 #define MAX_DIM 512         /* of heads that are stored as another kind */
 
 INLINE void norm_row(const Norm *n, int64_t row, int type) {
-    int64_t outer = row / n->inner, inner = row % n->inner, width = n->width;
+    const int64_t outer = row / n->inner, inner = row % n->inner, width = n->width, whole = width / LANES * LANES;
     const void *x = at(n->x, outer * n->x_outer + inner * n->x_inner, type);
     void *out = at(n->out, row * width, type);
-    float total = 0;
     if (n->residual) {
         const void *residual = at(n->residual, outer * n->r_outer + inner * n->r_inner, type);
         void *sum = at(n->sum, row * width, type);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) put(sum, i, get(x, i, type) + get(residual, i, type), type);
+        for (int64_t i = 0; i < whole; i += LANES)
+            store_vector(sum, i, load_vector(x, i, type) + load_vector(residual, i, type), type);
+        for (int64_t i = whole; i < width; i++) put(sum, i, get(x, i, type) + get(residual, i, type), type);
         x = sum;
     }
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < width; i++) total += get(x, i, type) * get(x, i, type);
-    float scale = 1.0f / sqrtf(total / (float)width + n->eps);
+    Floats squares[4] = {{0}};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const Floats one = load_vector(x, i, type);
+        squares[i / LANES % 4] += one * one;
+    }
+    float total = sum_of_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (int64_t i = whole; i < width; i++) total += get(x, i, type) * get(x, i, type);
+    const float scale = 1.0f / sqrtf(total / (float)width + n->eps);
     if (n->cast_first) {
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++)
+        for (int64_t i = 0; i < whole; i += LANES)
+            store_vector(out, i, rounded_vector(load_vector(x, i, type) * scale, type) *
+                                     rounded_vector(load_vector(n->weight, i, type) + n->offset, type), type);
+        for (int64_t i = whole; i < width; i++)
             put(out, i, rounded(get(x, i, type) * scale, type) * rounded(get(n->weight, i, type) + n->offset, type),
                 type);
     } else {
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++)
+        for (int64_t i = 0; i < whole; i += LANES)
+            store_vector(out, i, load_vector(x, i, type) * scale * (load_vector(n->weight, i, type) + n->offset), type);
+        for (int64_t i = whole; i < width; i++)
             put(out, i, get(x, i, type) * scale * (get(n->weight, i, type) + n->offset), type);
     }
 }
@@ -47,24 +56,22 @@ void FOR_CLASS(rms_norm)(const Norm *n) {
     for (int64_t part = 0; part < 16; part++) norm_rows(n, rows * part / 16, rows * (part + 1) / 16);
 }
 
-INLINE float silu(float x) { return x / (1.0f + exp_(-x)); }
-
-INLINE float gelu_tanh(float x) {
-    /* 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u) */
-    return x / (1.0f + exp_(-1.5957691216f * (x + 0.044715f * x * x * x)));
+/* x / (1 + e^-x), or for `gelu` x / (1 + e^-2u) = 0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3). Below the
+ * first bound both are 0 but for 1e-27; it and the second keep the power finite and normal. A NaN stays one. */
+INLINE Floats activation(Floats x, int gelu) {
+    x = larger_of((Floats){} - (gelu ? 9.0f : 69.0f), x);
+    const Floats exponent = gelu ? x * -1.5957691216f * (1.0f + 0.044715f * x * x) : -x;
+    return x * reciprocal_of(1.0f + exp_of(larger_of((Floats){} - 87.0f, exponent)));
 }
 
 INLINE void gated(const void *gate_up, int64_t stride, void *out, int64_t width, int gelu, int type, int64_t row,
                   int64_t from, int64_t to) {
     const void *gate = at(gate_up, row * stride, type), *up = at(gate, width, type);
     void *y = at(out, row * width, type);
-    if (gelu) {
-#pragma omp simd
-        for (int64_t i = from; i < to; i++) put(y, i, gelu_tanh(get(gate, i, type)) * get(up, i, type), type);
-    } else {
-#pragma omp simd
-        for (int64_t i = from; i < to; i++) put(y, i, silu(get(gate, i, type)) * get(up, i, type), type);
-    }
+    int64_t i = from;
+    for (; i + LANES <= to; i += LANES)
+        store_vector(y, i, activation(load_vector(gate, i, type), gelu) * load_vector(up, i, type), type);
+    for (; i < to; i++) put(y, i, activation((Floats){} + get(gate, i, type), gelu)[0] * get(up, i, type), type);
 }
 
 static void gated_rows(const void *gate_up, int64_t stride, void *out, int64_t width, int64_t gelu, int64_t type,

@@ -1,6 +1,6 @@
 /* What the calls of whole sublayers share: the kernels of the class in use, weights, and the rows between operations. */
 #pragma once
-#include "attention.h"
+#include "attention/attention.h"
 #include "experts.h"
 #include "linear.h"
 

@@ -45,12 +45,19 @@ INLINE Floats load_bf16(const void *from) {
     return (Floats)(__builtin_convertvector(x, Words) << 16);
 }
 
+/* Element i of a row of `type` and the LANES - 1 after it. */
+INLINE Floats load_vector(const void *row, int64_t i, int type) {
+    return type == BF16 ? load_bf16((const uint16_t *)row + i) : load_floats((const float *)row + i);
+}
+
 /* The neighbours of each pair of bfloat16: the one at the lower address, and the other. */
 INLINE Floats low_of(Words pairs) { return (Floats)(pairs << 16); }
 INLINE Floats high_of(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#ifdef __AVX512BF16__
 #define HAS_DOT 1
 /* Rounds to nearest, ties to even, as to_bf16 does; numbers below 2^-126 become 0. */
 INLINE void store_bf16(void *to, Floats x) { _mm256_storeu_si256(to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
@@ -73,6 +80,28 @@ INLINE Floats add_dot(Floats sum, Words a, Words b) {
     return sum + low_of(a) * low_of(b) + high_of(a) * high_of(b);
 }
 #endif
+
+INLINE void store_vector(void *row, int64_t i, Floats x, int type) {
+    if (type == BF16) store_bf16((uint16_t *)row + i, x);
+    else store_floats((float *)row + i, x);
+}
+
+INLINE Floats rounded_vector(Floats x, int type) {
+    if (type != BF16) return x;
+    Halves y;
+    store_bf16(&y, x);
+    return load_bf16(&y);
+}
+
+/* 1 / x for finite normal x. */
+INLINE Floats reciprocal_of(Floats x) {
+#ifdef __AVX512F__
+    const Floats y = (Floats)_mm512_rcp14_ps((__m512)x);
+    return y * (2.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
+}
 
 INLINE Floats larger_of(Floats a, Floats b) {
     Ints first = a > b;
@@ -105,4 +134,18 @@ INLINE Floats exp2_of(Floats x) {
     y = y * f + 6.931472028550421e-1f;
     y = y * f + 1.0f;
     return (Floats)(((Ints)y + ((Ints)shifted << 23)) & positive);
+}
+
+/* e^x for x of -87 to 88, as exp_ of scalar.h computes it. */
+INLINE Floats exp_of(Floats x) {
+    const Floats magic = (Floats){} + 12582912.0f, shifted = x * 1.44269504f + magic, whole = shifted - magic;
+    Floats f = x - whole * 0.693359375f;
+    f = f + whole * 2.12194440e-4f;
+    Floats y = f * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * f + 8.3334519073e-3f;
+    y = y * f + 4.1665795894e-2f;
+    y = y * f + 1.6666665459e-1f;
+    y = y * f + 5.0000001201e-1f;
+    y = y * f * f + f + 1.0f;
+    return (Floats)((Ints)y + ((Ints)shifted << 23));
 }

@@ -1,7 +1,7 @@
 /* The inner loops of attention with AMX: scores, softmax and sums of 16 rows at once. A row's result does not depend on the
  * other rows of its tile. */
 #pragma once
-#include "attention_item.h"
+#include "attention/item.h"
 #include "simd/tiles.h"
 
 #define TILE_WORDS 16 /* of a row of a tile */

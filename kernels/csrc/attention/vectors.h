@@ -1,6 +1,6 @@
 /* The inner loops of attention in vectors: the sums of up to TILE rows are in registers. */
 #pragma once
-#include "attention_item.h"
+#include "attention/item.h"
 
 INLINE Floats add_product(Floats sum, Words a, uint32_t b) {
     return HAS_DOT ? add_dot(sum, a, (Words){} + b) : sum + (Floats)a * from_bits(b);

@@ -1,7 +1,7 @@
 /* A work item of paged attention, the working memory of a thread, and the softmax's functions. attention.c says how it
- * works; attention_vectors.h and attention_tiles.h are two forms of the inner loops. */
+ * works; vectors.h and tiles.h are two forms of the inner loops. */
 #pragma once
-#include "attention.h"
+#include "attention/attention.h"
 #include "simd/vectors.h"
 
 #ifdef __AMX_BF16__

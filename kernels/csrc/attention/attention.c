@@ -10,7 +10,7 @@
  * and elements that are not bfloat16 are widened to it, which is exact for quantised elements. Elsewhere a word is a
  * float32. Elements are never multiplied by scales: a key's scale multiplies its scores, a value's scale its weights.
  */
-#include "attention_item.h"
+#include "attention/item.h"
 
 #include <stdlib.h>
 
@@ -20,9 +20,9 @@
 #include "simd/widen_bf16.h"
 #endif
 #if HAS_TILES
-#include "attention_tiles.h"
+#include "attention/tiles.h"
 #else
-#include "attention_vectors.h"
+#include "attention/vectors.h"
 #endif
 
 static const uint32_t zeros[MAX_WORDS]; /* a key that is not there */
