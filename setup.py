@@ -32,6 +32,8 @@ if platform.machine() in ("x86_64", "AMD64"):
         "avx512_bf16": (["attention/attention", "linear", "rows"], avx512_bf16),
         "amx": (["attention/attention", "linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
     }
+elif platform.machine() in ("aarch64", "arm64"):
+    CLASSES["neon_bf16"] = (["linear", "rows"], ["-march=armv8.2-a+bf16"])
 
 
 class BuildKernels(build_ext):

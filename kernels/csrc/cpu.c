@@ -46,6 +46,14 @@ int has_class(const char *name) {
     if (!strcmp(name, "amx")) return has_amx();
     return !strcmp(name, "generic");
 }
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+int has_class(const char *name) {
+    const unsigned long bf16 = 1ul << 14; /* HWCAP2_BF16 */
+    if (!strcmp(name, "neon_bf16")) return (getauxval(AT_HWCAP2) & bf16) != 0;
+    return !strcmp(name, "generic");
+}
 #else
 int has_class(const char *name) { return !strcmp(name, "generic"); }
 #endif

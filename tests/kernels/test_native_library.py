@@ -59,10 +59,12 @@ def test_every_class_of_this_processor_is_built() -> None:
     """The classes that can run are those whose instructions the kernel of the operating system lists."""
     library = native.library()
     assert library is not None, "the library is built where tests run"
-    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(next(line for line in lines if line.startswith(("flags", "Features"))).partition(":")[2].split())
     avx2, avx512 = {"avx2", "fma"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     needs = {
         "generic": set[str](),
+        "neon_bf16": {"bf16"},
         "avx2": avx2,
         "avx512": avx2 | avx512,
         "avx512_bf16": avx2 | avx512 | {"avx512_bf16"},

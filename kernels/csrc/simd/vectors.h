@@ -66,6 +66,16 @@ INLINE void store_bf16(void *to, Floats x) { _mm256_storeu_si256(to, (__m256i)_m
 INLINE Floats add_dot(Floats sum, Words a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#define HAS_DOT 1
+/* Rounds to nearest, ties to even, as to_bf16 does. */
+INLINE void store_bf16(void *to, Floats x) { vst1_bf16(to, vcvt_bf16_f32((float32x4_t)x)); }
+
+/* sum + the product of the low elements + the product of the high ones, in one instruction. */
+INLINE Floats add_dot(Floats sum, Words a, Words b) {
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
 #else
 #define HAS_DOT 0
 /* Rounds to nearest, ties to even, as to_bf16 does. */
