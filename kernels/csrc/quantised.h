@@ -71,7 +71,7 @@ INLINE Floats load_scales(const void *scales, int64_t at, int64_t type) {
 
 /* A word of pairs of bfloat16 for each lane, rounded to nearest. */
 INLINE Words pairs_of(Floats low, Floats high) {
-#if HAS_DOT
+#ifdef __AVX512BF16__
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));

@@ -30,8 +30,9 @@ static int check_linear(int64_t rows, int64_t depth, int64_t features) {
     void *scratch = aligned_alloc(64, ((rows + 15) * (depth + 31) * 4 + 63) / 64 * 64);
     int wrong = 0;
     pack_weight(w, features, depth, packed, BF16);
-    FOR_CLASS(linear_bf16)(&(Linear){.x = x, .ldx = depth, .rows = rows, .packed = packed, .bias = bias,
-                                     .features = features, .depth = depth, .y = y, .ldy = features, .scratch = scratch});
+    const Weight weight = {.packed = packed, .bias = bias, .features = features, .depth = depth};
+    FOR_CLASS(linear_bf16)(&(Linear){.weight = weight, .x = x, .ldx = depth, .rows = rows, .y = y, .ldy = features,
+                                     .scratch = scratch});
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < features; j++) {
             double sum = value(bias, j);
