@@ -94,6 +94,11 @@ def test_a_difference_in_one_of_two_random_models_is_no_difference(
     verify_model(write(tmp_path / "model", "glm4"))
 
 
+def test_a_copy_that_the_probe_refuses_by_rounding_is_halved(tmp_path: Path) -> None:
+    """The copy with 8 layers has experts of nearly equal score; the copy with 4 equals transformers."""
+    assert verify_model(write(tmp_path / "model", "cohere2_moe")).layers == 4
+
+
 def test_a_model_that_transformers_does_not_compute_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there is nothing to compare with, the refusal says why."""
 
