@@ -158,7 +158,7 @@ def test_rows_in_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linear = PackedLinear(torch.randn(200, 130).to(dtype), torch.randn(200).to(dtype), batch_invariant=True)
     if linear.form == "native":
-        linear.form, linear._weight = "plain", torch.randn(200, 130).to(dtype)
+        linear.form, linear.parts = "plain", (torch.randn(200, 130).to(dtype),)
     x = torch.randn(3 * ROW_TILE + 5, 130).to(dtype)
     whole = linear(x)
     for first, last in ((0, 1), (3, 9), (ROW_TILE - 1, ROW_TILE + 1), (5, 3 * ROW_TILE)):
