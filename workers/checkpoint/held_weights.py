@@ -17,7 +17,8 @@ _SIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 _DECODED: Final = (Encoding.MXFP4, Encoding.NF4)
 _WORD: Final = 8  # columns of which a group that stays quantised is a multiple
 _GROUP: Final = 128  # that share a scale, with quantization int4
-_UNQUANTISED: Final = ("lm_head", "embed_out", "gate", "router", "shared_expert_gate")
+_UNQUANTISED: Final = frozenset(("lm_head", "embed_out", "gate", "router", "shared_expert_gate"))
+_EXPERTS: Final = ".experts."  # of a mixture: held plain
 # Of latent attention (MLA), which splits and reorders these weights.
 _LATENT: Final = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
@@ -32,7 +33,7 @@ def held_bytes(
     total = 0
     for key, entry in plain_entries(entries, quantised).items():
         held = None
-        if key.rpartition(".")[0].rpartition(".")[2] in plain:
+        if key.rpartition(".")[0].rpartition(".")[2] in plain or _EXPERTS in key:
             pass
         elif (weight := quantised.weights.get(key)) is not None:
             held = _bytes_of_codes(weight, entries)
@@ -72,7 +73,7 @@ def _is_quantised_at_load(key: str, entry: TensorEntry) -> bool:
     """By its name: a linear inside a layer, and no router."""
     module, _, leaf = key.rpartition(".")
     is_linear = leaf == "weight" and len(entry.shape) == 2 and (".layers." in key or ".h." in key)
-    return is_linear and module.rpartition(".")[2] not in _UNQUANTISED
+    return is_linear and not _UNQUANTISED.intersection(module.split("."))
 
 
 def _bytes_at_load(shape: tuple[int, ...], quantization: str) -> int:

@@ -37,6 +37,15 @@ def test_bytes_of_weights_quantised_at_load_are_those_loaded(quantization: str, 
     assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_experts_are_held_plain(kind: str, tmp_path: Path) -> None:
+    """Of a mixture of experts everything but the experts is quantised, in the plan and on the rank."""
+    path = tiny_checkpoint(kind, tmp_path)
+    model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization="int8")
+    settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization="int8")
+    assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes < 2 * model.spec.num_weights
+
+
 def test_latent_attention_keeps_its_projections_plain(tmp_path: Path) -> None:
     """With latent attention only the output projections and MLPs are quantised, in the plan and on the rank."""
     path = tiny_checkpoint("deepseek-v3", tmp_path, first_k_dense_replace=9)
