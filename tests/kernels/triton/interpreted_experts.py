@@ -66,8 +66,17 @@ def product(dtype: torch.dtype, tokens: int, activation: str) -> None:
         gated = activate(wide, activation, 1.7, 1.5).to(dtype).float()
         y = (gated @ down[expert].float().T + biases[1][expert].float()).to(dtype).float()
         want += ((ids == expert) * factors).sum(1, keepdim=True) * y
-    agree(experts(x, ids, factors), want.to(dtype))
-    agree(experts(x, ids, factors, shared, gate), (want + shared.float() * gate.float().sigmoid()).to(dtype))
+    agree_on_sums(experts(x, ids, factors), want.to(dtype))
+    agree_on_sums(experts(x, ids, factors, shared, gate), (want + shared.float() * gate.float().sigmoid()).to(dtype))
+
+
+def agree_on_sums(have: Tensor, want: Tensor) -> None:
+    """Gated rows and each expert's output are rounded to the dtype before they are summed. In bfloat16 another order of
+    a product's sum may round one of them the other way."""
+    if have.dtype == torch.bfloat16:
+        torch.testing.assert_close(have, want, rtol=1.5e-2, atol=1.5e-2)
+    else:
+        agree(have, want)
 
 
 def experts_of(
@@ -106,4 +115,4 @@ def neighbours(dtype: torch.dtype, batch_invariant: bool) -> None:
         if batch_invariant:
             assert torch.equal(alone, whole[part])
         else:
-            agree(alone, whole[part])
+            agree_on_sums(alone, whole[part])
