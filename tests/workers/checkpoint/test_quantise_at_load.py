@@ -37,7 +37,8 @@ def test_every_weight_is_next_to_its_code(kind: CodeKind, steps: int) -> None:
     else:
         padded = torch.nn.functional.pad(weight, (0, 84)).view(30, 3, 128)
         bound = padded.abs().amax(2).repeat_interleave(128, 1)[:, :300] / steps
-    assert bool((error <= bound * 1.01).all())
+    # The scales of groups are rounded to bfloat16, by at most 1 / 512, and multiplied by codes up to 7.
+    assert bool((error <= bound * (1 + 7 / 512 + 1e-5)).all())
     assert not error[3].any()
 
 

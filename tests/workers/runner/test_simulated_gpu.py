@@ -80,8 +80,10 @@ def test_the_pool_takes_what_the_largest_step_leaves(tmp_path: Path) -> None:
 
 
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
-    """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices."""
-    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in ARCHITECTURES]
+    """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices. Latent
+    attention is refused on GPUs."""
+    served = [arch for arch in ARCHITECTURES if not arch.startswith("deepseek")]
+    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in served]
     assert len(simulated("simulated_load", *paths)) == len(paths)
 
 
