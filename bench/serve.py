@@ -103,15 +103,12 @@ def measure_engine_step(checkpoint: Path) -> float:
 
 def as_table(results: Results) -> Table:
     table = Table(title="82M llama, bfloat16, through the server (clients × prompt/output tokens; medians)")
-    table.add_column("scenario")
-    for name in results:
-        for figure in ("TTFT ms", "TPOT ms", "tokens/s"):
-            table.add_column(f"{name}\n{figure}", justify="right")
+    for column in ("scenario", "engine", "TTFT ms", "TPOT ms", "tokens/s"):
+        table.add_column(column, justify="left" if column in ("scenario", "engine") else "right")
     for scenario in SCENARIOS:
-        cells = []
-        for figures in (result[scenario] for result in results.values()):
-            cells += [f"{figures.ttft_ms:.0f}", f"{figures.tpot_ms:.2f}", f"{figures.tokens_per_second:.1f}"]
-        table.add_row(scenario.title, *cells)
+        for name, figures in ((name, result[scenario]) for name, result in results.items()):
+            cells = f"{figures.ttft_ms:.0f}", f"{figures.tpot_ms:.2f}", f"{figures.tokens_per_second:.1f}"
+            table.add_row(scenario.title, name, *cells)
     return table
 
 
