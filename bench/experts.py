@@ -17,11 +17,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig
 
 from coatcheck.bench.engine import EngineCase, measure
 from coatcheck.bench.engine_cases.contestants import Coatcheck, Transformers
-from coatcheck.bench.setup.checkpoint import VOCABULARY, train_tokenizer
+from coatcheck.bench.setup.checkpoint import COMMON_FIELDS, write_checkpoint
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 
 FORMS = ("eager", "batched_mm", "grouped_mm")
@@ -75,28 +75,20 @@ def main(
 
 def make_checkpoint(directory: Path) -> Path:
     """Write the checkpoint (0.8 GB) with random weights and a tokenizer unless it exists."""
-    if not (directory / "config.json").exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        train_tokenizer().save_pretrained(directory)
-        torch.manual_seed(0)
-        config = Qwen3MoeConfig(
-            num_hidden_layers=10,
-            hidden_size=768,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            num_experts=64,
-            num_experts_per_tok=8,
-            moe_intermediate_size=256,
-            norm_topk_prob=True,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=True,
-            max_position_embeddings=4096,
-            bos_token_id=0,
-            eos_token_id=1,
-            dtype=torch.bfloat16,
-        )
-        Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(directory)
-    return directory
+    config = Qwen3MoeConfig(
+        num_hidden_layers=10,
+        hidden_size=768,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=256,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        **COMMON_FIELDS,
+    )
+    return write_checkpoint(config, directory)
 
 
 def as_table(rows: list[ExpertFigures], forms: list[str]) -> Table:

@@ -19,11 +19,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from coatcheck.bench.engine_cases.contestants import Coatcheck
 from coatcheck.bench.kv_cases.dtype import perplexity
-from coatcheck.bench.setup.checkpoint import VOCABULARY, train_tokenizer
+from coatcheck.bench.setup.checkpoint import COMMON_FIELDS, VOCABULARY, write_checkpoint
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.kernels.native import native_status
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
@@ -96,27 +96,17 @@ def demo_perplexity(form: str, most_tokens: int) -> float:
 
 def make_checkpoint(directory: Path) -> Path:
     """Write the checkpoint (1 GB) with random weights and a tokenizer unless it exists."""
-    if not (directory / "config.json").exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        train_tokenizer().save_pretrained(directory)
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            num_hidden_layers=24,
-            hidden_size=1280,
-            num_attention_heads=20,
-            num_key_value_heads=4,
-            intermediate_size=4096,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=True,
-            max_position_embeddings=2048,
-            bos_token_id=0,
-            eos_token_id=1,
-            dtype=torch.bfloat16,
-        )
-        torch.set_default_dtype(torch.bfloat16)
-        LlamaForCausalLM(config).save_pretrained(directory)
-        torch.set_default_dtype(torch.float32)
-    return directory
+    config = LlamaConfig(
+        num_hidden_layers=24,
+        hidden_size=1280,
+        num_attention_heads=20,
+        num_key_value_heads=4,
+        intermediate_size=4096,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        **COMMON_FIELDS,
+    )
+    return write_checkpoint(config, directory)
 
 
 def as_table(rows: list[FormFigures]) -> Table:

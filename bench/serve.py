@@ -28,7 +28,7 @@ from coatcheck.bench.setup.checkpoint import make_checkpoint
 from coatcheck.bench.setup.peers import LlamaCppServer, OpenvinoPipeline, VllmServer
 from coatcheck.bench.setup.results_file import describe_machine, write_results
 from coatcheck.bench.setup.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
-from coatcheck.bench.setup.servers import CoatcheckServer, Engine, Server
+from coatcheck.bench.setup.servers import BenchEngine, CoatcheckServer, Server
 
 Results = dict[str, dict[Scenario, Figures]]
 
@@ -57,7 +57,7 @@ def main(
         scratch = Path(scratch_name)
         directory = make_checkpoint((checkpoint or scratch / "llama-82m").resolve())
         engine_step_ms = measure_engine_step(directory)
-        engines: list[Engine] = [stack.enter_context(CoatcheckServer(directory, scratch))]
+        engines: list[BenchEngine] = [stack.enter_context(CoatcheckServer(directory, scratch))]
         if vllm is not None:
             engines.append(stack.enter_context(VllmServer(vllm.absolute(), directory, scratch)))
         if llama_server is not None:

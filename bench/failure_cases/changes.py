@@ -44,7 +44,7 @@ _CALL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChangeFigures:
     """One change. `seconds`: until it was complete. `longest_stall`: the most seconds that a stream was without an
     event. The rest are numbers of streams; `refused` ones had not begun."""
 
@@ -188,13 +188,13 @@ def read_status(address: str) -> pb.StatusResponse | None:
     return None
 
 
-class Measurement:
+class ChangeMeter:
     """Makes changes under one load, one after another."""
 
     def __init__(self, load: ChaosLoad) -> None:
         self._load = load
 
-    async def measure(self, change: str, act: Callable[[], None]) -> Row:
+    async def measure(self, change: str, act: Callable[[], None]) -> ChangeFigures:
         """Make a change, and wait until every stream that ran at its end has got a further event."""
         counts, began = Counter(self._load.counts), time.monotonic()
         await asyncio.to_thread(act)
@@ -203,7 +203,9 @@ class Measurement:
         stalls = [stall for when, stall in self._load.stalls if when > began]
         counts = self._load.counts - counts
         names = ("ended", "moved", "refused", "failed", "changed")
-        return Row(change, round(seconds, 1), round(max(stalls, default=0.0), 2), *(counts[name] for name in names))
+        return ChangeFigures(
+            change, round(seconds, 1), round(max(stalls, default=0.0), 2), *(counts[name] for name in names)
+        )
 
     def _wait_for_events(self) -> None:
         """Wait until each stream that runs now has got another event or has ended."""
@@ -213,7 +215,7 @@ class Measurement:
             time.sleep(0.05)
 
 
-class Part(StrEnum):
+class ChangeKind(StrEnum):
     """Changes that are made one after another."""
 
     SETTINGS = "settings"
@@ -222,7 +224,7 @@ class Part(StrEnum):
 
 
 def main(
-    parts: Annotated[list[Part] | None, typer.Option("--part", help="Make these changes; default: all.")] = None,
+    parts: Annotated[list[ChangeKind] | None, typer.Option("--part", help="Make these changes; default: all.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """Make each change once while streams run."""
@@ -231,7 +233,7 @@ def main(
         scratch = Path(scratch_name)
         checkpoint = make_small_checkpoint(scratch / "llama-small")
         with ChangingCluster(checkpoint, scratch) as cluster:
-            asyncio.run(Run(cluster, json_path).run(parts or list(Part)))
+            asyncio.run(Run(cluster, json_path).run(parts or list(ChangeKind)))
 
 
 class Run:
@@ -243,11 +245,11 @@ class Run:
         self._console = Console()
         self._requests = cases(VOCABULARY, 100)
         self._expected: list[GenerationResult] = []
-        self._rows: list[Row] = []
+        self._rows: list[ChangeFigures] = []
 
-    async def run(self, parts: list[Part]) -> None:
+    async def run(self, parts: list[ChangeKind]) -> None:
         cluster = self._cluster
-        if Part.SETTINGS in parts:
+        if ChangeKind.SETTINGS in parts:
             await self._measure(
                 ("queue-target", lambda: cluster.change("the settings have changed", queue_target=3)),
                 ("kv-memory: two groups start again", lambda: cluster.change(kv_memory="10MiB")),
@@ -255,7 +257,7 @@ class Run:
                 ("block-size: refused", lambda: cluster.change("error: a running cluster cannot", block_size=32)),
                 ("block-size as before", lambda: cluster.change("the settings have changed", block_size=16)),
             )
-        if Part.ROUTERS in parts:
+        if ChangeKind.ROUTERS in parts:
             await self._measure(("routers 1 to 2, with the start of the node", cluster.add_router_node))
             # From here on clients know both routers.
             await self._measure(
@@ -263,7 +265,7 @@ class Run:
                 ("restart: supervisor and two groups", cluster.restart),
                 ("routers 2 to 1", lambda: cluster.remove_router_node(cluster.router_nodes[0])),
             )
-        if Part.NODES in parts:
+        if ChangeKind.NODES in parts:
             await self._measure(
                 ("groups 2 to 3, with the start of the node", lambda: grow(cluster)),
                 ("groups 3 to 2", lambda: cluster.change(groups=2)),
@@ -281,7 +283,7 @@ class Run:
             await load.learn()
             self._expected = load.expected
         keeping = asyncio.create_task(load.keep(_STREAMS))
-        measurement = Measurement(load)
+        measurement = ChangeMeter(load)
         for change, act in changes:
             self._rows.append(await measurement.measure(change, act))
             self._console.print(self._rows[-1], highlight=False, soft_wrap=True)

@@ -28,8 +28,8 @@ class Part(Enum):
 
     TRAINING = 1
     MEASURED = 2
-    MEASURED_TOO = 3
-    MEASURED_ALSO = 4
+    MEASURED_SECOND = 3
+    MEASURED_THIRD = 4
 
 
 class Workload:
@@ -99,7 +99,7 @@ def _pooled_hits(chains: Sequence[Sequence[bytes]], blocks: int) -> list[int]:
 @lru_cache(maxsize=4)  # cells of one workload follow each other
 def measured_parts(name: str) -> Sequence[Part]:
     """The parts of the workload `name` that are measured. Of a trace there is one."""
-    return [Part.MEASURED, Part.MEASURED_TOO, Part.MEASURED_ALSO] if name in WORKLOADS else [Part.MEASURED]
+    return [Part.MEASURED, Part.MEASURED_SECOND, Part.MEASURED_THIRD] if name in WORKLOADS else [Part.MEASURED]
 
 
 def load_part(name: str, part: Part, traces: Path) -> Workload:

@@ -25,7 +25,7 @@ CACHE_GB = 2
 
 
 @dataclass(eq=False)
-class Stream:
+class OpenvinoStream:
     """A request under way. Times are those of time.perf_counter()."""
 
     handle: Any
@@ -62,14 +62,14 @@ def run(pipeline: Any, scenario: dict[str, int], seed: int) -> dict[str, float]:
     """Keep `clients` requests running until all are answered."""
     config = openvino_genai.GenerationConfig(max_new_tokens=scenario["output_len"], ignore_eos=True, do_sample=False)
     waiting = list(enumerate(prompts(scenario, seed)))[::-1]
-    running: list[Stream] = []
-    ended: list[Stream] = []
+    running: list[OpenvinoStream] = []
+    ended: list[OpenvinoStream] = []
     began = time.perf_counter()
     while waiting or running:
         while waiting and len(running) < scenario["clients"]:
             number, prompt = waiting.pop()
             ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
-            running.append(Stream(pipeline.add_request(number, ids, config), time.perf_counter()))
+            running.append(OpenvinoStream(pipeline.add_request(number, ids, config), time.perf_counter()))
         pipeline.step()
         done = [stream for stream in running if stream.read()]
         ended += done

@@ -17,7 +17,7 @@ from pathlib import Path
 from coatcheck.bench.setup.checkpoint import VOCABULARY
 from coatcheck.bench.setup.gguf_checkpoint import write_gguf
 from coatcheck.bench.setup.scenario import Figures, Scenario
-from coatcheck.bench.setup.servers import KV_GIB, Engine, Server, free_port
+from coatcheck.bench.setup.servers import KV_GIB, BenchEngine, Server, free_port
 from coatcheck.bench.setup.sse_load import run_sse
 from coatcheck.cluster.benchmark.load_generator import Recording
 from coatcheck.cluster.benchmark.request_generator import RequestGenerator
@@ -104,7 +104,7 @@ class LlamaCppServer(_HttpServer):
         return _figures(recordings, scenario.output_len, seconds)
 
 
-class OpenvinoPipeline(Engine):
+class OpenvinoPipeline(BenchEngine):
     """OpenVINO GenAI's continuous batching in a process of its own for each run; see openvino_load.py."""
 
     name = "openvino"

@@ -26,7 +26,7 @@ from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 KV_GIB = 2
 
 
-class Engine(ABC):
+class BenchEngine(ABC):
     """What a scenario runs on. A context manager."""
 
     name: str
@@ -46,7 +46,7 @@ class Engine(ABC):
         """Run a scenario once. Runs with different seeds share no prompt."""
 
 
-class Server(Engine):
+class Server(BenchEngine):
     """A server process in a new session, so that SIGKILL can reach its children too."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, environment: dict[str, str] | None = None) -> None:

@@ -105,11 +105,11 @@ def test_ours_is_compared_with_the_best_of_each_kind_by_each_figure() -> None:
 
 def test_figures_are_means_over_the_parts_that_all_rules_have() -> None:
     """Times have geometric means, shares arithmetic ones; a part that one rule lacks does not count."""
-    others = {rule: {part: _result(1, 1, 0.5) for part in (Part.MEASURED, Part.MEASURED_TOO)} for rule in RULES}
+    others = {rule: {part: _result(1, 1, 0.5) for part in (Part.MEASURED, Part.MEASURED_SECOND)} for rule in RULES}
     ours = {
         Part.MEASURED: _result(1, 2, 0.2),
-        Part.MEASURED_TOO: _result(4, 8, 0.8),
-        Part.MEASURED_ALSO: _result(9, 9, 1),
+        Part.MEASURED_SECOND: _result(4, 8, 0.8),
+        Part.MEASURED_THIRD: _result(9, 9, 1),
     }
     (row,) = compare({CELLS[0].name: others | {OURS: ours}}, OTHERS["rules as published"])
     assert (row.p90_ratio, row.p99_ratio) == pytest.approx((2.0, 4.0))

@@ -18,7 +18,7 @@ from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_caches
 
 
 @dataclass(slots=True)
-class Running:
+class PagedSequence:
     """One sequence. `computed`: how many of its tokens are in the pool. `output`: the tokens that `greedy` added."""
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class PagedDriver:
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 
-    def start(self, tokens: Sequence[int], max_tokens: int, *, prefix_of: Running | None = None) -> Running:
+    def start(self, tokens: Sequence[int], max_tokens: int, *, prefix_of: PagedSequence | None = None) -> PagedSequence:
         """A new sequence, with the blocks for its tokens and `max_tokens` more.
 
         `prefix_of`: a sequence whose computed full blocks this one shares as far as the tokens are equal, except for
@@ -56,9 +56,9 @@ class PagedDriver:
         blocks, self._free = self._free[:count], self._free[count:]
         assert len(blocks) == count, "num_blocks is too small for these sequences"
         inherited = prefix_of.blocks[:shared] if prefix_of is not None else []
-        return Running(list(tokens), [*inherited, *blocks], computed=shared * size)
+        return PagedSequence(list(tokens), [*inherited, *blocks], computed=shared * size)
 
-    def step(self, work: list[tuple[Running, int]], *, sample_chunks: bool = True) -> Tensor:
+    def step(self, work: list[tuple[PagedSequence, int]], *, sample_chunks: bool = True) -> Tensor:
         """Logits [R, vocab_size] of one forward pass over the next `n` tokens of each sequence.
 
         A row for each sequence, of the last of its `n` tokens. Without `sample_chunks`, sequences with tokens left to
@@ -94,7 +94,7 @@ class PagedDriver:
             self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.layer_caches, wanted)
         )
 
-    def hidden(self, sequence: Running, n: int) -> Tensor:
+    def hidden(self, sequence: PagedSequence, n: int) -> Tensor:
         """Hidden states [n, hidden_size] of the next `n` tokens of one sequence."""
         size, span = self.layout.block_size, range(sequence.computed, sequence.computed + n)
         sequence.computed = span.stop
@@ -111,7 +111,7 @@ class PagedDriver:
         """The greedy tokens of each prompt, `max_tokens` each. Prompt i joins at step i * stagger, so that its prefill
         meets the others' decodes."""
         waiting = [self.start(prompt, max_tokens) for prompt in prompts]
-        everyone, running, step = list(waiting), list[Running](), 0
+        everyone, running, step = list(waiting), list[PagedSequence](), 0
         while waiting or running:
             while waiting and step >= (len(everyone) - len(waiting)) * stagger:
                 running.append(waiting.pop(0))
