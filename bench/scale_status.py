@@ -38,7 +38,7 @@ class _SimulatedStream:
         self._name = endpoint.name
 
     def send(self, message: ToGroup) -> None:
-        """Nobody answers."""
+        """Drop the message: the simulated group answers nothing."""
 
     async def read(self, receive: Callable[[FromGroup], None]) -> None:
         model = GetModelResponse(name="m", block_size=16)

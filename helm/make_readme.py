@@ -12,6 +12,20 @@ _TITLE = """# The coatcheck chart
 Generated from [values.yaml](values.yaml) by `python helm/make_readme.py`. [values](values) has complete examples, and
 [docs/operations.md](../../docs/operations.md) says how to operate a release.
 
+The KubeRay operator (1.5.1 or later) must run in the cluster, and the image must be in a registry
+([docker/Dockerfile](../../docker/Dockerfile) has the commands). Then, for one GPU:
+
+```sh
+coatcheck keys new ops --role admin                              # prints a key; writes its hash to keys.yaml
+kubectl create secret generic tenants --from-file=keys.yaml
+kubectl create secret generic admin-key --from-literal=key=KEY   # the key that was printed
+kubectl create secret generic hub --from-literal=token=TOKEN     # of Hugging Face
+helm install demo helm/coatcheck -f helm/coatcheck/values/one-gpu.yaml --set image.repository=REGISTRY/coatcheck
+helm test demo                                                   # once the head's pod is ready
+```
+
+To remove a default list write `[]`; `null` is allowed for `requests` and `limits` alone.
+
 | value | default | what it is |
 |---|---|---|
 """

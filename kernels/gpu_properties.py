@@ -38,6 +38,9 @@ class GpuProperties(NamedTuple):
         return self.convert if self.has_prefill_ptx else 1
 
 
+# Of an NVIDIA GPU: the kernels are compiled and tested for it and later ones.
+LEAST_CAPABILITY = (8, 0)
+
 SM_80 = GpuProperties(163 * 1024, False, 2, 108)
 SM_89 = GpuProperties(99 * 1024, False, 3, 142)  # L40S
 SM_90 = GpuProperties(227 * 1024, True, 3, 132)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 13
+VERSION = 16
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
@@ -58,6 +58,8 @@ _CLASS_SIGNATURES = {
     "transfer_blocks": "pqppqpqqp:v",
     "weighted_sum": "p:v",
 }
+# Kernels that a class has or goes without: that of another class would read other forms of its arguments.
+_OPTIONAL_SIGNATURES = {"gated_linear_bf16": "pq:v"}
 _SIGNATURES = {
     "attention_sublayer": "ppppp:r",
     "experts_product": "ppp:v",
@@ -117,15 +119,17 @@ class Library:
         for name, signature in _CLASS_SIGNATURES.items():
             built = next(one for one in usable if self.has_own(one, name))
             setattr(self, name, _typed(self._dll[f"{name}_{built}"], signature))
+        for name, signature in _OPTIONAL_SIGNATURES.items():
+            has_it = self.has_own(self.cpu_class, name)
+            setattr(self, name, _typed(self._dll[f"{name}_{self.cpu_class}"], signature) if has_it else None)
         self.attention = {torch.bfloat16: self.attention_bf16, torch.float32: self.attention_f32}
         self.linear = {torch.bfloat16: self.linear_bf16, torch.float32: self.linear_f32}
         operations = (
-            *self.linear.values(), self.linears_bf16, self.linears_f32, *self.attention.values(), self.rms_norm,
-            self.rotary, self.silu_mul, self.route, self.clamped_swiglu, self.weighted_sum,
+            *self.linear.values(), self.linears_bf16, self.linears_f32, self.gated_linear_bf16,
+            *self.attention.values(), self.rms_norm, self.rotary, self.silu_mul, self.route, self.clamped_swiglu,
+            self.weighted_sum,
         )  # fmt: skip
-        self.kernels = struct.pack(
-            f"@{len(operations)}P", *(ctypes.cast(function, _POINTER).value for function in operations)
-        )
+        self.kernels = struct.pack(f"@{len(operations)}P", *(_address(function) for function in operations))
 
     def has_own(self, cpu_class: str, *kernels: str) -> bool:
         """Whether one of `kernels` was compiled for a class."""
@@ -137,6 +141,10 @@ class Library:
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         raise AttributeError(f"{self.path.name} has no {name}")
+
+
+def _address(function: ctypes._NamedFuncPointer | None) -> int:
+    return 0 if function is None else ctypes.cast(function, _POINTER).value or 0
 
 
 def _typed(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFuncPointer:

@@ -33,15 +33,23 @@ class NeverFits(InvalidRequest):
 
 
 class ContextLengthExceeded(NeverFits):
-    """Prompt and answer together exceed the context. The code in HTTP errors is "context_length_exceeded"."""
+    """Prompt and answer together exceed the context. The code in HTTP errors is "context_length_exceeded".
+
+    `counts`: (tokens of the prompt, of the answer or 0, of the context), if they are known.
+    """
+
+    counts: tuple[int, int, int] | None = None
 
     @classmethod
-    def for_limit(cls, limit: int, explanation: str) -> Self:
-        """`limit`: max tokens of a sequence. `explanation`: the tokens of the prompt, and what to change.
+    def for_limit(cls, limit: int, explanation: str, prompt: int | None = None, answer: int = 0) -> Self:
+        """`limit`: max tokens of a sequence. `explanation`: the tokens of the prompt, and what to change. `prompt` and
+        `answer`: the tokens of each, if they are known.
 
         OpenAI's clients match the first words, shorten the conversation and try again.
         """
-        return cls(f"This model's maximum context length is {limit} tokens; {explanation}")
+        error = cls(f"This model's maximum context length is {limit} tokens; {explanation}")
+        error.counts = None if prompt is None else (prompt, answer, limit)
+        return error
 
 
 class Unauthenticated(CoatcheckError):

@@ -28,11 +28,13 @@ class ClusterCertificate:
 def internal_channel(
     address: str, own: ClusterCertificate | None, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
-    """A channel to a group: mutual TLS, or plain if `own` is None."""
+    """A channel to a group: mutual TLS, or plain if `own` is None. It ignores http_proxy, which is for other networks:
+    a proxy does not reach a group's address, least of all 127.0.0.1."""
+    direct = [*options, ("grpc.enable_http_proxy", 0)]
     if own is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=direct)
     credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-    named = [*options, ("grpc.ssl_target_name_override", GROUP)]
+    named = [*direct, ("grpc.ssl_target_name_override", GROUP)]
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 

@@ -29,12 +29,14 @@ class RouterReport:
     """What the supervisor asks a router regularly.
 
     `heartbeat`: whether its event loop makes progress. `groups`: the version of its list of groups. `missing`: names of
-    the groups that serve, as the supervisor has said, and to which the router is not connected.
+    the groups that serve, as the supervisor has said, and to which the router is not connected. `is_draining`: it
+    refuses new requests, or will soon.
     """
 
     heartbeat: Heartbeat
     groups: GroupListVersion
     missing: tuple[str, ...] = ()
+    is_draining: bool = False
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]  # absent from Ray's stubs
@@ -92,7 +94,8 @@ class RouterActor:
         heartbeat, router = self._heartbeat, self._router  # `stop` may clear the attributes meanwhile
         if heartbeat is None or router is None:
             return None
-        return RouterReport(heartbeat.read(), router.groups.version, router.groups.missing)
+        is_draining = router.traffic.is_draining or router.traffic.will_drain
+        return RouterReport(heartbeat.read(), router.groups.version, router.groups.missing, is_draining)
 
     async def announce_drain(self) -> None:
         """See Router.announce_drain."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import is_loopback
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import LogFormat
 from coatcheck.proto.setting_names import Routing, ToolParserName
@@ -55,6 +56,7 @@ class RouterConfig:
     key_file: str | None = None  # None: no keys are required
     cors_origins: tuple[str, ...] = ()  # whose web pages may call the HTTP API; "*" for any
     trust_request_chat_template: bool = False  # requests may bring their own chat template
+    enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info
     insecure: bool = False  # requests without credentials are accepted, whatever host they name
     # The stream of a client that reads nothing for this long is ended, and its blocks are freed.
     slow_reader_seconds: float = 30.0
@@ -90,8 +92,7 @@ class RouterConfig:
     @property
     def checks_host(self) -> bool:
         """Whether HTTP requests must name this host, because no credentials are required (see RequestGate)."""
-        loopback = self.http_host in ("localhost", "::1") or self.http_host.startswith("127.")
-        return loopback and not (self.key_file or self.tls_client_ca or self.insecure)
+        return is_loopback(self.http_host) and not (self.key_file or self.tls_client_ca or self.insecure)
 
     @property
     def model_names(self) -> tuple[str, ...]:

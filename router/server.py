@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
+from coatcheck.proto.host_port import host_port
 from coatcheck.proto.log_lines import LogFormat, configure_logging
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest, StatusResponse
 from coatcheck.proto.tracing import Tracing
@@ -45,6 +46,7 @@ from coatcheck.router.grpc_handlers import ADMIN_SERVICE, GENERATION_SERVICE, Gr
 from coatcheck.router.grpc_services import add_small_services
 from coatcheck.router.http.http_server import HttpServer
 from coatcheck.router.http.middleware import wrap_app
+from coatcheck.router.invocations import InvocationRoutes
 from coatcheck.router.openai.routes import OpenAIRoutes
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.responses.routes import ResponsesRoutes
@@ -131,10 +133,18 @@ class Router:
         add_small_services(self._grpc, self._health, services)
         self._health_updates: asyncio.Task[None] | None = None
 
-        routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side, planner)
+        routes = OpenAIRoutes(
+            self.generation,
+            self.admin,
+            tokenizer,
+            self.metrics,
+            self._side,
+            planner,
+            has_tokenizer_info=config.enable_tokenizer_info_endpoint,
+        )
         AnthropicRoutes(routes.app, routes.chats)
         ResponsesRoutes(routes.app, routes.chats)
-        EmbeddingRoutes(routes.app, embedding, routes.large, config.model_name)
+        InvocationRoutes(routes, EmbeddingRoutes(routes.app, embedding, self.generation, routes.large))
         ConnectHandlers(routes.app, self.generation, embedding, self._side)
         app = wrap_app(
             routes.app, authenticator, request_metrics, check_host=config.checks_host, cors_origins=config.cors_origins
@@ -192,7 +202,7 @@ class Router:
             await asyncio.to_thread(self._tracing.close)
 
     def _listen_for_grpc(self) -> str:
-        address = f"{self.config.host}:{self.config.port}"
+        address = host_port(self.config.host, self.config.port)
         try:
             if self.certificate is None:
                 port = self._grpc.add_insecure_port(address)
@@ -203,7 +213,7 @@ class Router:
                 f"cannot listen on {address}, which is in use or no address of this host; choose another port, or 0 "
                 "for any free one"
             ) from error
-        return f"{self.config.host}:{port}"
+        return host_port(self.config.host, port)
 
     def _check_max_queued(self) -> None:
         if (count := max_connections(HTTP_SHARE)) < self.config.max_queued:

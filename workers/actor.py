@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
+from coatcheck.proto.host_port import host_port, listen
 from coatcheck.proto.log_lines import configure_logging
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
@@ -60,8 +61,8 @@ class RankActor:
 
     def rendezvous(self) -> str:
         """For rank 0: bind a port where the ranks will connect to each other. Return host:port."""
-        self._listener = socket.create_server((self._host, 0))
-        return f"{self._host}:{self._listener.getsockname()[1]}"
+        self._listener = listen(self._host, 0)
+        return host_port(self._host, self._listener.getsockname()[1])
 
     def run(self, rendezvous: str) -> None:
         """Serve until the rank ends. Raises CoatcheckError if the model or the settings cannot be served."""

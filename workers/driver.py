@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from coatcheck.kernels.native import native_status
 from coatcheck.proto.contract import CONTRACT, VERSION
+from coatcheck.proto.host_port import host_port
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
@@ -59,6 +60,8 @@ class Driver:
             kernels=self.kernels,
             bytes_per_block=memory.layout.bytes_per_block,
             count_late_compiles=count_late_compiles,
+            replicates_latents=spec.tp > 1 and any(layer.is_latent for layer in spec.layers),
+            expert_tokens=_count_from_now(loaded.runner.model.expert_tokens),
         )
         self._service = WorkerService(
             report,
@@ -69,8 +72,7 @@ class Driver:
         self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=self._die)
         self._config = config
         self._watchdog = StepWatchdog(self._loop, self._hang_seconds, self._die)
-        address = self._service.start(self._loop, f"{host}:0")
-        self.address = f"{host}:{address.rpartition(':')[2]}"
+        address = self.address = self._service.start(self._loop, host_port(host, 0))
         _log.info(
             "%s serves on %s: %d blocks of %d tokens, %d in host memory",
             config.name,
@@ -112,6 +114,12 @@ class Driver:
                 self._service.send_failure_notice(cause, self.engine.unstarted_requests())
         finally:  # also if the failure notice cannot be sent
             exit_process(self._name, error)
+
+
+def _count_from_now(count: Callable[[], list[int]]) -> Callable[[], list[int]]:
+    """`count` without what the warm-up counted."""
+    before = count()
+    return lambda: [now - then for now, then in zip(count(), before, strict=True)]
 
 
 def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: MemoryBudget) -> wire.Registration:

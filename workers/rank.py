@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.kernels.gpu_properties import LEAST_CAPABILITY
 from coatcheck.kernels.native import CpuClassRefused, library
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
-from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.communicator import Communicator, connect_store
+from coatcheck.workers.distributed.visible_gpus import show_gpus_of_group
 from coatcheck.workers.driver import Driver
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.free_memory import peak_bytes
@@ -64,19 +66,9 @@ class Rank:
         config = self.config
         self._record.open_record()
         torch.set_num_threads(divide_cores(config.threads, self._ranks_on_host))
-        device = choose_device(config.device)
-        communicator = Communicator.join(
-            self.rank,
-            config.tp,
-            rendezvous,
-            device=device,
-            timeout_seconds=config.collective_timeout_seconds,
-            startup_timeout_seconds=config.startup_timeout_seconds,
-            sum_in_rank_order=config.deterministic,
-            listener=self._listener,
-        )
+        communicator, device = self._join(rendezvous)
         loaded = self._load(communicator, device)
-        ranks = collect_rank_statuses(communicator, device)
+        ranks = collect_rank_statuses(communicator, device, loaded.spec.weight_bytes)
         # What is loaded stays alive: garbage collection need not scan it in the middle of a step.
         gc.collect()
         gc.freeze()
@@ -98,6 +90,31 @@ class Rank:
         self._is_stopping = True
         if self._driver is not None:
             self._driver.stop()
+
+    def _join(self, rendezvous: str) -> tuple[Communicator, torch.device]:
+        """Connect to the other ranks, and choose this rank's device."""
+        config = self.config
+        if config.tp == 1:
+            return Communicator(), choose_device(config.device)
+        store = connect_store(
+            self.rank,
+            config.tp,
+            rendezvous,
+            timeout_seconds=config.startup_timeout_seconds,
+            listener=self._listener,
+        )
+        index = show_gpus_of_group(store, self.rank, config.tp, os.environ)
+        device = choose_device(config.device, index)
+        communicator = Communicator.join(
+            self.rank,
+            config.tp,
+            store,
+            device=device,
+            timeout_seconds=config.collective_timeout_seconds,
+            startup_timeout_seconds=config.startup_timeout_seconds,
+            sum_in_rank_order=config.deterministic,
+        )
+        return communicator, device
 
     def _load(self, communicator: Communicator, device: torch.device) -> LoadedRank:
         return load_rank(
@@ -139,9 +156,12 @@ class Rank:
         self.progress = dataclasses.replace(self.progress, **changed)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda". Raises InvalidConfig for "cuda" on a host without a usable GPU, and on a
-    CPU for a COATCHECK_CPU that the processor lacks."""
+def choose_device(name: str, index: int = 0) -> torch.device:
+    """The device for "auto", "cpu" or "cuda", where `index` is this rank's GPU.
+
+    Raises InvalidConfig for "cuda" on a host without a usable GPU, for a GPU that is too old, and on a CPU for a
+    COATCHECK_CPU that the processor lacks.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig("device is cuda, and this host has no usable GPU; use --device cpu or fix the driver")
     if name == "cpu" or not torch.cuda.is_available():
@@ -153,13 +173,28 @@ def choose_device(name: str) -> torch.device:
     # Some container images allow TF32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. It has 10 bits of mantissa, and transformers
     # multiplies positions by frequencies with it: from position 2,048 on RoPE would take positions for others.
     torch.backends.cuda.matmul.allow_tf32 = False
-    return torch.device("cuda", torch.cuda.current_device())  # NCCL needs the index
+    device = torch.device("cuda", index)  # NCCL needs the index
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < LEAST_CAPABILITY:
+        raise InvalidConfig(
+            f"GPU {index} has compute capability {capability[0]}.{capability[1]}, and the kernels need "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (Ampere) or later; use another GPU or --device cpu"
+        )
+    torch.cuda.set_device(device)
+    return device
 
 
-def collect_rank_statuses(communicator: Communicator, device: torch.device) -> list[public.RankStatus]:
-    """The status of every rank after its warm-up. Every rank must call it."""
-    own = {"node": socket.gethostname()[:200], "pid": os.getpid(), "peak": peak_bytes(device)}
+def collect_rank_statuses(
+    communicator: Communicator, device: torch.device, weight_bytes: int
+) -> list[public.RankStatus]:
+    """The status of every rank after its warm-up. Every rank must call it. `weight_bytes`: of this rank."""
+    own = {
+        "node": socket.gethostname()[:200],
+        "pid": os.getpid(),
+        "peak_memory_bytes": peak_bytes(device),
+        "weight_bytes": weight_bytes,
+    }
     return [
-        public.RankStatus(rank=rank, healthy=True, node=each["node"], pid=each["pid"], peak_memory_bytes=each["peak"])
+        public.RankStatus(rank=rank, healthy=True, **each)
         for rank, each in enumerate(communicator.all_gather_json(own))
     ]

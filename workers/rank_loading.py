@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.host.free_memory import gpu_memory, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.block_copier import make_copier
+from coatcheck.workers.runner.block_copier import make_copier, num_staging_blocks
 from coatcheck.workers.runner.cuda_graphs import capture_sizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes
@@ -130,12 +131,15 @@ def _measure_free_gpu_bytes(
     runner.warm_up()
     _run_largest_steps(config, runner)
     free, total = gpu_memory(device)
-    pool_bytes = pool.nbytes
+    own_bytes = pool.nbytes
+    if config.host_kv_memory:
+        # The measured runner has no copier, whose two staging buffers need memory too.
+        own_bytes -= 2 * num_staging_blocks(sys.maxsize, layout.bytes_per_block) * layout.bytes_per_block
     runner.close()
     del runner, memory, pool
     gc.collect()
     torch.cuda.empty_cache()
-    return free_gpu_bytes(config, in_use=total - free - pool_bytes, total=total)
+    return free_gpu_bytes(config, in_use=total - free - own_bytes, total=total)
 
 
 def _build_runner(

@@ -147,7 +147,7 @@ class ChangingCluster:
         return ""
 
     def wait_line(self, beginning: str, more_than: int = 0) -> None:
-        """Wait until `serve` has printed more than so many lines with this beginning."""
+        """Wait until `serve` has printed more than `more_than` lines with this beginning."""
         self._wait(lambda: f"\n{self._log.read_text()}".count(f"\n{beginning}") > more_than, beginning)
 
     def _write(self) -> None:

@@ -53,7 +53,7 @@ def _captured(work: Work, times: int) -> Work | None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=side):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # NCCL has a thread
             for _ in range(times):
                 work()
     except RuntimeError:  # the work synchronises with the host

@@ -23,6 +23,7 @@ import torch
 import transformers
 import triton  # type: ignore[import-untyped]
 
+from coatcheck.bench.gpu_cases import all_reduce as gpu_all_reduce
 from coatcheck.bench.gpu_cases import attention as gpu_attention
 from coatcheck.bench.gpu_cases import engine as gpu_engine
 from coatcheck.bench.gpu_cases import ranks as gpu_ranks
@@ -44,6 +45,7 @@ PARTS: dict[str, Part] = {
     "engine": gpu_engine.engine,
     "steps": gpu_steps.steps,
     "tiers": gpu_ranks.tiers,
+    "all_reduce": gpu_all_reduce.all_reduce,
     "ranks": gpu_ranks.ranks,
     "deterministic": gpu_engine.deterministic,
     "flex": gpu_attention.flex,
@@ -53,7 +55,7 @@ PARTS: dict[str, Part] = {
 LIMITS = {
     "correct": 150, "decode": 120, "prefill": 120, "behind": 100,
     "rows": 80, "sampling": 80, "engine": 200, "steps": 150,
-    "tiers": 80, "ranks": 150, "deterministic": 120, "flex": 120, "tune": 480,
+    "tiers": 80, "all_reduce": 60, "ranks": 150, "deterministic": 120, "flex": 120, "tune": 480,
 }  # fmt: skip
 # Run only if --only names them: they have no targets.
 ASKED_FOR = {"tune"}
@@ -69,6 +71,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="small shapes, whose times mean nothing")
     parser.add_argument("--minutes", type=float, default=7.5, help="no part begins later than this")
     parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--as-peer", default="", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--resume", action="store_true", help="keep the rows in --out; run the parts that have not begun"
@@ -76,6 +79,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.as_rank:
         gpu_ranks.as_rank(options.as_rank)
+        return 0
+    if options.as_peer:
+        gpu_all_reduce.as_peer(options.as_peer)
         return 0
     wanted = [name for name in options.only.split(",") if name] or [name for name in PARTS if name not in ASKED_FOR]
     if unknown := set(wanted) - set(PARTS):

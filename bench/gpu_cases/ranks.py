@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from coatcheck.bench.gpu_cases.clock import Roofs
 from coatcheck.bench.gpu_cases.engine import Group, Outputs, Shape, prompts_of, serve, tiny_config, write_checkpoint
+from coatcheck.bench.gpu_cases.rank_processes import WAIT_SECONDS, run_rank_processes
 from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.bench.setup.staged_communicator import StagedCommunicator
 from coatcheck.proto.sampling import SamplingParams
@@ -26,7 +25,6 @@ from coatcheck.workers.runner.kv_memory import allocate_host_pool
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 
 _GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, seed=3)
-_WAIT = 120
 
 
 def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
@@ -79,7 +77,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
 def _wait_for_copies(copier: BlockCopier, count: int) -> list[CopyStatus]:
     """Wait for `count` copies. Return their statuses, in order."""
     statuses: list[CopyStatus] = []
-    deadline = time.monotonic() + _WAIT
+    deadline = time.monotonic() + WAIT_SECONDS
     while len(statuses) < count:
         assert time.monotonic() < deadline, "copies do not end"
         report = copier.report_copies()
@@ -162,29 +160,8 @@ def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    script = Path(__file__).parents[1] / "gpu.py"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), "--as-rank", f"{rank},{address},{path},{device.type},{int(share)}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    deadline = time.monotonic() + _WAIT
-    # If one rank fails, the other waits for it: end both, and report the error.
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.returncode for process in processes):
-            break
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()
-    printed = [process.communicate() for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(errors[-3000:] for _, errors in printed))
-    answer = json.loads(printed[0][0].splitlines()[-1])
+    words = [["--as-rank", f"{rank},{address},{path},{device.type},{int(share)}"] for rank in range(2)]
+    answer = json.loads(run_rank_processes(words, {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
     return answer["transport"], answer["tokens"]
 
 

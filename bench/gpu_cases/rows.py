@@ -135,6 +135,7 @@ def sampling(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Mea
     for what, k, p, least in (
         ("plain", 0, 1.0, 0.0),
         ("top-k 50, top-p 0.9", 50, 0.9, 0.0),
+        ("top-p 0.95", 0, 0.95, 0.0),
         ("min-p 0.05", 0, 1.0, 0.05),
     ):
         knobs = {

@@ -67,6 +67,7 @@ def busy_status(groups: int, ranks: int) -> StatusResponse:
         for name in fields:
             if not GroupStatus.DESCRIPTOR.fields_by_name[name].is_repeated:
                 setattr(group, name, number + 1)
+        group.expert_tokens.extend([number + 1] * 8)
         group.ranks.extend(
             RankStatus(rank=rank, healthy=True, node=f"node-{number % 8}", steps=10**6, peak_memory_bytes=70 << 30)
             for rank in range(ranks)

@@ -6,7 +6,7 @@ prompts in flight. Tuned they have these too, and the weight with the least TTFT
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -70,8 +70,8 @@ def _tune(cell: Cell, name: str, traces: Path) -> float:
 
 
 def _run(cell: Cell, name: str, workload: Workload, queued: bool, weight: float | None) -> SimulationResult:
-    rule = None if name == OURS else rules()[name] if weight is None else TUNABLE[name].make(weight)
-    return run(cell, rule, workload, queued=queued)
+    make_rule = None if name == OURS else rules()[name] if weight is None else partial(TUNABLE[name].make, weight)
+    return run(cell, make_rule, workload, queued=queued)
 
 
 def fingerprint(cell: Cell, rule: str, part: Part, traces: Path) -> str:

@@ -178,16 +178,16 @@ def ray_serve(requests: float = 10) -> Rule:
     return rule
 
 
-def rules() -> dict[str, Rule]:
-    """Every rule by name, fresh, as published."""
+def rules() -> dict[str, Callable[[], Rule]]:
+    """What makes every rule, as published, by its name. Each of several routers makes its own."""
     return {
-        "random": at_random,
-        "round robin": round_robin(),
-        "least loaded": least_loaded,
-        "consistent hash": consistent_hash(),
-        "longest match": longest_match,
-        "dynamo": dynamo(),
-        "sglang": sglang(),
-        "llm-d": llm_d(),
-        "ray serve": ray_serve(),
+        "random": lambda: at_random,
+        "round robin": round_robin,
+        "least loaded": lambda: least_loaded,
+        "consistent hash": consistent_hash,
+        "longest match": lambda: longest_match,
+        "dynamo": dynamo,
+        "sglang": sglang,
+        "llm-d": llm_d,
+        "ray serve": ray_serve,
     }

@@ -5,15 +5,17 @@ events, and the requests that it has sent itself. A published rule places each r
 `queued`, gets our queue, our gate for groups without room, and the blocks that groups are computing. In both cases it
 sees the true state of every group.
 
-Several routers take requests in turn. Each gets the reports and events of every group, knows only the requests that it
-has sent itself, and has a queue of its own.
+Of several routers each gets a request at random, as clients that connect to any of them. Each router gets the reports
+and events of every group, knows only the requests that it has sent itself, and has a queue of its own. A published rule
+runs in each router anew: what it remembers, such as round robin's turn, is of the requests of one router.
 """
 
 import math
 import random
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from coatcheck.router.routing.routing_cost import GUESSED_ANSWER_TOKENS, Decisio
 from coatcheck.router.serving.admission_queue import ANSWERS_AVERAGED, due_at
 from coatcheck.router.serving.fair_queue import FairQueue, QueueEntry
 
+T = TypeVar("T")
 _MAX_RETURNS = 3  # as in router/serving/dispatcher.py
 # Requests that are sent now, and the group of each.
 Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
@@ -39,13 +42,14 @@ Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
 class SimulatedRouter:
     """`add_request` in order of arrival; `send_queued` when a group may have room; `update` after each step.
 
-    `rule`: None is our own choose_group(). `serving`: names of the groups that take requests; the caller may change it.
+    `make_rule`: makes the rule of each router; None is our own choose_group(). `serving`: names of the groups that take
+    requests; the caller may change it.
     """
 
     def __init__(
         self,
         groups: Sequence[SimulatedGroup],
-        rule: Rule | None,
+        make_rule: Callable[[], Rule] | None,
         rng: random.Random,
         routers: int = 1,
         *,
@@ -53,22 +57,20 @@ class SimulatedRouter:
     ) -> None:
         self.serving = {group.name for group in groups}
         self._groups = groups
-        self._rule = rule
         self._rng = rng
+        rules = [make_rule() if make_rule is not None else None for _ in range(routers)]
         # A published rule without our queue sees the groups themselves, and needs no view of them.
-        views = routers if queued or rule is None else 0
-        self._views = [_View(groups, self.serving, rule, rng) for _ in range(views)]
-        self._turn = 0
+        self._rules = [] if queued else [rule for rule in rules if rule is not None]
+        self._views = [] if self._rules else [_View(groups, self.serving, rule, rng) for rule in rules]
 
     def add_request(self, job: SimulatedRequest) -> Placed:
         """Send a request, or queue it if no group has room."""
         if self._views:
-            view = self._views[self._turn % len(self._views)]
-            self._turn += 1
-            yield from view.add_request(job)
-        elif self._rule is not None:
+            yield from self._one_of(self._views).add_request(job)
+        else:
             serving = [group for group in self._groups if group.name in self.serving]
-            group = self._rule(job, serving, CachedPrefix(job.chain, self._groups), job.at, self._rng)
+            rule = self._one_of(self._rules)
+            group = rule(job, serving, CachedPrefix(job.chain, self._groups), job.at, self._rng)
             job.group = group.name
             yield job, group
 
@@ -76,6 +78,9 @@ class SimulatedRouter:
         """Send queued requests while groups have room."""
         for view in self._views:
             yield from view.send_queued(now)
+
+    def _one_of(self, routers: Sequence[T]) -> T:
+        return routers[0] if len(routers) == 1 else self._rng.choice(routers)
 
     @property
     def waiting(self) -> int:
@@ -126,7 +131,7 @@ class _View:
         self._reports_read = dict.fromkeys(self._groups, 0)
         self._period = groups[0].model.report_seconds
         self._sent: dict[int, int] = {}  # id of a request -> its number in its group's load
-        # Times of the submissions that no report contains yet, and the number of those that the last report contains.
+        # Times of the submissions that no report contains yet, and the number of submissions in the last report.
         self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
         self._reported = dict.fromkeys(self._groups, 0)
         for slot, group in enumerate(groups):

@@ -9,7 +9,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from coatcheck.bench.routing_simulation.cells import CHANGES, GROUPS, Cell, Change, Cluster
@@ -86,19 +86,19 @@ def simulate(
 
 def run(
     cell: Cell,
-    rule: Rule | None,
+    make_rule: Callable[[], Rule] | None,
     workload: Workload,
     *,
     groups: int = GROUPS,
     queued: bool = False,
     seed: int = 0,
 ) -> SimulationResult:
-    """One rule in one cell. `rule`: None is our own. `queued`: the rule gets our queue."""
+    """One rule in one cell. `make_rule`: see SimulatedRouter; None is our own. `queued`: the rule gets our queue."""
     models = cell.models(groups)
     jobs = workload.jobs(models, cell.load)
     holders = BlockHolders()
     members = [SimulatedGroup(place, model, holders) for place, model in enumerate(models)]
-    router = SimulatedRouter(members, rule, random.Random(seed), cell.routers, queued=queued)
+    router = SimulatedRouter(members, make_rule, random.Random(seed), cell.routers, queued=queued)
     simulate(jobs, members, router, CHANGES if cell.cluster is Cluster.CHANGING else ())
     for member in members:
         member.check()

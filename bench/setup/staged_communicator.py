@@ -1,4 +1,8 @@
-"""StagedCommunicator: lets several ranks share one GPU, which NCCL refuses. Tensors go through host memory."""
+"""StagedCommunicator: lets several ranks share one GPU, which NCCL refuses. Tensors go through host memory.
+
+After `map_peer_memory`, all-reduces go through peer memory where a group without NCCL would use it. On one GPU torch
+allows that only with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+"""
 
 from typing import Self
 
@@ -17,6 +21,8 @@ class StagedCommunicator(Communicator):
         return cls.join(rank, size, address, device=torch.device("cpu"), share_memory=share_memory)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._symmetric is not None and self._symmetric.all_reduce(x):
+            return x
         return x.copy_(super().all_reduce(x.cpu()))
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:

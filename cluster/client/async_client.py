@@ -25,8 +25,10 @@ from coatcheck.cluster.client.request_builder import (
     Prompt,
     RequestOptions,
     build_chat,
+    build_embed_requests,
     build_request,
     check_timeout,
+    is_one_prompt,
 )
 from coatcheck.cluster.client.results import GenerationChunk, GenerationResult
 from coatcheck.cluster.client.resume_state import ResumeState
@@ -39,6 +41,7 @@ from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 
 _ADDRESSES_FORM = f"HOST:PORT such as {DEFAULT_ADDRESS!r}, or a list of at least one"
 API_KEY_VARIABLE = "COATCHECK_API_KEY"
+_MAX_EMBED_CALLS = 64  # at a time: a router refuses calls beyond its max_queued, by default 1024
 
 OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -180,6 +183,52 @@ class AsyncClient:
         request = build_request(prompt, options=options)
         explanation: pb.Explanation = await self._call(AdminStub, "Explain", request, timeout)
         return explanation
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> list[list[float]]:
+        """The embedding of each prompt; a text, or one list of token ids, is one prompt.
+
+        `pooling`: "last" or "mean"; None: as the checkpoint says. `dimensions`: only the first values. `timeout`:
+        seconds for each prompt; at most 64 prompts are sent at a time.
+        Raises InvalidRequest, Overloaded, Unavailable or another CoatcheckError with the server's message.
+        """
+        requests = build_embed_requests(prompts, pooling, dimensions, normalize, cache_salt)
+        room = asyncio.Semaphore(_MAX_EMBED_CALLS)
+
+        async def embed_one(request: pb.EmbedRequest) -> pb.EmbedResponse:
+            async with room:
+                response: pb.EmbedResponse = await self._call(GenerationStub, "Embed", request, timeout)
+                return response
+
+        calls = [asyncio.ensure_future(embed_one(request)) for request in requests]
+        try:
+            embedded = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        return [list(one.embedding) for one in embedded]
+
+    async def score(
+        self,
+        text: Prompt,
+        others: Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        timeout: float | None = None,
+    ) -> list[float]:
+        """The cosine similarity of the embedding of `text` with that of each of `others`."""
+        if is_one_prompt(others):
+            raise InvalidRequest(f"others is one prompt; give a list of prompts: [{others!r}]")
+        first, *rest = await self.embed([text, *others], pooling=pooling, timeout=timeout)
+        return [sum(a * b for a, b in zip(first, other, strict=True)) for other in rest]
 
     async def tokenize(self, prompt: str | Conversation, *, timeout: float | None = None) -> list[int]:
         """The token ids of a text, or of a conversation by the model's chat template."""

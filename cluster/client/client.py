@@ -123,6 +123,34 @@ class Client:
         """Which group would answer the prompt now, and each group's cost in seconds. Nothing is generated."""
         return self._run(self._client.explain(prompt, **options))
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> list[list[float]]:
+        """The embedding of each prompt. See AsyncClient.embed."""
+        return self._run(
+            self._client.embed(
+                prompts,
+                pooling=pooling,
+                dimensions=dimensions,
+                normalize=normalize,
+                cache_salt=cache_salt,
+                timeout=timeout,
+            )
+        )
+
+    def score(
+        self, text: Prompt, others: Sequence[Prompt], *, pooling: str | None = None, timeout: float | None = None
+    ) -> list[float]:
+        """The cosine similarity of the embedding of `text` with that of each of `others`."""
+        return self._run(self._client.score(text, others, pooling=pooling, timeout=timeout))
+
     def tokenize(self, prompt: str | Conversation, *, timeout: float | None = None) -> list[int]:
         """The token ids of a text, or of a conversation by the model's chat template."""
         return self._run(self._client.tokenize(prompt, timeout=timeout))

@@ -12,6 +12,7 @@ import typer
 
 from coatcheck.cluster.config.settings import set_parameters
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import is_loopback
 
 _SYSTEM: Final = "system"
 
@@ -62,16 +63,27 @@ class Credentials:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        options = [*options, *_proxy_options(address)]
         if not self.tls:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._credentials(), options=options)
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        return grpc.secure_channel(address, self._credentials()) if self.tls else grpc.insecure_channel(address)
+        options = _proxy_options(address)
+        if not self.tls:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self._credentials(), options=options)
 
     def _credentials(self) -> grpc.ChannelCredentials:
         key, certificate = self.pair or (None, None)
         return grpc.ssl_channel_credentials(self.roots, key, certificate)
+
+
+def _proxy_options(address: str) -> list[tuple[str, Any]]:
+    """Options of a channel to `address`. gRPC would send calls to a loopback address through the proxy of http_proxy,
+    which cannot reach this host's loopback interface."""
+    host = address.rpartition(":")[0]
+    return [("grpc.enable_http_proxy", 0)] if is_loopback(host) else []
 
 
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:

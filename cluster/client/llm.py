@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from rich.console import Console
@@ -27,6 +27,8 @@ from coatcheck.cluster.client.request_builder import (
     Prompt,
     SamplingOptions,
     build_request,
+    check_batch,
+    is_one_prompt,
 )
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.derived_config import group_config
@@ -127,7 +129,7 @@ class LLM:
         Raises InvalidRequest, before anything is generated.
         """
         _check_options(options)
-        batch: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else _check_batch(prompts, PROMPT_FORM)
+        batch: Sequence[Any] = [prompts] if is_one_prompt(prompts) else check_batch(prompts, "LLM", PROMPT_FORM)
         requests = [build_request(prompt, sampling=sampling, options=options) for prompt in batch]
         return self._run(requests, progress)
 
@@ -141,7 +143,7 @@ class LLM:
     ) -> list[GenerationResult]:
         """Answer each conversation by the model's chat template. One conversation is a list of messages."""
         _check_options(options)
-        _check_batch(conversations, CONVERSATION_FORM)
+        check_batch(conversations, "LLM", CONVERSATION_FORM)
         is_one = not conversations or isinstance(conversations[0], Mapping)
         batch: Sequence[Any] = [conversations] if is_one else conversations
         requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in batch]
@@ -237,18 +239,3 @@ def _check_options(options: SamplingOptions) -> None:
     """Raise InvalidRequest for an option that is not a sampling option. Ignoring a cache_salt would share blocks."""
     if unknown := options.keys() - SamplingOptions.__annotations__.keys():
         raise InvalidRequest(f"LLM has no option {min(unknown)}; it has {', '.join(SamplingOptions.__annotations__)}")
-
-
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
-    """Whether `prompts` is one prompt: a text, or a list of token ids."""
-    return isinstance(prompts, str) or (
-        isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
-    )
-
-
-def _check_batch(batch: object, item_form: str) -> Sequence[Any]:
-    """`batch` unchanged. Raises InvalidRequest unless it is a sequence. `item_form`: the form of one item, for the
-    message."""
-    if not isinstance(batch, Sequence) or isinstance(batch, str):
-        raise InvalidRequest(f"LLM takes one or a list of them, and got {type(batch).__name__}: {item_form}")
-    return batch

@@ -1,9 +1,10 @@
 """Builds a GenerateRequest from a prompt or a conversation and sampling options."""
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, TypeGuard
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
@@ -51,6 +52,10 @@ class RequestOptions(SamplingOptions, total=False):
     `cache_salt`: prefix blocks are shared only between requests of one salt. `session_id`: among groups of equal cost,
     all requests of a session use the same one. `priority`: lower values are served first. `retention`: how long the
     prompt's blocks are kept. `timeout`: seconds for the whole request.
+
+    Of a conversation: `tools`: functions in OpenAI's form that the model may call. `tool_choice`: "auto", "none",
+    "required", or the name of a function. `template_arguments`: further variables of the chat template. `split_output`:
+    reasoning and tool calls are not in the text, but in fields of their own; the default with tools.
     """
 
     model: str
@@ -60,12 +65,18 @@ class RequestOptions(SamplingOptions, total=False):
     priority: int
     retention: Retention
     timeout: float | None
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str
+    template_arguments: Mapping[str, Any]
+    split_output: bool
 
 
 PROMPT_FORM = "a prompt must be one text, or one list of token ids: whole numbers from 0"
 _SEVERAL_PROMPTS = "for several prompts give LLM a list of them, or call a client's method once for each"
 CONVERSATION_FORM = 'a conversation must be a list of messages such as {"role": "user", "content": "Hello"}'
 _MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")
+_POOLINGS = {None: pb.POOLING_UNSPECIFIED, "last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN}
+_CHAT_OPTIONS = {"tools", "tool_choice", "template_arguments", "split_output"}
 _REQUEST_FIELDS = {"model", "request_id", "cache_salt", "session_id", "priority"}
 
 # (type, what the value must be) of each sampling option that is one number or one switch.
@@ -106,10 +117,14 @@ def build_request(
         if not isinstance(retention, Retention):
             raise InvalidRequest(f"retention is {retention!r}; it must be a coatcheck.proto.retention.Retention")
         request.retention.CopyFrom(retention.to_message())
+    of_chat = {name: given.pop(name) for name in _CHAT_OPTIONS & given.keys()}
+    if of_chat and messages is None:
+        raise InvalidRequest(f"{min(of_chat)} is for conversations; call chat or stream_chat")
     request.sampling.CopyFrom(build_sampling(given, sampling))
     try:
         if messages is not None:
             request.chat.CopyFrom(build_chat(messages))
+            _set_chat_options(request.chat, of_chat)
         elif isinstance(prompt, str):
             request.text = prompt
         elif isinstance(prompt, bytes | bytearray | Mapping | None):
@@ -122,6 +137,21 @@ def build_request(
     except (TypeError, ValueError):
         raise InvalidRequest(f"{PROMPT_FORM}; {_SEVERAL_PROMPTS}") from None
     return request
+
+
+def _set_chat_options(chat: pb.Chat, options: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for a value of a wrong type."""
+    given = {name: value for name, value in options.items() if value is not None}
+    tools = given.get("tools", ())
+    if not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidRequest('tools must be a list of functions such as {"type": "function", "function": {...}}')
+    try:
+        chat.tools.extend(map(json.dumps, tools))
+        chat.template_arguments = json.dumps(given["template_arguments"]) if "template_arguments" in given else ""
+        chat.tool_choice = given.get("tool_choice", "")
+        chat.split_output = given.get("split_output", bool(tools))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"an option of the conversation has a wrong type: {error}") from None
 
 
 def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = None) -> pb.SamplingParams:
@@ -226,3 +256,51 @@ def build_chat(messages: Conversation) -> pb.Chat:
 def _tool_call(call: Mapping[str, Any]) -> pb.ToolCall:
     function = call["function"]
     return pb.ToolCall(id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", ""))
+
+
+def build_embed_requests(
+    prompts: Prompt | Sequence[Prompt],
+    pooling: str | None,
+    dimensions: int | None,
+    normalize: bool,
+    cache_salt: str,
+) -> list[pb.EmbedRequest]:
+    """One for each prompt. Raises InvalidRequest."""
+    if pooling not in _POOLINGS:
+        raise InvalidRequest(f"pooling is {pooling!r}; it must be 'last', 'mean' or None")
+    options = pb.EmbedRequest(pooling=_POOLINGS[pooling])
+    for name, value, form in (
+        ("dimensions", dimensions, "a whole number from 1"),
+        ("normalize", normalize, "True or False"),
+        ("cache_salt", cache_salt, "a text"),
+    ):
+        try:
+            if value is not None:
+                setattr(options, name, value)
+        except (TypeError, ValueError):
+            raise InvalidRequest(f"{name} is {value!r}; it must be {form}") from None
+    several = [prompts] if is_one_prompt(prompts) else check_batch(prompts, "embed", PROMPT_FORM)
+    requests = []
+    for prompt in several:
+        made = build_request(prompt)
+        request = (
+            pb.EmbedRequest(text=made.text) if made.HasField("text") else pb.EmbedRequest(token_ids=made.token_ids)
+        )
+        request.MergeFrom(options)
+        requests.append(request)
+    return requests
+
+
+def is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
+    """Whether `prompts` is one prompt: a text, or a list of token ids."""
+    return isinstance(prompts, str) or (
+        isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], Integral)
+    )
+
+
+def check_batch(batch: object, taker: str, item_form: str) -> Sequence[Any]:
+    """`batch` unchanged. Raises InvalidRequest unless it is a sequence. `taker`: what takes the batch, and
+    `item_form`: the form of one item, both for the message."""
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise InvalidRequest(f"{taker} takes one or a list of them, and got {type(batch).__name__}: {item_form}")
+    return batch

@@ -1,6 +1,6 @@
 """GenerationResult: everything that a server has sent for one request, as plain Python values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from coatcheck.cluster.plural import counted
@@ -27,8 +27,27 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, or a piece of one in a chunk. `index`: the call's number within its choice. The first piece of
+    a call has its `id` and `name`; `arguments`: JSON text, to be joined with that of the other pieces."""
+
+    index: int
+    arguments: str = ""
+    name: str = ""
+    id: str = ""
+
+    @classmethod
+    def from_message(cls, message: pb.ToolCallDelta) -> Self:
+        return cls(message.index, message.arguments, message.name, message.id)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "name": self.name, "arguments": self.arguments}
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """The next part of one choice of a stream. `finish_reason` is set on the choice's last chunk."""
+    """The next part of one choice of a stream. `finish_reason` is set on the choice's last chunk. `reasoning` and
+    `tool_calls`: see the option split_output."""
 
     choice: int
     text: str
@@ -36,6 +55,8 @@ class GenerationChunk:
     logprobs: tuple[Logprob, ...] = ()
     finish_reason: str | None = None
     stopped_by: str | int | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def from_message(cls, delta: pb.Delta) -> Self:
@@ -47,12 +68,14 @@ class GenerationChunk:
             logprobs=tuple(map(Logprob.from_message, delta.logprobs)),
             finish_reason=_finish_reason(delta.finish_reason),
             stopped_by=getattr(delta, stopped_by) if stopped_by else None,
+            reasoning=delta.reasoning,
+            tool_calls=tuple(map(ToolCall.from_message, delta.tool_calls)),
         )
 
 
 @dataclass(slots=True)
 class GenerationChoice:
-    """One of the `n` answers to a request.
+    """One of the `n` answers to a request. `reasoning` and `tool_calls`, each whole: see the option split_output.
 
     `finish_reason`: "stop" or "length"; None while the choice runs. `stopped_by`: the stop string or the stop token's
     id, if one of them ended the choice.
@@ -63,6 +86,8 @@ class GenerationChoice:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     stopped_by: str | int | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def append(self, chunk: GenerationChunk) -> None:
         self.text += chunk.text
@@ -70,6 +95,13 @@ class GenerationChoice:
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self.stopped_by = self.stopped_by if chunk.stopped_by is None else chunk.stopped_by
+        self.reasoning += chunk.reasoning
+        for piece in chunk.tool_calls:
+            if piece.index == len(self.tool_calls):
+                self.tool_calls.append(piece)
+            else:
+                call = self.tool_calls[piece.index]
+                self.tool_calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
 
     def to_json(self, *, logprobs: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -80,6 +112,10 @@ class GenerationChoice:
         }
         if logprobs:
             fields["logprobs"] = [token.to_json() for token in self.logprobs]
+        if self.reasoning:
+            fields["reasoning"] = self.reasoning
+        if self.tool_calls:
+            fields["tool_calls"] = [call.to_json() for call in self.tool_calls]
         return fields
 
 
@@ -124,6 +160,11 @@ class GenerationResult:
     def token_ids(self) -> list[int]:
         """The token ids of the first choice."""
         return self.choices[0].token_ids if self.choices else []
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The tool calls of the first choice."""
+        return self.choices[0].tool_calls if self.choices else []
 
     @property
     def finish_reason(self) -> str | None:

@@ -19,6 +19,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import with_flags
 from coatcheck.cluster.preflight.architecture import check_architecture
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
+from coatcheck.cluster.preflight.download import check_download
 from coatcheck.cluster.preflight.machine import check_gpus, check_memory, check_ports
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
@@ -67,6 +68,12 @@ def serve(
             help="In a pod: record lost groups, settings that are refused or wait, and errors as events of the pod.",
         ),
     ] = False,
+    max_download: Annotated[
+        str | None,
+        typer.Option(
+            help="Refuse a model id whose weights are larger, such as 100GiB: more than a host's cache holds."
+        ),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Serve MODEL until SIGINT or SIGTERM. The first one drains (running requests end), a second one stops at once."""
@@ -84,6 +91,7 @@ def serve(
         if ready_file and not apply:
             raise InvalidConfig("--ready-file tells whether settings are applied; give --apply too")
         _check_settings(settings, console)
+        check_download(settings, max_download)
         if settings.no_ray:
             raise typer.Exit(LocalSession(settings, signals).run())
         if settings.ray_address is not None:

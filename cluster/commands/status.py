@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _CALL_SECONDS = 10.0
-_MAX_RANK_ROWS = 256  # 8,000 rows take a second to lay out, and nobody reads them
+_MAX_RANK_ROWS = 256  # 8,000 rows would take a second to lay out
 _COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow", "starting": "yellow"}
 
 
@@ -127,13 +127,16 @@ def _print(answer: pb.StatusResponse) -> None:
     model = answer.model
     console.print(
         f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} "
-        f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}), routing {answer.routing or '?'}, "
-        f"{counted(answer.active_streams, 'stream')}, hit ratio {answer.hit_ratio:.1%}",
+        f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}{_latents(answer.groups)}), "
+        f"routing {answer.routing or '?'}, {counted(answer.active_streams, 'stream')}, "
+        f"hit ratio {answer.hit_ratio:.1%}",
         highlight=False,
         soft_wrap=True,
     )
     if kernels := sorted({group.kernels for group in answer.groups if group.kernels}):
         console.print(f"kernels: {', '.join(kernels)}", highlight=False, soft_wrap=True)
+    if busiest := _busiest_expert(answer.groups):
+        console.print(busiest, highlight=False, soft_wrap=True)
     if answer.configuration:
         console.print(
             f"settings: {answer.configuration}", style="yellow", highlight=False, soft_wrap=True, markup=False
@@ -189,11 +192,27 @@ def _print(answer: pb.StatusResponse) -> None:
         console.print(_rank_table(ranks))
 
 
+def _latents(groups: Iterable[pb.GroupStatus]) -> str:
+    return ", latents on every rank" if any(group.replicates_latents for group in groups) else ""
+
+
+def _busiest_expert(groups: Iterable[pb.GroupStatus]) -> str:
+    """How uneven the load of the experts is, over all groups; "" without counts."""
+    totals = [
+        sum(counts) for counts in zip(*(group.expert_tokens for group in groups if group.expert_tokens), strict=False)
+    ]
+    if not sum(totals):
+        return ""
+    busiest = max(range(len(totals)), key=totals.__getitem__)
+    ratio = totals[busiest] * len(totals) / sum(totals)
+    return f"experts: expert {busiest} of {len(totals)} is the busiest, with {ratio:.2f} times the mean of tokens"
+
+
 def _rank_table(ranks: Iterable[tuple[str, pb.RankStatus]]) -> "Table":
     """A row for each (name of the group, rank)."""
     from rich.text import Text
 
-    table = make_table("rank", "healthy", "node", "pid", "steps", "peak memory", left=["healthy", "node"])
+    table = make_table("rank", "healthy", "node", "pid", "steps", "weights", "peak memory", left=["healthy", "node"])
     rows = [
         (
             f"{group}/{rank.rank}",
@@ -201,6 +220,7 @@ def _rank_table(ranks: Iterable[tuple[str, pb.RankStatus]]) -> "Table":
             rank.node,
             str(rank.pid),
             str(rank.steps),
+            f"{rank.weight_bytes / 2**20:,.0f} MiB",
             f"{rank.peak_memory_bytes / 2**20:,.0f} MiB",
         )
         for group, rank in ranks

@@ -58,6 +58,7 @@ def router_config(
         insecure=config.insecure,
         cors_origins=tuple(filter(None, map(str.strip, (config.cors_origins or "").split(",")))),
         trust_request_chat_template=config.trust_request_chat_template,
+        enable_tokenizer_info_endpoint=config.enable_tokenizer_info_endpoint,
         cluster_certificate=certificate,
         max_queued=config.max_queued,
         generation_config=config.generation_config,

@@ -1,24 +1,14 @@
 """Which addresses a router may listen on: beyond loopback only if clients need credentials, or with --insecure."""
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import is_loopback
 
 if TYPE_CHECKING:
     from coatcheck.cluster.config.serve_config import ServeConfig
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address. A DNS name other than localhost may resolve to any address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_exposure(config: "ServeConfig") -> None:

@@ -18,11 +18,13 @@ from coatcheck.cluster.config.setting_values import (
 )
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.log_lines import LogFormat
 from coatcheck.proto.setting_names import Routing, ToolParserName
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
+_ALL_ADDRESSES: Final = {"0.0.0.0", "::"}
 # Default of kv_memory by device, as a share of the free memory. On CPUs activations and other programs need the rest.
 # On GPUs free is what gpu_memory_utilization leaves beside the weights and the measured step.
 FREE_SHARE: Final = {"cpu": 0.1, "cuda": 1.0}
@@ -55,7 +57,7 @@ class ServeConfig(Settings):
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] = setting(
         "Model",
-        "int8, int4 or fp8: quantise the weights of linears when they are loaded, on CPUs. auto: as in the checkpoint.",
+        "int8, int4 or fp8: quantise linears and experts when they are loaded. auto: as in the checkpoint.",
         "auto",
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
@@ -209,6 +211,11 @@ class ServeConfig(Settings):
         "A request may bring its own chat template. It runs in a sandbox, but may run for long.",
         False,
     )
+    enable_tokenizer_info_endpoint: bool = setting(
+        "Security",
+        "GET /tokenizer_info returns the tokenizer's configuration and the chat template.",
+        False,
+    )
 
     no_ray: bool = setting(
         "Ray",
@@ -244,6 +251,13 @@ class ServeConfig(Settings):
     def _check_max_groups(self) -> Self:
         if self.max_groups is not None and self.max_groups < self.groups:
             raise ValueError(f"max-groups is {self.max_groups}, and groups {self.groups}; it must be at least that")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        hosts = {bare_host(self.grpc_host), bare_host(self.http_host)}
+        if self.grpc_port and self.grpc_port == self.http_listen_port and (len(hosts) == 1 or hosts & _ALL_ADDRESSES):
+            raise ValueError(f"grpc-port and http-port are both {self.grpc_port}; choose another for one of them")
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ A field is written once, with `setting(panel, description, default, **bounds)`. 
     the flags        with_flags(ServeConfig), a decorator of the Typer command
     the values       ServeConfig.build(flags, file), which refuses unknown names and wrong values
     --help           the description and the default
-    README's table   the description and the default; a test compares them
+    docs/settings.md the description and the default; a test compares them
 """
 
 import difflib
@@ -24,7 +24,7 @@ from coatcheck.proto.errors import InvalidConfig
 def setting(panel: str, description: str, default: Any, *, in_words: str = "", **bounds: Any) -> Any:
     """A field of Settings.
 
-    panel: the heading in --help. in_words: the default in --help and README, where str(default) is not clear.
+    panel: the heading in --help. in_words: the default in --help and docs/settings.md, where str(default) is not clear.
     """
     extra: dict[str, Any] = {"panel": panel, "in_words": in_words}
     return Field(default, description=description, json_schema_extra=extra, **bounds)
@@ -126,7 +126,7 @@ def _flag_type(field: FieldInfo) -> type:
 
 
 def default_in_words(field: FieldInfo) -> str:
-    """The default of a setting as --help and README show it."""
+    """The default of a setting as --help and docs/settings.md show it."""
     if text := _extra(field)["in_words"]:
         return text
     if isinstance(field.default, bool):

@@ -82,6 +82,16 @@ class LocalCluster:
             and len(self._router.groups.serving()) == len(self._supervisors)
         )
 
+    async def find_missing_connection(self) -> str:
+        """Which group the router does not use, and why; "" if it uses all of them, or does not run yet."""
+        if self._router is None:
+            return ""
+        known = {group.name: group for group in (await self._router.status()).groups}
+        for name in self._config.group_names:
+            if name in known and known[name].state != "serving":
+                return f"the router does not use {name}: {known[name].reason or f'it is {known[name].state}'}"
+        return ""
+
     async def start(self) -> None:
         """Start the ranks, and beside them the router. Returns once the router listens. Raises InvalidConfig if it
         cannot."""
@@ -99,7 +109,7 @@ class LocalCluster:
         self._run(self._follow_groups(self._router))
 
     async def drain(self) -> None:
-        """Refuse new requests and wait for those that run."""
+        """Refuse new requests and wait for the running ones."""
         assert self._router is not None
         await self._router.drain()
 

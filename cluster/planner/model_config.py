@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
+from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_fields, text_model_type
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
@@ -45,7 +46,7 @@ class ModelConfig:
         if values is None:
             raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?")
         if not is_multimodal(values):
-            return cls(name, values)
+            return cls(name, resolve_alias(values))
         text = values.get("text_config")
         merged = {**values, **(text if isinstance(text, dict) else {})}
         if text_model_type(values) is None:

@@ -67,9 +67,7 @@ class ModelShape:
             notes.append(f"config.json names {f'dtype {dtype}' if dtype else 'no dtype'}; counted as bfloat16")
             dtype = "bfloat16"
         if config.values.get("quantization_config") is not None:
-            notes.append(
-                f"GPUs decode quantised weights when they load them: counted as {dtype}; with --device cpu as stored"
-            )
+            notes.append(f"quantised weights: counted as ranks hold them if MODEL has its files, else as {dtype}")
         return cls(
             name=config.name,
             layers=tuple(replace(layer, sliding_window=window) for window in windows),

@@ -39,6 +39,7 @@ class PlanSettings(Settings):
 
     model: str = Field(min_length=1, description="A model's directory, its config.json, or a Hugging Face model id.")
     tp: int = setting(_PANEL, "Ranks in a group, one GPU each.", 1, ge=1, le=1024)
+    expert_parallel: bool = setting(_PANEL, "Each rank holds whole experts, instead of a part of each.", False)
     gpu_memory: Annotated[float, BeforeValidator(parse_bytes)] = setting(
         _PANEL, "Memory of a GPU that is free when a rank starts.", 80 * 2.0**30, in_words="80GiB"
     )
@@ -66,12 +67,10 @@ class PlanSettings(Settings):
     )
     device: Literal["cuda", "cpu"] = setting(
         _PANEL,
-        "cuda, or cpu, where weights stay quantised: counted from the headers of MODEL's files.",
+        "cuda, or cpu. Quantised weights are counted as stored, from the headers of MODEL's files.",
         "cuda",
     )
-    quantization: Literal["auto", "int8", "int4", "fp8"] = setting(
-        _PANEL, "With --device cpu: as of `coatcheck serve`.", "auto"
-    )
+    quantization: Literal["auto", "int8", "int4", "fp8"] = setting(_PANEL, "As of `coatcheck serve`.", "auto")
     kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = setting(
         _PANEL, "bf16, fp16, fp8, int8, int4, or auto: as --dtype.", "auto"
     )

@@ -52,7 +52,7 @@ class Sizing:
         layers = shape.layers if settings.latent else shape.expanded
         cache = KvCacheSpec.of(layers, settings.tp, settings.block_size, kv_dtype)
         whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
-        part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp))
+        part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp), expert_parallel=settings.expert_parallel)
         weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
@@ -180,6 +180,7 @@ class Sizing:
             "dtype": self.dtype,
             "kv_dtype": str(cache.whole.kv_dtype),
             "tp": cache.tp,
+            "expert_parallel": self.settings.expert_parallel,
             "block_size": block_size,
             "context": context,
             "concurrency": concurrency,
@@ -223,13 +224,18 @@ def _lengths(trace: Path | None, context: int) -> LengthDistribution:
 
 
 def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> float | None:
-    """The weights as a CPU rank holds them; None on GPUs, and if there are no files of weights."""
-    directory = Path(settings.model).expanduser()
-    check_quantization(config.name, settings.quantization, read_scheme(config.name, config.values), settings.device)
-    if settings.device == "cuda" or dtype == "float16" or not directory.is_dir():
+    """The weights as a rank of one holds them; None without files of weights, for plain weights on GPUs, and for
+    float16 on CPUs."""
+    directory, scheme = Path(settings.model).expanduser(), read_scheme(config.name, config.values)
+    check_quantization(config.name, settings.quantization, scheme)
+    if (settings.device == "cpu" and dtype == "float16") or not directory.is_dir():
+        return None
+    is_plain = scheme is None and settings.quantization == "auto"
+    if settings.device == "cuda" and (is_plain or not any(directory.glob("*.safetensors"))):
         return None
     entries = read_entries(directory)
-    return float(held_bytes(config.name, config.values, entries, WEIGHT_BYTES[dtype], settings.quantization))
+    held = held_bytes(config.name, config.values, entries, WEIGHT_BYTES[dtype], settings.device, settings.quantization)
+    return float(held)
 
 
 def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
@@ -38,8 +39,13 @@ class WeightCount:
     experts_per_token: int
 
     @classmethod
-    def of(cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: TpShard) -> Self:
-        """`layers`: ModelShape.expanded. Raise InvalidConfig if the shard's size does not divide a matrix."""
+    def of(
+        cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: TpShard, *, expert_parallel: bool = False
+    ) -> Self:
+        """`layers`: ModelShape.expanded. `expert_parallel`: a rank holds whole experts instead of a part of each.
+        Raise InvalidConfig if the shard's size does not divide a matrix, or the experts."""
+        if expert_parallel and not _num_experts(config):
+            raise InvalidConfig(f"expert-parallel: {config.name} has no experts; leave --expert-parallel out")
         hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
         first, last = shard.vocab_rows(vocab) if shard.size > 1 else (0, vocab)
         table = (last - first) * hidden
@@ -50,7 +56,7 @@ class WeightCount:
         for index, layer in enumerate(layers):
             dense += _attention(config, layer, shard, hidden) + 2 * hidden
             if _has_experts(config, index):
-                shared, routed = _experts(config, shard, hidden)
+                shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
                 dense, experts = dense + shared, experts + routed
             else:
                 dense += _mlp(config, _inner_size(config, hidden), shard, hidden)
@@ -110,10 +116,15 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
     return index >= config.number("first_k_dense_replace", default=0) and index % step == 0
 
 
-def _experts(config: ModelConfig, shard: TpShard, hidden: int) -> tuple[int, int]:
+def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_parallel: bool) -> tuple[int, int]:
     """(weights that every token uses, weights of all experts together) of one layer."""
     inner = config.count("moe_intermediate_size", "intermediate_size")
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     shared += config.number("n_shared_experts", default=0) * inner
-    router = _num_experts(config) * hidden
-    return router + _mlp(config, shared, shard, hidden), _num_experts(config) * _mlp(config, inner, shard, hidden)
+    count = _num_experts(config)
+    if expert_parallel:
+        first, last = shard.split_evenly(count, "the experts, as --expert-parallel needs")
+        routed = (last - first) * _mlp(config, inner, TpShard(0, 1), hidden)
+    else:
+        routed = count * _mlp(config, inner, shard, hidden)
+    return count * hidden + _mlp(config, shared, shard, hidden), routed

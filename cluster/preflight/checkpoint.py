@@ -60,6 +60,10 @@ def _check_tokenizer(directory: Path) -> None:
             f"{directory} has no tokenizer (no tokenizer.json, and no files that transformers can convert); "
             "copy the model's tokenizer files there"
         )
+    else:
+        from coatcheck.router.text.tokenizer import check_sentencepiece
+
+        check_sentencepiece(directory)
 
 
 def check_tensors(model: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:

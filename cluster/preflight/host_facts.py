@@ -94,7 +94,9 @@ def read_facts(ports: Sequence[int]) -> HostFacts:
         has_verbs=ctypes.util.find_library("ibverbs") is not None,
         compiler=shutil.which("gcc") or shutil.which("cc") or "",
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        busy_ports={port: why for port in ports if (why := _port_error(port))},
+        busy_ports={
+            port: why for port in ports if (why := "given twice" if ports.count(port) > 1 else _port_error(port))
+        },
         ray=_version("ray"),
     )
 

@@ -1,5 +1,6 @@
 """judge_host(): what is wrong with a host, and what to change. Pure: the facts come from host_facts.py."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Final, Literal
 from coatcheck.cluster.preflight.host_facts import HostFacts
 
 _RANK_SHM: Final = 2**30  # NCCL and the ranks of a host share memory there
+_CPU_RANK_SHM: Final = 2**21 + 64  # the buffers and counters of a rank in workers/distributed/shm_collectives.py
 _OPEN_FILES: Final = 65536
 _LEAST_CAPABILITY: Final = (8, 0)  # the kernels are compiled and tested for it and later ones
 _LEAST_RAY: Final = (2, 50)
@@ -26,7 +28,7 @@ class Finding:
 def judge_host(facts: HostFacts, ranks: int) -> list[Finding]:
     """Every finding, in the order in which to mend them. `ranks`: on this host."""
     return [
-        *_judge_gpus(facts),
+        *_judge_gpus(facts, ranks),
         *_judge_driver(facts),
         *_judge_nccl(facts, ranks),
         *_judge_infiniband(facts),
@@ -38,9 +40,14 @@ def judge_host(facts: HostFacts, ranks: int) -> list[Finding]:
     ]
 
 
-def _judge_gpus(facts: HostFacts) -> Iterator[Finding]:
+def _judge_gpus(facts: HostFacts, ranks: int) -> Iterator[Finding]:
     torch = facts.torch
     if torch.gpus:
+        if ranks > len(torch.gpus):
+            change = (
+                f"give a --tp of at most {len(torch.gpus)}, for the ranks of this host; each needs a GPU of its own"
+            )
+            yield Finding("GPUs", "error", f"{len(torch.gpus)} for {ranks} ranks", change)
         for index, gpu in enumerate(torch.gpus):
             number = (
                 f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
@@ -90,11 +97,17 @@ def _judge_infiniband(facts: HostFacts) -> Iterator[Finding]:
 
 
 def _judge_shared_memory(facts: HostFacts, ranks: int) -> Finding:
-    found = f"/dev/shm has {facts.shared_memory / 2**30:.1f} GiB"
-    if facts.shared_memory >= ranks * _RANK_SHM:
+    rank_size = _RANK_SHM if facts.torch.gpus or facts.has_gpu_file else _CPU_RANK_SHM
+    found = f"/dev/shm has {_describe_size(facts.shared_memory)}"
+    if facts.shared_memory >= ranks * rank_size:
         return Finding("shared memory", "ok", found)
-    change = f"give it {ranks} GiB, 1 GiB for each rank (Docker: --shm-size; the chart: worker.sharedMemory)"
+    wanted, of_rank = _describe_size(ranks * rank_size), _describe_size(rank_size)
+    change = f"give it {wanted}, {of_rank} for each rank (Docker: --shm-size; the chart: worker.sharedMemory)"
     return Finding("shared memory", "warning", found, change)
+
+
+def _describe_size(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{math.ceil(size / 2**20)} MiB"
 
 
 def _judge_compiler(facts: HostFacts) -> Iterator[Finding]:

@@ -10,9 +10,12 @@ from typing import Final
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import host_port, listen
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.host.free_memory import host_free_bytes
 
+_LOOPBACK: Final = "127.0.0.1"  # where the processes of a local cluster listen
+_CONNECT_SECONDS: Final = 5.0
 # Device files of GPUs: NVIDIA's driver, NVIDIA Jetson (2), AMD, and WSL.
 _GPU_FILES: Final = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "kfd", "dxg")
 
@@ -56,14 +59,30 @@ def has_gpu_file(devices: Path) -> bool:
 
 
 def check_ports(config: ServeConfig) -> None:
-    """Raise InvalidConfig if the router could not listen on its addresses."""
+    """Raise InvalidConfig if the router could not listen on its addresses, or if processes of this host cannot reach
+    each other."""
     if config.ray_address is not None:
         return
+    _check_loopback()
     wanted = [("grpc", config.grpc_host, config.grpc_port), ("http", config.http_host, config.http_listen_port)]
     for flag, host, port in wanted:
+        if not port:
+            continue
         try:
-            if port:
-                socket.create_server((host, port)).close()
+            listen(host, port).close()
         except OSError as error:
             reason = str(error.strerror).partition(" (")[0]  # Python appends the address
-            raise InvalidConfig(f"cannot listen on {host}:{port}: {reason}; choose another --{flag}-port") from None
+            address = host_port(host, port)
+            raise InvalidConfig(f"cannot listen on {address}: {reason}; choose another --{flag}-port") from None
+
+
+def _check_loopback() -> None:
+    """Some sandboxes leave the loopback interface down. Routers would then wait for their groups without end."""
+    try:
+        with listen(_LOOPBACK, 0) as listener:
+            socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise InvalidConfig(
+            f"processes of this host cannot reach each other at {_LOOPBACK}: {error.strerror or error}; bring the "
+            "loopback interface up (`ip link set lo up`)"
+        ) from None

@@ -24,7 +24,6 @@ from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, chec
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
     check_latent_attention,
-    check_latent_device,
     check_model_kind,
     resolve_max_model_len,
 )
@@ -51,7 +50,7 @@ def check_model(config: ServeConfig) -> None:
     model = ModelConfig.open(config.model_source)
     _check_model_type(model)
     scheme = read_scheme(model.name, model.values)
-    check_quantization(model.name, config.quantization, scheme, config.device)
+    check_quantization(model.name, config.quantization, scheme)
     _check_sizes(model)
     check_config(model)
     check_latent_attention(model.name, model.model_type, model.values)
@@ -65,8 +64,6 @@ def check_model(config: ServeConfig) -> None:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
         return  # a model type that `coatcheck plan` does not know
-    if shape.is_latent and config.device != "auto":
-        check_latent_device(model.name, config.device)
     shard = TpShard(0, config.tp)
     layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:

@@ -32,11 +32,30 @@ class GroupState:
 
 
 @dataclass(frozen=True)
+class RouterState:
+    """One router.
+
+    `state` is "starting" (it has not served yet), "serving", "draining" (it refuses new requests, or will in a few
+    seconds), "ended" (after it drained) or "lost" (`reason` says why). A router that has ended or is lost is started
+    again while its node is there. `restarts` counts these starts; `last_failure`: why the process before this one was
+    lost, "" if it ended after it drained.
+    """
+
+    name: str
+    state: str = "starting"
+    address: str = ""
+    reason: str = ""
+    restarts: int = 0
+    last_failure: str = ""
+
+
+@dataclass(frozen=True)
 class ClusterState:
     """`grpc_addresses` and `http_addresses`: host:port of each router. The first is empty until every router serves.
 
     `failure`: why the cluster will never serve, else "". `configuration`: see ConfigRollout.status. `obstacle`: why a
-    step towards those settings was not possible; it is part of `configuration`.
+    step towards those settings was not possible; it is part of `configuration`. `routers`: None while the supervisor
+    does not know the nodes yet, and without Ray.
     """
 
     groups: tuple[GroupState, ...] = ()
@@ -45,6 +64,7 @@ class ClusterState:
     http_addresses: tuple[str, ...] = ()
     configuration: str = ""
     obstacle: str = ""
+    routers: tuple[RouterState, ...] | None = None
 
     @property
     def is_ready(self) -> bool:

@@ -23,12 +23,27 @@ _SUFFIX: Final = ".token"
 _HOST: Final = "127.0.0.1"
 _LOOPBACK: Final = (_HOST, "localhost")
 _CONNECT_SECONDS: Final = 1.0
+_TMP: Final = "/tmp"
+_SOCKET_BYTES: Final = 107  # of a socket's path in Linux
+_LONGEST_SOCKET: Final = "/ray/session_2026-11-23_04-17-06_614012_4194304/sockets/plasma_store"
 _MAX_BYTES: Final = 4096
 
 
 def ray_folder() -> Path:
-    """The folder where Ray keeps its sessions, and the address of the Ray that was started last."""
-    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    """The folder where Ray keeps its sessions, and the address of the Ray that was started last. A TMPDIR that is too
+    long for Ray's sockets is not used."""
+    return temporary_folder() / "ray"
+
+
+def temporary_folder() -> Path:
+    """The folder above `ray_folder`."""
+    folder = os.environ.get("TMPDIR") or _TMP
+    return Path(os.environ.get("RAY_TMPDIR") or (_TMP if is_too_long(folder) else folder))
+
+
+def is_too_long(folder: str) -> bool:
+    """Whether the paths of Ray's sockets in `folder` are longer than the kernel allows."""
+    return len(os.fsencode(folder)) > _SOCKET_BYTES - len(_LONGEST_SOCKET)
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def _check_head(address: str, source: str, own: bool) -> None:
     """Raises Unavailable unless a Ray head is at `address` and accepts our token. Ray's client would retry for
     minutes."""
     token = (read_token(ray_folder(), address) if own else None) or environment_token()
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:  # as Ray's own clients
         try:
             grpc.channel_ready_future(channel).result(timeout=_CONNECT_SECONDS)
         except grpc.FutureTimeoutError:

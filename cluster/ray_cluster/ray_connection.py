@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster.local_ray import temporary_folder
 from coatcheck.cluster.ray_cluster.ray_environment import TOKEN_HELP
 from coatcheck.cluster.ray_cluster.ray_start import RayNotReady
 from coatcheck.proto.errors import InvalidConfig, Unavailable
@@ -61,6 +62,7 @@ def _start_local_ray(config: ServeConfig) -> None:
             num_cpus=max((config.max_groups or config.groups) * config.tp, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
+            _plasma_directory=_object_store_folder(),
             **_INIT_OPTIONS,
         )
     except (ValueError, TypeError, PermissionError) as error:
@@ -71,6 +73,16 @@ def _start_local_ray(config: ServeConfig) -> None:
         raise RayNotReady("Ray did not start", _first_line(error)) from None
     except Exception as error:  # Ray raises plain Exception if a process starts too late
         raise RayNotReady("Ray did not start", _first_line(error)) from None
+
+
+def _object_store_folder() -> str | None:
+    """None: Ray's choice, /dev/shm. Where that is smaller than the store, as in most containers, Ray would use a disk
+    and warn about its speed, which does not matter for an unused store."""
+    try:
+        memory = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return None if memory.f_bavail * memory.f_frsize >= _OBJECT_STORE_BYTES else str(temporary_folder())
 
 
 def _skip_helpers() -> None:

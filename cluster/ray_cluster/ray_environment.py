@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from coatcheck.cluster.ray_cluster.local_ray import ray_folder, read_token
+from coatcheck.cluster.ray_cluster.local_ray import is_too_long, ray_folder, read_token, temporary_folder
 from coatcheck.proto.errors import InvalidConfig
 
 TOKEN_HELP = (
@@ -36,7 +36,15 @@ def silence_ray_driver() -> None:
 
 
 def configure_local_ray() -> None:
-    """For a Ray that this process starts: loopback only, no usage reports, a new token, longer time limits."""
+    """For a Ray that this process starts: loopback only, no usage reports, a new token, longer time limits. Raises
+    InvalidConfig if RAY_TMPDIR is too long."""
+    folder = str(temporary_folder())
+    if is_too_long(folder):
+        raise InvalidConfig(
+            f"RAY_TMPDIR is {folder}, which is too long for the paths of Ray's sockets; set it to a shorter folder"
+        )
+    if os.environ.get("TMPDIR", folder) != folder:
+        os.environ.setdefault("RAY_TMPDIR", folder)
     os.environ.setdefault(_LOOPBACK_ONLY, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would run workers at nice 15: any other process of the host would slow every token down.
@@ -89,7 +97,8 @@ def _is_token_mode() -> bool:
 
 def _user_token() -> str:
     """The token where Ray's client looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token. "" if none."""
-    file = Path(os.environ.get(f"{_TOKEN}_PATH") or "~/.ray/auth_token").expanduser()
+    # os.path.expanduser leaves ~ as it is for a user without a home; Path.expanduser would raise.
+    file = Path(os.path.expanduser(os.environ.get(f"{_TOKEN}_PATH") or "~/.ray/auth_token"))
     try:
         return os.environ.get(_TOKEN) or file.read_text().strip()
     except (OSError, UnicodeDecodeError):

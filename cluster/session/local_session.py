@@ -14,7 +14,7 @@ from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.local.local_cluster import LocalCluster
 from coatcheck.cluster.plural import counted
-from coatcheck.cluster.session.serve_lines import GroupNotices, ProgressBars, ready_line
+from coatcheck.cluster.session.serve_lines import CONNECT_SECONDS, GroupNotices, ProgressBars, ready_line
 from coatcheck.cluster.session.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.log_lines import configure_logging
@@ -70,7 +70,7 @@ class LocalSession:
 
     async def _wait_until_ready(self, cluster: LocalCluster) -> bool:
         """Show the progress of each rank until the router uses every group. Returns False if a signal comes first."""
-        printed = ""
+        printed, serving_since = "", 0.0
         with ProgressBars(self._console) as bars:
             while not self._signals.drain_requested.is_set():
                 state = cluster.state
@@ -79,8 +79,14 @@ class LocalSession:
                     raise Unavailable(state.failure)
                 if cluster.is_ready:
                     return True
-                if state.stage not in (printed, ""):
-                    printed = state.stage
+                stage = state.stage
+                if state.is_ready:
+                    serving_since = serving_since or time.monotonic()
+                    if time.monotonic() > serving_since + CONNECT_SECONDS:
+                        missing = await cluster.find_missing_connection()
+                        stage = f"still waiting: {missing}" if missing else stage
+                if stage not in (printed, ""):
+                    printed = stage
                     self._print(f"{printed} (after {time.monotonic() - self._began:.1f} s)")
                 await asyncio.sleep(_POLL_SECONDS)
         return False

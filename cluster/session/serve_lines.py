@@ -2,13 +2,17 @@
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
-from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState, RouterState
+
+# A router normally needs less to connect to a serving group. After that `serve` says why the group is not used.
+CONNECT_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class ProgressBars(Progress):
 
 
 class GroupNotices:
-    """Remembers what was last said of each group."""
+    """The state of each group that was printed last, to print only changes."""
 
     def __init__(self, state: ClusterState) -> None:
         self._known = {group.name: _comparable_state(group) for group in state.groups}
@@ -111,6 +115,31 @@ class GroupNotices:
         return notices
 
 
+class RouterNotices:
+    """The state of each router that was printed last, to print only changes."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self._known = {router.name: router for router in state.routers or ()}
+
+    def describe_changes(self, state: ClusterState) -> list[Notice]:
+        """A notice for each router that begins to serve, drains, ends, is lost, or is gone with its node."""
+        if state.routers is None:  # the supervisor has just started again
+            return []
+        notices = []
+        for router in state.routers:
+            known = self._known.get(router.name)
+            if router.state == "starting" or known == router:
+                continue
+            self._known[router.name] = router
+            if known is None or _has_changed(known, router):
+                reason = f"Router{router.state.capitalize()}"
+                notices.append(Notice(_describe_router(router, known), reason, is_warning=router.state == "lost"))
+        for name in self._known.keys() - {router.name for router in state.routers}:
+            was_serving = self._known.pop(name).state == "serving"
+            notices.append(Notice(f"{name} is gone with its node", "RouterRemoved", is_warning=was_serving))
+        return notices
+
+
 def without_brackets(text: str) -> str:
     """`text` without the parts in brackets (numbers, log files), which differ from one restart to the next."""
     return re.sub(r" \([^()]*\)", "", text)
@@ -122,6 +151,24 @@ def _describe_cause(group: GroupState) -> str:
     if group.reason:
         return f": {group.reason}"
     return f" again; last restart: {group.last_failure}" if group.last_failure else ""
+
+
+def _has_changed(known: RouterState, router: RouterState) -> bool:
+    """A restart that took less time than a poll shows in `restarts`, which begin at 0 again with a new supervisor."""
+    before, now = ((one.state, without_brackets(one.reason)) for one in (known, router))
+    return before != now or router.restarts > known.restarts
+
+
+def _describe_router(router: RouterState, known: RouterState | None) -> str:
+    if router.state == "lost":
+        return f"{router.name} is lost: {router.reason}"
+    if router.state == "ended":
+        return f"{router.name} has ended while it drained"
+    if router.state == "draining":
+        return f"{router.name} is draining"
+    if known is None:
+        return f"another router at {router.address}"
+    return f"{router.name} is serving again{f'; last restart: {router.last_failure}' if router.last_failure else ''}"
 
 
 def _comparable_state(group: GroupState) -> tuple[str, ...]:

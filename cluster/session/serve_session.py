@@ -28,9 +28,11 @@ from coatcheck.cluster.ray_cluster.ray_start import RayStart
 from coatcheck.cluster.session.apply_settings import ApplySettings
 from coatcheck.cluster.session.ray_watch import RayWatch
 from coatcheck.cluster.session.serve_lines import (
+    CONNECT_SECONDS,
     GroupNotices,
     Notice,
     ProgressBars,
+    RouterNotices,
     niceness_warning,
     ready_line,
 )
@@ -55,7 +57,6 @@ _DEAD_SECONDS = 60.0  # the same limit if Ray does not start that process
 _SIGNALLED_SECONDS = 5.0  # the same limit once a signal has come
 _STOP_SECONDS = 15.0
 _KILL_GRACE_SECONDS = 1.0  # for processes that end by themselves because Ray has ended
-_CONNECT_SECONDS = 3.0  # a router normally needs less to connect to a serving group
 
 
 class ServeSession:
@@ -199,7 +200,7 @@ class ServeSession:
                     missing = self._call(supervisor.find_missing_connection)
                     if not missing:
                         return state
-                    if time.monotonic() > serving_since + _CONNECT_SECONDS:
+                    if time.monotonic() > serving_since + CONNECT_SECONDS:
                         stage = f"still waiting: {missing}"
                 if stage not in (printed, ""):
                     printed = stage
@@ -207,11 +208,11 @@ class ServeSession:
         return None
 
     def _watch_until_signal(self, supervisor: "SupervisorHandle", state: "ClusterState") -> None:
-        """Print a line when the state or reason of a group changes, and when this host's disk is full."""
+        """Print a line when the state of a group or router changes, and when this host's disk is full."""
         from coatcheck.cluster.ray_cluster.ray_connection import log_folder
 
         logs, was_full = log_folder(), False
-        groups = GroupNotices(state)
+        groups, routers = GroupNotices(state), RouterNotices(state)
         while not self._signals.drain_requested.wait(_WATCH_SECONDS):
             full = describe_full_disk(logs)
             if full and not was_full:
@@ -222,7 +223,7 @@ class ServeSession:
                 raise Unavailable(state.failure)
             if self._applies is not None:
                 self._applies.poll(supervisor, state, self._send_config, self._announce, has_served=True)
-            for notice in groups.describe_changes(state):
+            for notice in (*groups.describe_changes(state), *routers.describe_changes(state)):
                 self._announce(notice)
 
     def _drain_routers(self, supervisor: "SupervisorHandle") -> None:

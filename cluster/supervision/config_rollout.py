@@ -123,7 +123,7 @@ class ConfigRollout:
         self._refusal = change.refusal
         if not change.refusal:
             if change.scale and not ray_kv.read_number(ray_kv.GROUP_COUNT):
-                # Until the groups are scaled, a restarted supervisor must find those that run.
+                # Until the groups are scaled, a restarted supervisor must find the number of groups that run.
                 ray_kv.write_number(ray_kv.GROUP_COUNT, self._groups.size)
             self.config = wanted
             self._add_pending(change.groups, change.routers, scale=change.scale)

@@ -1,7 +1,8 @@
 """PollInterval: how often the supervisor calls each actor of a kind to see whether it still answers.
 
 A call costs the supervisor 0.35 to 0.8 ms of CPU (bench/LOG.md). Ray reports by itself that a process has ended; the
-calls find only those that hang. So many actors are called less often, and the supervisor stays idle.
+calls find only the actors that hang. The more actors there are, the less often each is called, so the supervisor
+stays idle.
 """
 
 import random

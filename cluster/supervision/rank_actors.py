@@ -5,10 +5,11 @@ The ranks of a group start together and end together: one start makes one actor 
 
 import asyncio
 import itertools
+import re
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
@@ -23,6 +24,9 @@ from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.host.disk_space import describe_full_disk
 
 T = TypeVar("T")
+
+# What Ray lists after each death of a process that it did not expect. The kernel's killer is always in the list.
+_CAUSES: Final = re.compile("potential root causes|common causes")
 
 _STOP_SECONDS = 5.0
 # A rank hangs if it has not answered a call after _WAITS waits of _WAIT_SECONDS. Several short waits instead of a long
@@ -130,7 +134,7 @@ class RankActors:
                 )
                 self._actors.append(actor)
         except ValueError as error:  # Ray has not freed the name of a former rank yet
-            raise RankEnded(f"rank {len(self._actors)} could not start: {_summarize(error)}") from None
+            raise RankEnded(f"rank {len(self._actors)} could not start: {summarize_error(error)}") from None
         await self._read_logs()
 
     async def read_previous_crash(self) -> str | None:
@@ -197,7 +201,9 @@ class RankActors:
                         if self._exits:
                             await self.wait_for_exit(_WAIT_SECONDS)  # raises the error of the rank itself
                         rank = answers.index(answer)
-                        raise RankEnded(f"rank {rank} has ended: {_summarize(error)}{self._full_disk_clause(rank)}")
+                        raise RankEnded(
+                            f"rank {rank} has ended: {summarize_error(error)}{self._full_disk_clause(rank)}"
+                        )
                 if not pending:
                     return [answer.result() for answer in answers]
             rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
@@ -213,7 +219,7 @@ class RankActors:
         if isinstance(cause, CoatcheckError):
             return str(cause)
         why = "" if cause else self._full_disk_clause(rank)
-        what = f"{_summarize(cause or error)}{why}"
+        what = f"{summarize_error(cause or error)}{why}"
         return describe_end(rank, what, self._logs[rank], show_tail=cause is None)
 
     def _full_disk_clause(self, rank: int) -> str:
@@ -241,11 +247,12 @@ def _cause_of(error: BaseException | None) -> BaseException | None:
     return error.cause if isinstance(error, RayTaskError) else None
 
 
-def _summarize(error: BaseException | None) -> str:
+def summarize_error(error: BaseException | None) -> str:
+    """Why a call of an actor failed, in one line without Ray's explanations."""
     if error is None:
         return "it returned"
     if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-        if "memory" in str(error).partition("potential root causes")[0]:  # which list the kernel's killer always
+        if "memory" in _CAUSES.split(str(error), maxsplit=1)[0]:
             return "Ray ended its process because its node was out of memory"
         return PROCESS_DIED
     lines = str(error).strip().splitlines() or [""]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from coatcheck.cluster.config.derived_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState, RouterState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
@@ -47,6 +47,7 @@ class RouterSet:
         self._group_list = VersionedGroupList()
         self._poll_interval = PollInterval(_WATCH_SECONDS)
         self._configuration = ""
+        self._knows_nodes = False
 
     @property
     def addresses(self) -> list[str]:
@@ -57,6 +58,11 @@ class RouterSet:
     def http_addresses(self) -> list[str]:
         """host:port of HTTP, of each router that serves HTTP."""
         return [router.http_address for router in self._supervisors.values() if router.http_address]
+
+    @property
+    def states(self) -> tuple[RouterState, ...] | None:
+        """The state of each router; None until the nodes are known."""
+        return tuple(router.state for router in self._supervisors.values()) if self._knows_nodes else None
 
     @property
     def all_serve(self) -> bool:
@@ -71,6 +77,7 @@ class RouterSet:
         """Supervise each router in a task of `tasks`. With a router on each node, runs until cancelled."""
         if not self._config.router_per_node:
             self._add_router(tasks, launch.ROUTER, None)
+            self._knows_nodes = True
             return
         while True:
             await self._follow_nodes(tasks)
@@ -96,7 +103,7 @@ class RouterSet:
             router.set_configuration(text)
 
     async def drain_routers(self) -> bool:
-        """Refuse new requests and wait for those that run. Returns whether every router is drained."""
+        """Refuse new requests and wait for the running ones. Returns whether every router is drained."""
         return all(await asyncio.gather(*(router.drain_router() for router in self._supervisors.values())))
 
     async def restart_router(self, address: str, drain_seconds: float) -> None:
@@ -189,6 +196,7 @@ class RouterSet:
         for name, id in wanted.items():
             if name not in self._supervisors:
                 self._add_router(tasks, name, id)
+        self._knows_nodes = True
 
     def _add_router(self, tasks: asyncio.TaskGroup, name: str, node: str | None) -> None:
         # Once any router has served, a router that cannot start is retried and does not fail the cluster.

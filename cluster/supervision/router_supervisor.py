@@ -9,7 +9,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RouterHandle
+from coatcheck.cluster.ray_cluster.cluster_state import RouterState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
+from coatcheck.cluster.supervision.rank_actors import summarize_error
 from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
@@ -57,6 +59,20 @@ class RouterSupervisor:
         self._held = NO_LIST  # the list that the router has, as far as is known
         self._is_stale = asyncio.Event()  # set when the router may lack a change
         self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
+        self._is_draining = False
+        self._is_restarting = False  # by `restart_router`
+        self._end = ("starting", "")  # the state while the router does not serve, and the reason if it is lost
+        self._last_failure = ""
+        self._restarts = 0
+
+    @property
+    def state(self) -> RouterState:
+        """What `serve` says of the router."""
+        if self.address:
+            state, reason = "draining" if self._is_draining else "serving", ""
+        else:
+            state, reason = self._end
+        return RouterState(self._config.name, state, self.address, reason, self._restarts, self._last_failure)
 
     def restore_ports(self) -> None:
         """Have the router listen at the ports that it chose under a former supervisor."""
@@ -83,6 +99,7 @@ class RouterSupervisor:
             except (RayError, TimeoutError, ValueError) as error:  # ValueError: Ray has not freed its name yet
                 _log.error("the router has ended: %r", error)
                 cause = error.cause if isinstance(error, RayTaskError) else None
+                self._record_end(error)
                 if not self.has_served:
                     self.failure = str(cause) if isinstance(cause, CoatcheckError) else f"router: {cause or error}"
             finally:
@@ -110,7 +127,7 @@ class RouterSupervisor:
             self._send_configuration()
 
     async def drain_router(self) -> bool:
-        """Refuse new requests and wait for those that run. Returns whether the router is drained."""
+        """Refuse new requests and wait for the running ones. Returns whether the router is drained."""
         if self._actor is None:
             return True
         with suppress(RayError):
@@ -120,13 +137,20 @@ class RouterSupervisor:
     async def restart_router(self, drain_seconds: float, announce_seconds: float) -> None:
         """Start another process at the same address. For `announce_seconds` the health of the old process says that it
         drains, and it still accepts requests. Then it refuses new requests, and its running requests have
-        `drain_seconds` to end. Returns once the new process serves."""
-        if self._actor is None or not self.address:
+        `drain_seconds` to end. Returns once the new process serves. Raises Unavailable if the router does not serve,
+        or if the old process is lost before it has drained."""
+        actor = self._actor  # `_actor` is None, or another process, if this one is lost meanwhile
+        if actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
-        if announce_seconds and hasattr(self._actor, "announce_drain"):  # a router of an older version has none
-            await self._actor.announce_drain.remote()
-            await asyncio.sleep(announce_seconds)
-        await self._actor.drain.remote(drain_seconds)
+        self._is_draining = self._is_restarting = True
+        try:
+            if announce_seconds and hasattr(actor, "announce_drain"):  # a router of an older version has none
+                await actor.announce_drain.remote()
+                await asyncio.sleep(announce_seconds)
+            await actor.drain.remote(drain_seconds)
+        except RayError as error:
+            why = summarize_error(error)
+            raise Unavailable(f"{self._config.name} was lost before it had drained: {why}; try again") from None
         self._serves.clear()
         await self.stop_router(now=False)
         await self._serves.wait()
@@ -158,6 +182,10 @@ class RouterSupervisor:
         self._keep_ports(address, http_address)
         self.http_address = http_address
         self.address = address
+        self._is_draining = self._is_restarting = False
+        self._last_failure = self._end[1]
+        self._restarts += self._end[0] != "starting"
+        self._end = ("starting", "")
         self._serves.set()
         self.has_served = True
         self._send_configuration()
@@ -194,6 +222,7 @@ class RouterSupervisor:
             if report.heartbeat.hang_reason:
                 raise TimeoutError(report.heartbeat.hang_reason)
             self.missing_groups = report.missing
+            self._is_draining = self._is_restarting or report.is_draining
             if report.groups != self._groups.version:
                 self._held = report.groups
                 self.send_groups()
@@ -210,6 +239,15 @@ class RouterSupervisor:
                         self._held = await actor.update_groups.remote(update)
             except (RayError, TimeoutError) as error:  # the next report tells which list the router has
                 _log.warning("%s did not take a change of its groups: %r", self._config.name, error)
+
+    def _record_end(self, error: Exception) -> None:
+        """Set the state until the router serves again. `error`: with which the last process ended, or did not start."""
+        if self.address and self._is_draining and not isinstance(error, TimeoutError):
+            self._end = ("ended", "")
+        elif self.has_served:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            is_told = isinstance(cause, CoatcheckError | TimeoutError)
+            self._end = ("lost", str(cause) if is_told else summarize_error(cause))
 
     def _send_configuration(self) -> None:
         # A router of an older version has no such method.

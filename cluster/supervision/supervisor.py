@@ -65,14 +65,15 @@ class Supervisor:
         addresses = tuple(self._routers.addresses) if self._routers.all_serve else ()
         http_addresses = tuple(self._routers.http_addresses)
         rollout = self._rollout
-        return ClusterState(groups, addresses, failure, http_addresses, rollout.status, rollout.obstacle)
+        routers = self._routers.states
+        return ClusterState(groups, addresses, failure, http_addresses, rollout.status, rollout.obstacle, routers)
 
     async def find_missing_connection(self) -> str:
         """See RouterSet. Until the result is "", routers may refuse requests for lack of capacity."""
         return await self._routers.find_missing_connection()
 
     async def drain_routers(self) -> bool:
-        """Refuse new requests and wait for those that run. Returns whether every router is drained."""
+        """Refuse new requests and wait for the running ones. Returns whether every router is drained."""
         return await self._routers.drain_routers()
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:

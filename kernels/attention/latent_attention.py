@@ -13,7 +13,8 @@ value_dim in the expanded one, but the latter must compute k and v from the late
 (nope + value_dim) products per key. Causality, `seq_lens` and `cu_seqlens_q` are those of paged_attention.py.
 
 Absorbed, shapes: q [tokens, heads, rank + rope_dim] (stride over tokens free), out [tokens, heads, rank] dense; cache
-as latent_cache.py has it. A result never depends on other sequences, and is the same bits in a decode and in a prefill.
+as latent_cache.py has it. A result never depends on other sequences, and is the same bits in a decode and in a prefill;
+on a GPU (latent_tiles.py) with `batch_invariant` alone.
 
 Expanded, shapes: q [tokens, heads, nope + rope_dim], the last `tokens` positions of the sequence; kv [keys, heads,
 nope + value_dim], dense; rope_keys [keys, rope_dim], dense; out [tokens, heads, value_dim].
@@ -27,7 +28,10 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.attention.latent_tiles import launch_latent_attention, pick_latent_tiles
 from coatcheck.kernels.attention.paged_attention import check_tables
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan, make_plan
+from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, check_shape, refuse
 
@@ -36,15 +40,33 @@ NATIVE_MAX_RANK, NATIVE_MAX_ROPE = 512, 64
 
 
 def latent_attention(
-    q: Tensor, cache: LatentCache, *, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, scale: float
+    q: Tensor,
+    cache: LatentCache,
+    *,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    batch_invariant: bool = False,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """The absorbed form."""
+    """The absorbed form. `batch_invariant`, `plan`: for the Triton kernels, as in paged_attention.py."""
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     check_dtype("q", q, *FLOATS)
     check_heads("q", q, (None, None, cache.rank + cache.rope_dim), q.dtype, cache.device)
     _check_scale(scale)
     tokens, heads, _ = q.shape
     out = torch.empty((tokens, heads, cache.rank), dtype=q.dtype, device=q.device)
+    if uses_triton(q):
+        if plan is None:
+            q_lens = cu_seqlens_q.diff().tolist()
+            tiles = pick_latent_tiles(
+                heads, cache.rank, element_size=q.element_size(), pool_bits=cache.bits, gpu=gpu_properties(q.device),
+                batch_invariant=batch_invariant,
+            )  # fmt: skip
+            plan = make_plan(q_lens, seq_lens.tolist(), tiles, 0, q.device)
+        launch_latent_attention(q, cache, block_tables, plan, scale, out)
+        return out
     library = native.library_for(q)
     if library is None or not has_native_dims(cache.rank, cache.rope_dim, cache.rank):
         latent_attention_reference(q, cache, block_tables, seq_lens, cu_seqlens_q, scale, out)

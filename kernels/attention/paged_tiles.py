@@ -237,30 +237,50 @@ def launch_attention(
 ) -> None:  # fmt: skip
     """Compute the queries of `plan` into `out`. Other rows of `out` are not written."""
     heads, dim = q.shape[1:]
-    space, tiles, device = plan.space, plan.tiles, q.device
-    invariant = tiles.batch_invariant
-    mid = torch.empty((space.slots, heads, dim), dtype=torch.float32, device=device)
-    peaks, sums = (torch.empty((space.slots, heads), dtype=torch.float32, device=device) for _ in range(2))
-    counts, *rest = plan.packed.split((COUNTS, ITEM * space.short, ITEM * space.wide, MERGE * space.merges))
-    slots = (mid, peaks, sums)
+    tiles = plan.tiles
+    counts, items, merges, slots = split_plan(plan, heads, dim, q.device)
     strides = (q.stride(0), cache.k.stride(0), cache.v.stride(0), *(cache.scales_stride(i) // 2 for i in range(2)))
     wide = tiles.medium if plan.is_medium else tiles.wide
-    for index, (tile, num_items) in enumerate(((tiles.short, space.short), (wide, space.wide))):
+    for index, (tile, num_items) in enumerate(((tiles.short, plan.space.short), (wide, plan.space.wide))):
         if not num_items:
             continue
         _tiles[(min(num_items * tile.shape.head_tiles, tile.shape.programs),)](
-            q, cache.k_bytes, cache.v_bytes, *cache.scale_words, block_tables, counts[index:], rest[index],
-            peaks if sinks is None else sinks, out, *slots, *strides, block_tables.stride(0),
+            q, cache.k_bytes, cache.v_bytes, *cache.scale_words, block_tables, counts[index:], items[index],
+            slots[1] if sinks is None else sinks, out, *slots, *strides, block_tables.stride(0),
             scale if softcap > 0 else scale * _LOG2_E.value, softcap, sliding_window,
             HEADS=heads, GROUP=heads // cache.kv_heads, PACK=tile.pack, DIM=dim, SIZE=cache.block_size,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=tile.block_d, SINKS=sinks is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", KIND=KINDS.get(cache.dtype, 0),
             CONVERT=tile.convert, CAPPED=softcap > 0 or tile.is_capped, TWO_LOOPS=tile.two_loops,
-            UNIT=INVARIANT_UNIT if invariant else 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            UNIT=INVARIANT_UNIT if tiles.batch_invariant else 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    if space.merges:
-        _merge[(min(space.merges * heads, 4 * tiles.short.shape.programs),)](
-            *slots, counts, rest[2], peaks if sinks is None else sinks, out,
-            HEADS=heads, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), PARTS=1 if invariant else _MERGE_PARTS,
+    merge_parts(plan, counts, merges, slots, sinks, out)
+
+
+Slots = tuple[Tensor, Tensor, Tensor]  # weighted values, peaks and sums
+
+
+def split_plan(
+    plan: AttentionPlan, heads: int, dim: int, device: torch.device
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Slots]:
+    """(counts, short and wide items, merges, new slots) for outputs of `heads` by `dim`."""
+    space = plan.space
+    mid = torch.empty((space.slots, heads, dim), dtype=torch.float32, device=device)
+    peaks, sums = (torch.empty((space.slots, heads), dtype=torch.float32, device=device) for _ in range(2))
+    counts, short, wide, merges = plan.packed.split(
+        (COUNTS, ITEM * space.short, ITEM * space.wide, MERGE * space.merges)
+    )
+    return counts, (short, wide), merges, (mid, peaks, sums)
+
+
+def merge_parts(
+    plan: AttentionPlan, counts: Tensor, merges: Tensor, slots: Slots, sinks: Tensor | None, out: Tensor
+) -> None:
+    """Combine the slots of every query whose keys were divided, into `out` [tokens, heads, dim]."""
+    heads, dim = out.shape[1:]
+    if plan.space.merges:
+        _merge[(min(plan.space.merges * heads, 4 * plan.tiles.short.shape.programs),)](
+            *slots, counts, merges, slots[1] if sinks is None else sinks, out, HEADS=heads, DIM=dim,
+            BLOCK_D=triton.next_power_of_2(dim), PARTS=1 if plan.tiles.batch_invariant else _MERGE_PARTS,
             SINKS=sinks is not None, num_warps=4,
         )  # fmt: skip

@@ -29,13 +29,14 @@ from coatcheck.kernels.launch_check import check_dense, check_dtype, check_heads
 
 @triton.jit
 def _rotate_heads(
-    x, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+    x, x_row, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a token's heads and copy the elements after rot_dim. HALF covers half of rot_dim."""
+    """Rotate a token's heads and copy the elements after rot_dim. HALF covers half of rot_dim. y may be x."""
     i = tl.arange(0, HALF)
     half = i < ROT // 2
     mask = inside[:, None] & half[None]
-    at, to = x + heads[:, None] * DIM + i[None], y + heads[:, None] * y_row + i[None]
+    at, to = x + heads[:, None] * x_row + i[None], y + heads[:, None] * y_row + i[None]
     a = tl.load(at, mask, other=0.0).to(tl.float32)
     b = tl.load(at + ROT // 2, mask, other=0.0).to(tl.float32)
     cos_a, cos_b = tl.load(cos + i, half).to(tl.float32)[None], tl.load(cos + ROT // 2 + i, half).to(tl.float32)[None]
@@ -69,7 +70,8 @@ def _rotary(
     if tile < TILES:
         heads = tile * ROWS + tl.arange(0, ROWS)
         _rotate_heads(
-            q + token * q_stride, out + token * HEADS * DIM, DIM, cos, sin, heads, heads < HEADS, ROT, DIM, HALF, BLOCK,
+            q + token * q_stride, DIM, out + token * HEADS * DIM, DIM, cos, sin, heads, heads < HEADS, ROT, DIM, HALF,
+            BLOCK,
         )  # fmt: skip
     else:
         heads = (tile - TILES) * ROWS + tl.arange(0, ROWS)
@@ -86,7 +88,7 @@ def _rotary(
                 _store_rows(from_k, cos, sin, to_k, scale_k, heads, inside, SIZE, ROT, DIM, KIND, BYTES)
                 _store_rows(from_v, cos, sin, to_v, scale_v, heads, inside, SIZE, 0, DIM, KIND, BYTES)
             else:
-                _rotate_heads(from_k, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
+                _rotate_heads(from_k, DIM, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
                 _copy_heads(from_v, to_v, SIZE * DIM, heads, inside, 0, DIM, BLOCK)
 
 

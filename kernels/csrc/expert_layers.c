@@ -37,6 +37,7 @@ static void sort_pairs(const Experts *m, const int32_t *ids, int64_t pairs, int3
     memset(starts, 0, (m->count + 1) * sizeof *starts);
     for (int64_t i = 0; i < pairs; i++) {
         const int64_t expert = ids[i] - m->first;
+        if (m->chosen) m->chosen[ids[i]]++;
         if (expert >= 0 && expert < m->count) starts[expert + 1]++;
     }
     for (int64_t e = 0; e < m->count; e++) starts[e + 1] += starts[e];
@@ -51,11 +52,20 @@ static void sort_pairs(const Experts *m, const int32_t *ids, int64_t pairs, int3
     starts[0] = 0;
 }
 
-static Linear of_expert(const ExpertWeight *w, int64_t expert, int64_t rows, int64_t type) {
-    const int64_t words = panels_of(w->features) * words_of(w->depth, (int)type) * PANEL;
-    const void *bias = w->bias ? at(w->bias, expert * w->features, (int)type) : 0;
-    const Weight weight = {.packed = w->packed + expert * words, .bias = bias, .features = w->features, .depth = w->depth};
-    return (Linear){weight, 0, w->depth, rows, 0, w->features, 0, 0};
+/* The linear of one expert. `first`: the weight of the first one. */
+static Linear of_expert(const Weight *first, int64_t expert, int64_t rows, int64_t type) {
+    Weight w = *first;
+    const int64_t panels = expert * panels_of(w.features) * PANEL;
+    if (w.bias) w.bias = at(w.bias, expert * w.features, (int)type);
+    if (w.kind == PLAIN) {
+        w.packed = (const uint32_t *)w.packed + panels * words_of(w.depth, (int)type);
+    } else {
+        const int64_t scales = panels * ((w.depth + w.group - 1) / w.group);
+        w.packed = (const uint32_t *)w.packed + panels * (padded_depth(w.depth) / codes_of_word(w.kind));
+        w.scales = (const char *)w.scales + scales * scale_bytes(w.scale_type);
+        if (w.zeros) w.zeros += scales;
+    }
+    return (Linear){w, 0, w.depth, rows, 0, w.features, 0, 0};
 }
 
 void experts_product(const Kernels *f, const Experts *m, const ExpertsCall *c) {
@@ -99,8 +109,8 @@ void experts_product(const Kernels *f, const Experts *m, const ExpertsCall *c) {
 
 static int64_t mlp_scratch(const Weight *gate_up, const Weight *down, int64_t tokens, int64_t type) {
     const int64_t inner = down->depth, size = bytes(type);
-    return whole_lines(tokens * 2 * inner * size) + whole_lines(tokens * inner * size) +
-           packed_x(tokens, max_i64(gate_up->depth, inner));
+    const int64_t separate = whole_lines(tokens * 2 * inner * size) + whole_lines(tokens * inner * size);
+    return max_i64(separate, whole_lines(padded_rows(tokens) * inner * size)) + packed_x(tokens, max_i64(gate_up->depth, inner));
 }
 
 /* Bytes of scratch that sparse_sublayer needs. */

@@ -11,9 +11,9 @@
 
 typedef struct {
     Weight weight;
-    const void *x; /* [rows][ldx] */
+    const void *x; /* [rows][ldx]; null: `scratch` has it repacked, by a gated linear */
     int64_t ldx, rows;
-    void *y; /* [rows][ldy] */
+    void *y; /* [rows][ldy]; of a gated linear the scratch of the next one */
     int64_t ldy;
     void *scratch; /* for x repacked: (rows + 15) * (depth + 31) floats, aligned to 64 bytes */
     const int32_t *source; /* the row of x that each row is; null: all rows in order */

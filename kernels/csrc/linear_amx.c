@@ -3,9 +3,13 @@
  * A panel of the packed weight (linear.h) is a column of weight tiles. x is repacked in tiles as well: rows far apart
  * would compete for the same lines of the first cache. Calls of many rows multiply two tiles of rows by two panels at a
  * time, calls of at most 16 rows one tile by four panels. Every output is one accumulator over the depth in order, with
- * any other rows in the call: a row's bits never depend on its neighbours. */
+ * any other rows in the call: a row's bits never depend on its neighbours.
+ *
+ * A gated linear multiplies panels of gate and up with the same features, and stores activation(gate) * up, which is half
+ * as much, as the repacked x of the linear behind it. */
 #include <omp.h>
 
+#include "simd/activation.h"
 #include "simd/cpu_class.h"
 #include "simd/tiles.h"
 #include "linear.h"
@@ -15,8 +19,11 @@
 #define BLOCK 32                      /* most tiles of rows that pass by the same weights in the first cache */
 #define BLOCK_TILES 1024              /* most tiles of x in them, 1 MiB: they stay in the second cache */
 #define PART 8                        /* tiles of the depth of these weights */
-#define THIN_PART 4                   /* and of a quantised weight that meets at most 16 rows */
-#define AHEAD 8                       /* lines prefetched for each step along the depth */
+#define THIN_PART 2                   /* and of a quantised weight that meets at most 16 rows */
+#define STEP_LINES (2 * TILE * 4 / 64) /* cache lines of two panels' tiles */
+
+/* What follows the product: nothing, or an activation of the first half of the features times the second half. */
+enum { PLAIN_PRODUCT, SILU_GATED, GELU_GATED };
 
 /* Tile `tile` of rows of x as [words / 16] tiles; rows and elements that x lacks are zero. */
 static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *packed) {
@@ -40,9 +47,9 @@ static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *pa
 }
 
 /* sums [32 rows][32 features] (+)= two tiles of rows, x and more_x, by two panels, over `steps` tiles of the depth.
- * Prefetches `ahead`, AHEAD lines a step. */
+ * Prefetches `ahead`, `lines` lines a step. */
 static void multiply_two(const uint32_t *x, const uint32_t *more_x, const uint32_t *w, const uint32_t *more_w,
-                         int64_t steps, int is_first, const char *ahead, float *sums) {
+                         int64_t steps, int is_first, const char *ahead, int64_t lines, float *sums) {
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -63,7 +70,7 @@ static void multiply_two(const uint32_t *x, const uint32_t *more_x, const uint32
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-        for (int i = 0; i < AHEAD && ahead; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int64_t i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     }
     _tile_stored(0, sums, 128);
     _tile_stored(1, sums + PANEL, 128);
@@ -71,105 +78,149 @@ static void multiply_two(const uint32_t *x, const uint32_t *more_x, const uint32
     _tile_stored(3, sums + 2 * TILE + PANEL, 128);
 }
 
-/* The tile registers 0 to 3 += one tile of rows by four panels that lie `stride` words apart. */
-INLINE void multiply_one(const uint32_t *x, const uint32_t *w, int64_t stride, int64_t steps) {
-    for (int64_t k = 0; k < steps * TILE; k += TILE, w += TILE) {
+/* The tile registers 0 to 3 += one tile of rows by two panels at w and two at more_w; a panel takes `stride` words. */
+INLINE void multiply_one(const uint32_t *x, const uint32_t *w, const uint32_t *more_w, int64_t stride, int64_t steps) {
+    for (int64_t k = 0; k < steps * TILE; k += TILE, w += TILE, more_w += TILE) {
         _tile_loadd(4, x + k, 64);
         _tile_loadd(5, w, 64);
         _tile_loadd(6, w + stride, 64);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(7, w + 2 * stride, 64);
+        _tile_loadd(7, more_w, 64);
         _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(5, w + 3 * stride, 64);
+        _tile_loadd(5, more_w + stride, 64);
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 4, 5);
     }
 }
 
-/* Up to 16 rows by four panels, of all the depth. */
-static void multiply_thin(const Linear *l, const uint32_t *x, int64_t panel) {
+/* Stores one tile of activation(gate) * up, both with their bias and rounded: tile [rows][16 words] of the repacked x of
+ * the next linear. `feature`: the first of gate's. The sums' rows lie `stride` floats apart. */
+INLINE void put_gated(const Linear *l, int64_t tile, int64_t feature, const float *gate, const float *up, int64_t stride,
+                      const int gelu) {
+    const int64_t inner = l->weight.features / 2;
+    uint16_t *to = (uint16_t *)((uint32_t *)l->y + (tile * (inner / (2 * TILE_WORDS)) + feature / (2 * TILE_WORDS)) * TILE);
+    Floats bias[2] = {{0}}, up_bias[2] = {{0}};
+    for (int j = 0; j < 2 && l->weight.bias; j++) {
+        bias[j] = load_vector(l->weight.bias, feature + j * LANES, BF16);
+        up_bias[j] = load_vector(l->weight.bias, inner + feature + j * LANES, BF16);
+    }
+    for (int64_t i = 0; i < TILE_ROWS; i++, gate += stride, up += stride)
+        for (int j = 0; j < 2; j++, to += LANES) {
+            const Floats x = rounded_vector(load_floats(gate + j * LANES) + bias[j], BF16);
+            store_bf16(to, activation(x, gelu) * rounded_vector(load_floats(up + j * LANES) + up_bias[j], BF16));
+        }
+}
+
+/* Up to 16 rows by two panels from `panel` on and two from `other` on, of all the depth. */
+static void multiply_thin(const Linear *l, const uint32_t *x, int64_t panel, int64_t other, const int follows) {
     const Weight *w = &l->weight;
-    const int64_t steps = words_of(w->depth, BF16) / TILE_WORDS;
+    const int64_t steps = words_of(w->depth, BF16) / TILE_WORDS, size = steps * TILE;
     float sums[4 * TILE] __attribute__((aligned(64)));
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     if (w->kind == PLAIN) {
-        multiply_one(x, (const uint32_t *)w->packed + panel * steps * TILE, steps * TILE, steps);
+        const uint32_t *packed = w->packed;
+        multiply_one(x, packed + panel * size, packed + other * size, size, steps);
     } else {
         uint32_t unpacked[GROUP * THIN_PART * TILE] __attribute__((aligned(64)));
         for (int64_t k = 0; k < steps; k += THIN_PART) {
-            const int64_t count = min_i64(THIN_PART, steps - k);
-            unpack(w, panel, GROUP, k * 2 * TILE_WORDS, (k + count) * 2 * TILE_WORDS, 1, unpacked);
-            multiply_one(x + k * TILE, unpacked, count * TILE, count);
+            const int64_t count = min_i64(THIN_PART, steps - k), from = k * 2 * TILE_WORDS, to = from + count * 2 * TILE_WORDS;
+            uint32_t *more = unpacked + 2 * count * TILE;
+            unpack(w, panel, 2, from, to, 1, unpacked);
+            unpack(w, other, 2, from, to, 1, more);
+            multiply_one(x + k * TILE, unpacked, more, count * TILE, count);
         }
     }
     _tile_stored(0, sums, 256);
     _tile_stored(1, sums + PANEL, 256);
     _tile_stored(2, sums + 2 * PANEL, 256);
     _tile_stored(3, sums + 3 * PANEL, 256);
-    put_rows(l, 0, l->rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
+    const float *up = sums + 2 * PANEL;
+    if (follows == PLAIN_PRODUCT) put_rows(l, 0, l->rows, panel * PANEL, GROUP * PANEL, sums, GROUP * PANEL, BF16);
+    else if (follows == SILU_GATED) put_gated(l, 0, panel * PANEL, sums, up, GROUP * PANEL, 0);
+    else put_gated(l, 0, panel * PANEL, sums, up, GROUP * PANEL, 1);
 }
 
-/* Rows of the tiles [from, to), two tiles at a time, by two panels. The panels are read in parts of the depth that stay in
- * the first cache while all rows pass. Prefetches the next panels, which lie behind. */
-static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int64_t to, int64_t panel, int has_next) {
+/* The sums of two tiles of rows by two panels, [32 rows][32 features], for each pair of tiles of a block. */
+typedef float Sums[BLOCK / 2][4 * TILE] __attribute__((aligned(64)));
+
+/* Sums of the rows of tiles [from, to), two tiles at a time, by two panels. The panels are read in parts of the depth that
+ * stay in the first cache while all rows pass. Meanwhile the panels from `next` on are prefetched (negative: none), evenly,
+ * since reads of x wait for the same buffers. */
+static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int64_t to, int64_t panel, int64_t next, Sums sums) {
     const int64_t steps = words_of(l->weight.depth, BF16) / TILE_WORDS, parts = (steps + PART - 1) / PART;
-    const uint32_t *w = (const uint32_t *)l->weight.packed + panel * steps * TILE;
+    const uint32_t *packed = l->weight.packed, *w = packed + panel * steps * TILE;
     const int is_plain = l->weight.kind == PLAIN;
-    const char *ahead = has_next && is_plain ? (const char *)(w + 2 * steps * TILE) : NULL;
+    const int64_t pairs = (to - from) / 2, lines = next >= 0 && is_plain ? (STEP_LINES + pairs - 1) / pairs : 0;
+    const char *ahead = (const char *)(packed + (lines ? next : 0) * steps * TILE);
     uint32_t unpacked[2 * PART * TILE] __attribute__((aligned(64)));
-    float sums[BLOCK / 2][4 * TILE] __attribute__((aligned(64)));
     for (int64_t part = 0; part < parts; part++) {
         const int64_t k = steps * part / parts, count = steps * (part + 1) / parts - k;
         const uint32_t *part_w = is_plain ? w + k * TILE : unpacked, *more_w = part_w + (is_plain ? steps : count) * TILE;
         if (!is_plain) unpack(&l->weight, panel, 2, k * 2 * TILE_WORDS, (k + count) * 2 * TILE_WORDS, 1, unpacked);
-        for (int64_t tile = from; tile < to; tile += 2) {
-            const uint32_t *tile_x = x + (tile * steps + k) * TILE;
-            multiply_two(tile_x, tile_x + steps * TILE, part_w, more_w, count, part == 0, ahead,
-                         sums[(tile - from) / 2]);
-            if (ahead) ahead += count * AHEAD * 64;
+        for (int64_t pair = 0; pair < pairs; pair++, ahead += count * lines * 64) {
+            const uint32_t *pair_x = x + ((from + 2 * pair) * steps + k) * TILE;
+            multiply_two(pair_x, pair_x + steps * TILE, part_w, more_w, count, part == 0, ahead, lines, sums[pair]);
         }
     }
+}
+
+INLINE void put_block(const Linear *l, int64_t from, int64_t to, int64_t panel, Sums sums) {
     for (int64_t tile = from; tile < to; tile += 2)
         put_rows(l, tile * TILE_ROWS, min_i64(2 * TILE_ROWS, l->rows - tile * TILE_ROWS), panel * PANEL, 2 * PANEL,
                  sums[(tile - from) / 2], 2 * PANEL, BF16);
 }
 
-/* How a linear is cut: into tiles of rows to repack, and into items, each GROUP panels by a block of tiles of rows, which
- * stays in the second cache while all panels pass. `first_tile` and `first_item` count over all linears of a call. */
+INLINE void put_gated_block(const Linear *l, int64_t from, int64_t to, int64_t panel, Sums gate, Sums up, const int gelu) {
+    for (int64_t i = 0; i < to - from; i++)
+        put_gated(l, from + i, panel * PANEL, gate[i / 2] + i % 2 * 2 * TILE, up[i / 2] + i % 2 * 2 * TILE, 2 * PANEL, gelu);
+}
+
+/* How a linear is cut: into tiles of rows to repack, and into items, each two pairs of panels, `apart` panels from one to
+ * the other, by a block of tiles of rows, which stays in the second cache while all panels pass. `columns`: items of a
+ * block. `first_tile` and `first_item` count over all linears of a call. */
 typedef struct {
-    int64_t steps, tiles, groups, block, is_thin;
+    int64_t steps, tiles, columns, apart, block, is_thin;
     int64_t first_tile, first_item;
 } Cut;
 
-static Cut cut(const Linear *l) {
+static Cut cut(const Linear *l, const int follows) {
     const int64_t steps = words_of(l->weight.depth, BF16) / TILE_WORDS, is_thin = l->rows <= TILE_ROWS;
     const int64_t tiles = is_thin ? l->rows > 0 : (l->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
-    return (Cut){steps, tiles, panels_of(l->weight.features) / GROUP,
+    const int64_t inner_panels = l->weight.features / 2 / PANEL, is_gated = follows != PLAIN_PRODUCT;
+    return (Cut){steps, tiles, is_gated ? inner_panels / 2 : panels_of(l->weight.features) / GROUP, is_gated ? inner_panels : 2,
                  max_i64(2, min_i64(BLOCK, BLOCK_TILES / steps / 2 * 2)), is_thin, 0, 0};
 }
 
-static void multiply(const Linear *l, const Cut *c, int64_t item, int has_next) {
-    const int64_t panel = item % c->groups * GROUP, from = item / c->groups * c->block;
+static void multiply(const Linear *l, const Cut *c, int64_t item, int has_next, const int follows) {
+    const int64_t width = follows == PLAIN_PRODUCT ? GROUP : 2; /* panels from one item to the next */
+    const int64_t panel = item % c->columns * width, other = panel + c->apart;
+    const int64_t from = item / c->columns * c->block, to = min_i64(from + c->block, c->tiles);
+    const int64_t next = has_next && (item + 1) % c->columns ? panel + width : -1;
     const uint32_t *x = l->scratch;
     if (c->is_thin) {
-        multiply_thin(l, x, panel);
+        multiply_thin(l, x, panel, other, follows);
         return;
     }
-    multiply_block(l, x, from, min_i64(from + c->block, c->tiles), panel, 1);
-    multiply_block(l, x, from, min_i64(from + c->block, c->tiles), panel + 2, has_next);
+    Sums sums, more;
+    multiply_block(l, x, from, to, panel, other, sums);
+    if (follows == PLAIN_PRODUCT) put_block(l, from, to, panel, sums);
+    multiply_block(l, x, from, to, other, next, more);
+    if (follows == PLAIN_PRODUCT) put_block(l, from, to, other, more);
+    else if (follows == SILU_GATED) put_gated_block(l, from, to, panel, sums, more, 0);
+    else put_gated_block(l, from, to, panel, sums, more, 1);
 }
 
-void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) {
+INLINE void linears(const Linear *all, int64_t count, const int follows) {
     Cut cuts[MAX_LINEARS];
     int64_t tiles = 0, items = 0;
     for (int64_t i = 0; i < count; i++) {
-        cuts[i] = cut(all + i);
+        cuts[i] = cut(all + i, follows);
         cuts[i].first_tile = tiles, cuts[i].first_item = items;
-        tiles += cuts[i].tiles;
-        items += cuts[i].groups * ((cuts[i].tiles + cuts[i].block - 1) / cuts[i].block);
+        tiles += all[i].x ? cuts[i].tiles : 0;
+        items += cuts[i].columns * ((cuts[i].tiles + cuts[i].block - 1) / cuts[i].block);
     }
     if (!items) return;
     /* A thread takes consecutive panels, so that it can prefetch the next ones. */
@@ -177,21 +228,30 @@ void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) {
 #pragma omp parallel
     {
         int64_t i = 0;
+        if (tiles) {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < tiles; t++) {
-            while (i + 1 < count && cuts[i + 1].first_tile <= t) i++;
-            const int64_t tile = t - cuts[i].first_tile, size = cuts[i].steps * TILE;
-            pack_tile(all + i, tile, cuts[i].steps * TILE_WORDS, (uint32_t *)all[i].scratch + tile * size);
+            for (int64_t t = 0; t < tiles; t++) {
+                while (i + 1 < count && cuts[i + 1].first_tile <= t) i++;
+                const int64_t tile = t - cuts[i].first_tile, size = cuts[i].steps * TILE;
+                pack_tile(all + i, tile, cuts[i].steps * TILE_WORDS, (uint32_t *)all[i].scratch + tile * size);
+            }
         }
         _tile_loadconfig(&whole_tiles);
         i = 0;
 #pragma omp for schedule(monotonic : dynamic, chunk) nowait
         for (int64_t item = 0; item < items; item++) {
             while (i + 1 < count && cuts[i + 1].first_item <= item) i++;
-            multiply(all + i, cuts + i, item - cuts[i].first_item, (item + 1) % chunk != 0);
+            multiply(all + i, cuts + i, item - cuts[i].first_item, (item + 1) % chunk != 0, follows);
         }
         _tile_release();
     }
 }
 
-void FOR_CLASS(linear_bf16)(const Linear *l) { FOR_CLASS(linears_bf16)(l, 1); }
+void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) { linears(all, count, PLAIN_PRODUCT); }
+
+void FOR_CLASS(linear_bf16)(const Linear *l) { linears(l, 1, PLAIN_PRODUCT); }
+
+void FOR_CLASS(gated_linear_bf16)(const Linear *l, int64_t gelu) {
+    if (gelu) linears(l, 1, GELU_GATED);
+    else linears(l, 1, SILU_GATED);
+}

@@ -29,6 +29,7 @@ typedef struct {
 } Weight;
 
 INLINE int64_t codes_of_word(int64_t kind) { return kind == CODES_INT4 || kind == CODES_FP4 ? 8 : 4; }
+INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 ? 1 : type == F32 ? 4 : 2; }
 INLINE int64_t padded_depth(int64_t depth) { return (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * 2 * TILE_WORDS; }
 
 /* Code i of each word, as a number. FP4 codes are doubled. */

@@ -2,8 +2,8 @@
  * in the Python file of each. Small calls stay on one thread: waking the others would cost more than the work. */
 #include "rows.h"
 
+#include "simd/activation.h"
 #include "simd/cpu_class.h"
-#include "simd/vectors.h"
 
 #define PARALLEL_FROM 16384 /* elements */
 #define MAX_DIM 512         /* of heads that are stored as another kind */
@@ -54,14 +54,6 @@ void FOR_CLASS(rms_norm)(const Norm *n) {
     int64_t rows = n->outer * n->inner;
 #pragma omp parallel for schedule(static) if (rows * n->width >= PARALLEL_FROM)
     for (int64_t part = 0; part < 16; part++) norm_rows(n, rows * part / 16, rows * (part + 1) / 16);
-}
-
-/* x / (1 + e^-x), or for `gelu` x / (1 + e^-2u) = 0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3). Below the
- * first bound both are 0 but for 1e-27; it and the second keep the power finite and normal. A NaN stays one. */
-INLINE Floats activation(Floats x, int gelu) {
-    x = larger_of((Floats){} - (gelu ? 9.0f : 69.0f), x);
-    const Floats exponent = gelu ? x * -1.5957691216f * (1.0f + 0.044715f * x * x) : -x;
-    return x * reciprocal_of(1.0f + exp_of(larger_of((Floats){} - 87.0f, exponent)));
 }
 
 INLINE void gated(const void *gate_up, int64_t stride, void *out, int64_t width, int gelu, int type, int64_t row,

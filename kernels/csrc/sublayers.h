@@ -8,6 +8,7 @@
 typedef struct {
     void (*linear[2])(const Linear *l);
     void (*linears[2])(const Linear *all, int64_t count);
+    void (*gated_linear)(const Linear *l, int64_t gelu); /* bfloat16; null in classes that lack it */
     int (*attention[2])(const Attention *a);
     void (*rms_norm)(const Norm *n);
     void (*rotary)(const Rotary *r);
@@ -37,18 +38,14 @@ typedef struct {
     int64_t gelu, type;
 } Mlp;
 
-/* The weights of all experts that this rank holds, one after the other. */
+/* The weights of the experts that this rank holds. Each Weight is that of the first expert; the other experts' panels,
+ * scales, zero points and biases lie behind. */
 typedef struct {
-    const uint32_t *packed;
-    const void *bias; /* [count][features], or null */
-    int64_t features, depth;
-} ExpertWeight;
-
-typedef struct {
-    ExpertWeight gate_up, down;
+    Weight gate_up, down;
     int64_t first, count; /* the ids of this rank's experts */
     int64_t top_k, activation, type;
     float alpha, limit; /* of CLAMPED_SWIGLU */
+    int64_t *chosen;    /* by id, of all ranks' experts: the pairs so far; null: not counted */
 } Experts;
 
 /* A sublayer of experts. `shared`: the expert that every token takes, with its gate; weights of null: none. */
@@ -81,9 +78,19 @@ INLINE void product(const Kernels *f, const Weight *w, const void *x, int64_t ro
     f->linear[type](&(Linear){*w, x, w->depth, rows, y, w->features, scratch, 0});
 }
 
+/* Rows that a linear's repacked x is filled up to, at most: whole pairs of tiles. */
+INLINE int64_t padded_rows(int64_t rows) { return (rows + 31) / 32 * 32; }
+
+/* gate_up has gate's features, then up's. A gated linear wants whole tiles of them, which `down` reads in their order. */
 INLINE void mlp_rows(const Kernels *f, const Weight *gate_up, const Weight *down, int64_t gelu, int64_t type, const void *x,
                      int64_t tokens, void *out, char *scratch) {
     const int64_t inner = down->depth, size = bytes(type);
+    if (f->gated_linear && type == BF16 && inner % (2 * TILE_WORDS) == 0 && !down->order) {
+        void *gated = allocate(&scratch, padded_rows(tokens) * inner * size);
+        f->gated_linear(&(Linear){*gate_up, x, gate_up->depth, tokens, gated, 0, scratch, 0}, gelu);
+        f->linear[type](&(Linear){*down, 0, 0, tokens, out, down->features, gated, 0});
+        return;
+    }
     void *wide = allocate(&scratch, tokens * 2 * inner * size), *gated = allocate(&scratch, tokens * inner * size);
     product(f, gate_up, x, tokens, type, wide, scratch);
     f->silu_mul(wide, 2 * inner, gated, tokens, inner, gelu, type);

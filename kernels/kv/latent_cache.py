@@ -40,6 +40,10 @@ class LatentCache:
         check_scales("rope_scales", rope_scales, rope_keys)
         self.is_quantised = latent.dtype in KINDS
         self.latent, self.rope_keys = latent, rope_keys
+        # For Triton kernels: quantised elements as bytes.
+        self.latent_bytes, self.rope_bytes = (
+            part.view(torch.uint8) if self.is_quantised else part for part in (latent, rope_keys)
+        )
         self.latent_scales, self.rope_scales = latent_scales, rope_scales
         self.dtype, self.device = latent.dtype, latent.device
         self.block_size = latent.shape[2]
@@ -59,6 +63,12 @@ class LatentCache:
         )  # fmt: skip
         self._packed_buffer = ctypes.create_string_buffer(self.packed)
         self.pointer = ctypes.addressof(self._packed_buffer)
+
+    @property
+    def scales_strides(self) -> tuple[int, int]:
+        """The strides over blocks of the scales of latents and of rotary keys; 0 without scales."""
+        latent, rope = (0 if scales is None else scales.stride(0) for scales in (self.latent_scales, self.rope_scales))
+        return latent, rope
 
     def rows(self, blocks: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Latents and rotary keys of `blocks`, in order: `dtype` [len(blocks) * block_size, rank or rope_dim]."""

@@ -14,6 +14,9 @@ A rank may hold some of the experts: those from `first` on. The others add nothi
     triton   a GPU: kernels/layers/grouped_gemm.py
     plain    a CPU otherwise: products of torch for each used expert
 
+QuantisedExperts stay quantised in the native and triton forms, if `holds_quantised` of linear.py says so; otherwise
+they are dequantised.
+
 The sum is computed in float32, in the order of `ids`. In the native form, and in the triton form with
 `batch_invariant`, a token's result does not depend on the other tokens.
 """
@@ -27,27 +30,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coatcheck.kernels import huge_pages, native
-from coatcheck.kernels.gpu_properties import uses_triton
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES, uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
 from coatcheck.kernels.layers import grouped_gemm
-from coatcheck.kernels.layers.linear import scratch
+from coatcheck.kernels.layers.linear import holds_quantised, pack_quantised, scratch, weight_struct
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
+from coatcheck.kernels.layers.quantised_linear import Codes, pack_codes
 from coatcheck.kernels.layers.silu_mul import silu_mul_reference
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
-_EXPERTS = struct.Struct("@PPqqPPqq5qff")
+_EXPERTS = struct.Struct("@5qffP")  # behind two structs Weight
 _CALL = struct.Struct("@7Pq")
 
 
 class PackedExperts(nn.Module):
-    """The experts that a rank holds, for inference. Keeps no plain weight in the native form."""
+    """The experts that a rank holds, for inference. Keeps no plain weight in the native form.
+
+    `parts`: gate_up and down in their form; of QuantisedExperts codes, scales and zero points.
+    """
 
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | QuantisedExperts,
+        down: Tensor | QuantisedExperts,
         *,
         top_k: int,
         gate_up_bias: Tensor | None = None,
@@ -57,15 +65,20 @@ class PackedExperts(nn.Module):
         limit: float = 0.0,
         first: int = 0,
         batch_invariant: bool = False,
+        num_experts: int | None = None,
     ) -> None:
-        """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: of clamped_swiglu."""
+        """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: of clamped_swiglu.
+
+        `num_experts`: of the layer, of all ranks; None: the choices are not counted.
+        """
         super().__init__()
-        check_shape("gate_up", gate_up, (None, None, None))
-        count, wide, hidden = gate_up.shape
-        if wide % 2:
+        if len(gate_up.shape) != 3 or gate_up.shape[1] % 2:
             refuse("gate_up", "shape [experts, 2 * I, hidden]", list(gate_up.shape))
-        check_shape("down", down, (count, hidden, wide // 2))
-        check_dtype("down", down, gate_up.dtype)
+        count, wide, hidden = gate_up.shape
+        if tuple(down.shape) != (count, hidden, wide // 2):
+            refuse("down", f"shape {[count, hidden, wide // 2]}", list(down.shape))
+        if down.dtype != gate_up.dtype:
+            refuse("down", f"dtype {gate_up.dtype}", down.dtype)
         for name, bias, width in (("gate_up_bias", gate_up_bias, wide), ("down_bias", down_bias, hidden)):
             if bias is not None:
                 check_shape(name, bias, (count, width))
@@ -77,17 +90,50 @@ class PackedExperts(nn.Module):
         self.activation, self.alpha, self.limit = activation, alpha, limit
         self.dtype, self.device = gate_up.dtype, gate_up.device
         self.form = pick_form(gate_up)
+        gate_up, down = (
+            weight.dequantise()
+            if isinstance(weight, QuantisedExperts) and not stays_quantised(weight, weight.device)
+            else weight
+            for weight in (gate_up, down)
+        )
         for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
             self.register_buffer(name, None if bias is None else bias.detach().contiguous(), persistent=False)
+        # How many tokens chose each expert, int64 [num_experts]. Only the native form counts.
+        self.chosen = (
+            None if num_experts is None or self.form != "native" else torch.zeros(num_experts, dtype=torch.int64)
+        )
         # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
-        self.gate_up, self.down = (_pack(weight.detach(), self.form) for weight in (gate_up, down))
+        self.packed = b""
+        if self.form == "triton":
+            held = [_codes_or_plain(weight) for weight in (gate_up, down)]
+            self.parts = tuple(weight.parts if isinstance(weight, Codes) else (weight,) for weight in held)
+            self._held = grouped_gemm.Weights(
+                held[0], held[1], self.gate_up_bias, self.down_bias, count, wide // 2, first,
+                ACTIVATIONS.index(activation), alpha, limit,
+            )  # fmt: skip
+        else:
+            self.parts = tuple(_pack(weight, self.form) for weight in (gate_up, down))
         library = native.library()
         if self.form == "native" and library is not None:
-            self.packed = _EXPERTS.pack(
-                self.gate_up.data_ptr(), _pointer(self.gate_up_bias), wide, hidden, self.down.data_ptr(),
-                _pointer(self.down_bias), hidden, self.inner, first, count, top_k, ACTIVATIONS.index(activation),
-                native.TYPES[self.dtype], alpha, limit,
+            structs = (
+                weight_struct(
+                    weight.stacked if isinstance(weight, QuantisedExperts) else weight,
+                    (weight.shape[1], weight.shape[2]), parts, bias,
+                )
+                for weight, parts, bias in zip(
+                    (gate_up, down), self.parts, (self.gate_up_bias, self.down_bias), strict=True
+                )
             )  # fmt: skip
+            self.packed = b"".join(structs) + _EXPERTS.pack(
+                first,
+                count,
+                top_k,
+                ACTIVATIONS.index(activation),
+                native.TYPES[self.dtype],
+                alpha,
+                limit,
+                _pointer(self.chosen),
+            )
             self._kernels, self._call = library.kernels, library.experts_product
             self._scratch_size = library.experts_scratch
 
@@ -110,17 +156,23 @@ class PackedExperts(nn.Module):
             self._call(self._kernels, self.packed, call)
             return out
         if self.form == "triton":
-            held = grouped_gemm.Weights(
-                self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.first,
-                ACTIVATIONS.index(self.activation), self.alpha, self.limit,
-            )  # fmt: skip
             return grouped_gemm.grouped_experts(
-                held, x, ids, weights, shared, shared_gate, batch_invariant=self.batch_invariant
+                self._held, x, ids, weights, shared, shared_gate, batch_invariant=self.batch_invariant
             )
         out = self._sum_of_experts(x, ids, weights)
         if shared is not None:
             out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
         return out.to(x.dtype)
+
+    @property
+    def variant(self) -> object:
+        """Equal for experts that share their kernels."""
+        if self.form != "triton":
+            return None
+        w = self._held
+        codes = (weight.variant if isinstance(weight, Codes) else None for weight in (w.gate_up, w.down))
+        sizes = (self.count, self.hidden, self.inner, self.top_k, self.activation)
+        return *sizes, self.gate_up_bias is None, self.down_bias is None, *codes
 
     def compile_kernels(self) -> None:
         """Launch every kernel variant of the triton form once, so that none compiles later; nothing in other forms."""
@@ -131,6 +183,7 @@ class PackedExperts(nn.Module):
 
     def _sum_of_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum in float32. The rows of each used expert are one product."""
+        (gate_up,), (down,) = self.parts
         y = x.new_zeros((*ids.shape, self.hidden))
         for expert in ids.unique().tolist():
             local = expert - self.first
@@ -138,10 +191,10 @@ class PackedExperts(nn.Module):
                 continue
             token, choice = torch.where(ids == expert)
             bias = None if self.gate_up_bias is None else self.gate_up_bias[local]
-            wide = F.linear(x[token], self.gate_up[local], bias)
+            wide = F.linear(x[token], gate_up[local], bias)
             bias = None if self.down_bias is None else self.down_bias[local]
             gated = activate(wide, self.activation, self.alpha, self.limit)
-            y[token, choice] = F.linear(gated, self.down[local], bias)
+            y[token, choice] = F.linear(gated, down[local], bias)
         return (y.float() * weights.unsqueeze(-1)).sum(1)
 
 
@@ -154,25 +207,41 @@ def activate(gate_up: Tensor, activation: str, alpha: float, limit: float) -> Te
     return ((up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
 
 
-def pick_form(weight: Tensor) -> str:
+def pick_form(weight: Tensor | QuantisedExperts) -> str:
+    if isinstance(weight, QuantisedExperts):
+        weight = weight.stacked.scales.new_empty(0, dtype=weight.dtype)
     if uses_triton(weight):
         return "triton"
     return "plain" if native.library_for(weight) is None else "native"
 
 
-def _pack(weight: Tensor, form: str) -> Tensor:
+def stays_quantised(experts: QuantisedExperts, device: torch.device) -> bool:
+    """Whether PackedExperts keeps the weights quantised once they are on `device`."""
+    has_form = device.type in TRITON_DEVICES or pick_form(experts) == "native"
+    return has_form and holds_quantised(experts.stacked, device)
+
+
+def _codes_or_plain(weight: Tensor | QuantisedExperts) -> Codes | Tensor:
+    """The weight in the triton form."""
+    return pack_codes(weight.stacked) if isinstance(weight, QuantisedExperts) else weight.detach().contiguous()
+
+
+def _pack(weight: Tensor | QuantisedExperts, form: str) -> tuple[Tensor, ...]:
+    """The weight in its form: of QuantisedExperts codes, scales and zero points."""
+    if isinstance(weight, QuantisedExperts):
+        return pack_quantised(weight.pad_rows(64).stacked)  # whole panels of each expert, as panels_of in linear.h
     if form != "native":
-        return weight.contiguous()
+        return (weight.detach().contiguous(),)
     library = native.library_for(weight)
     assert library is not None, "the native form is only picked where the library is"
     count, features, depth = weight.shape
     # As panels_of and words_of in kernels/csrc/linear.h.
     panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16
     packed = huge_pages.empty((count, panels, words, 16), torch.int32)
-    for plain, to in zip(weight, packed, strict=True):
+    for plain, to in zip(weight.detach(), packed, strict=True):
         dense = plain.contiguous()
         library.pack_weight(dense.data_ptr(), features, depth, to.data_ptr(), native.TYPES[weight.dtype])
-    return packed
+    return (packed,)
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -2,7 +2,7 @@
 
     sort      pairs (token, choice) in the order of their experts, and the tiles of rows: each has rows of one expert
     gate_up   gated[row] = act(gate_e(x)) * up_e(x),   rows in the sorted order
-    down      y[pair] = down_e(gated[row]),            rounded to the dtype of x
+    down      y[pair] = down_e(gated[row]),            rounded to the dtype of x; codes as in quantised_linear.py
     sum       out[t] = sum over j of weights[t, j] * y[t, j] + sigmoid(shared_gate[t]) * shared[t], in float32
 
 All shapes depend on the number of tokens alone, and the host reads nothing, so CUDA graphs can capture the calls. There
@@ -24,10 +24,12 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
+from coatcheck.kernels.layers.quantised_linear import Codes, _multiply
 
 _HIGH_FROM: int = 32  # rows of an expert
 _PAIRS: int = 1024  # that a program sorts at a time
 _COLUMNS: int = 1024  # of a program of the weighted sum
+_MAX_QUANTISED_STAGES: int = 3  # more may not fit beside the weights of a tile
 
 
 class GroupedLaunch(NamedTuple):
@@ -60,12 +62,15 @@ def warm_up_lengths(top_k: int, experts: int) -> tuple[int, int]:
 
 
 class Weights(NamedTuple):
-    """A rank's experts: gate_up [experts, 2 * I, hidden], down [experts, hidden, I], biases or None."""
+    """A rank's experts: gate_up [experts, 2 * I, hidden], down [experts, hidden, I], biases or None. Codes are those of
+    all experts' rows, one expert below the other. `inner`: I."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Codes
+    down: Tensor | Codes
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    experts: int
+    inner: int
     first: int
     activation: int
     alpha: float
@@ -87,9 +92,10 @@ def grouped_experts(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    experts, hidden, inner = w.down.shape
+    experts, hidden, inner = w.experts, x.shape[1], w.inner
     pairs, device = tokens * top_k, x.device
-    launch = pick_launch(pairs, experts, x.element_size(), gpu_properties(device), batch_invariant=batch_invariant)
+    gpu = gpu_properties(device)
+    launch = pick_launch(pairs, experts, x.element_size(), gpu, batch_invariant=batch_invariant)
     max_tiles = min(pairs, pairs // launch.block_m + experts)
     counts, ends = torch.empty((2, experts), dtype=torch.int32, device=device)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
@@ -101,15 +107,29 @@ def grouped_experts(
     )  # fmt: skip
     gated, y = x.new_empty((pairs, inner)), x.new_empty((pairs, hidden))
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    blocks = dict(BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, PRECISION=precision)
-    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
-    _gate_up[(max_tiles, triton.cdiv(inner, launch.block_n))](
-        x, w.gate_up, w.gate_up_bias, gated, order, tiles, ends, hidden, inner, w.alpha, w.limit, TOP_K=top_k,
-        ACTIVATION=w.activation, **blocks, **options,
-    )  # fmt: skip
-    _down[(max_tiles, triton.cdiv(hidden, launch.block_n))](
-        gated, w.down, w.down_bias, y, order, tiles, ends, inner, hidden, **blocks, **options
-    )
+    blocks = dict(BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, PRECISION=precision, num_warps=launch.num_warps)
+    plain = dict(BLOCK_K=launch.block_k, num_stages=launch.num_stages, **blocks)
+    grid = (max_tiles, triton.cdiv(inner, launch.block_n))
+    if isinstance(w.gate_up, Codes):
+        codes, sizes, constants = w.gate_up.arguments(gpu)
+        _quantised_gate_up[grid](
+            x, *codes, w.gate_up_bias, gated, order, tiles, ends, hidden, inner, *sizes, w.alpha, w.limit, TOP_K=top_k,
+            ACTIVATION=w.activation, **constants, **blocks, num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES),
+        )  # fmt: skip
+    else:
+        _gate_up[grid](
+            x, w.gate_up, w.gate_up_bias, gated, order, tiles, ends, hidden, inner, w.alpha, w.limit, TOP_K=top_k,
+            ACTIVATION=w.activation, **plain,
+        )  # fmt: skip
+    grid = (max_tiles, triton.cdiv(hidden, launch.block_n))
+    if isinstance(w.down, Codes):
+        codes, sizes, constants = w.down.arguments(gpu)
+        _quantised_down[grid](
+            gated, *codes, w.down_bias, y, order, tiles, ends, inner, hidden, *sizes, **constants, **blocks,
+            num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES),
+        )  # fmt: skip
+    else:
+        _down[grid](gated, w.down, w.down_bias, y, order, tiles, ends, inner, hidden, **plain)
     _weighted_sum[(tokens, triton.cdiv(hidden, _COLUMNS))](
         y, ids, weights, shared, shared_gate, out, hidden, w.first, experts, TOP_K=top_k, BLOCK=_COLUMNS, num_warps=4
     )
@@ -188,6 +208,13 @@ def _gate_up(
     if bias is not None:
         gate += tl.load(bias + expert * 2 * width + n, has_n, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + expert * 2 * width + width + n, has_n, other=0.0).to(tl.float32)[None, :]
+    result = _activated(gate, up, alpha, limit, ACTIVATION)
+    to = gated + row.to(tl.int64)[:, None] * width + n[None, :]
+    tl.store(to, result.to(gated.dtype.element_ty), has_row[:, None] & has_n[None, :])
+
+
+@triton.jit
+def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == 2:
         gate = tl.minimum(gate, limit)
         u = alpha * gate
@@ -196,9 +223,67 @@ def _gate_up(
         u = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
     else:
         u = gate
-    result = gate / (1.0 + tl.exp(-u)) * up
-    to = gated + row.to(tl.int64)[:, None] * width + n[None, :]
-    tl.store(to, result.to(gated.dtype.element_ty), has_row[:, None] & has_n[None, :])
+    return gate / (1.0 + tl.exp(-u)) * up
+
+
+@triton.jit
+def _quantised_gate_up(
+    x, codes, scales, zeros, bias, gated, order, tiles, ends, hidden, width, features, row_bytes, group, alpha, limit,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As _gate_up, over codes: the gates' products, then the ups'. `features`: rows of all experts."""
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + 2 * tile).to(tl.int64)
+    if expert < 0:
+        return
+    row = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_M)
+    has_row = row < tl.load(ends + expert)
+    token = tl.load(order + row, has_row, other=0).to(tl.int64) // TOP_K
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    has_n = n < width
+    gates = expert * 2 * width + n
+    gate = _multiply(
+        x, codes, scales, zeros, None, token, gates, has_row, has_n, features, hidden, row_bytes, group,
+        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    up = _multiply(
+        x, codes, scales, zeros, None, token, gates + width, has_row, has_n, features, hidden, row_bytes, group,
+        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    if bias is not None:
+        gate += tl.load(bias + gates, has_n, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + gates + width, has_n, other=0.0).to(tl.float32)[:, None]
+    result = _activated(gate, up, alpha, limit, ACTIVATION)
+    to = gated + row.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(to, result.to(gated.dtype.element_ty), has_row[None, :] & has_n[:, None])
+
+
+@triton.jit
+def _quantised_down(
+    gated, codes, scales, zeros, bias, y, order, tiles, ends, width, hidden, features, row_bytes, group,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As _down, over codes."""
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + 2 * tile).to(tl.int64)
+    if expert < 0:
+        return
+    row = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_M)
+    has_row = row < tl.load(ends + expert)
+    pair = tl.load(order + row, has_row, other=0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    has_n = n < hidden
+    of_expert = expert * hidden + n
+    sums = _multiply(
+        gated, codes, scales, zeros, None, row, of_expert, has_row, has_n, features, width, row_bytes, group,
+        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    if bias is not None:
+        sums += tl.load(bias + of_expert, has_n, other=0.0).to(tl.float32)[:, None]
+    to = y + pair[None, :] * hidden + n[:, None]
+    tl.store(to, sums.to(y.dtype.element_ty), has_row[None, :] & has_n[:, None])
 
 
 @triton.jit

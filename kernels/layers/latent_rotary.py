@@ -12,16 +12,22 @@ rank + rope_dim], any stride over tokens; cos, sin [tokens, rope_dim]; slot_mapp
 cache as latent_cache.py has it.
 """
 
+# Triton device functions take pointers and constexprs, which mypy cannot type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.attention.rotary import rotate_reference
+from coatcheck.kernels.attention.rotary import _copy_heads, _rotate_heads, rotate_reference
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.latent_cache import LatentCache, store_latent_reference
-from coatcheck.kernels.kv.store_kv import NATIVE_MAX_DIM
+from coatcheck.kernels.kv.quantise import KINDS
+from coatcheck.kernels.kv.store_kv import NATIVE_MAX_DIM, _store_rows
 from coatcheck.kernels.launch_check import (
     FLOATS,
     check_dense,
@@ -47,8 +53,11 @@ def rotate_and_store_latent(
 ) -> None:
     """`norm`: of the latent, without an offset. `out` gets the rotated parts of the queries."""
     _check(q_rope, kv, norm.weight, cos, sin, slot_mapping, out, cache.rank, cache.rope_dim, cache.device)
+    if uses_triton(kv):
+        _launch(q_rope, kv, norm, cos, sin, cache, slot_mapping, out)
+        return
     library = native.library_for(kv)
-    if library is None or uses_triton(kv) or max(cache.rank, cache.rope_dim) > NATIVE_MAX_DIM:
+    if library is None or max(cache.rank, cache.rope_dim) > NATIVE_MAX_DIM:
         rotate_and_store_latent_reference(q_rope, kv, norm, cos, sin, cache, slot_mapping, out)
         return
     tokens, heads, _ = q_rope.shape
@@ -83,6 +92,74 @@ def _check(
     for name, table in (("cos", cos), ("sin", sin)):
         check_dense(name, table, (tokens, rope_dim), cos.dtype, device)
     check_dense("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
+
+
+_HEADS = 8  # that a program rotates
+
+
+def _launch(
+    q_rope: Tensor,
+    kv: Tensor,
+    norm: RmsNorm,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LatentCache,
+    slot_mapping: Tensor,
+    out: Tensor,
+) -> None:
+    tokens, heads, rope = q_rope.shape
+    if tokens == 0:
+        return
+    latent = norm(kv[:, : cache.rank])
+    _latent_rotary[(tokens, triton.cdiv(heads, _HEADS) + 1)](
+        q_rope, out, latent, kv[:, cache.rank :], cos, sin, cache.latent_bytes, cache.rope_bytes, cache.latent_scales,
+        cache.rope_scales, slot_mapping, q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1), kv.stride(0),
+        cache.latent.stride(0), cache.rope_keys.stride(0), *cache.scales_strides,
+        HEADS=heads, ROWS=_HEADS, RANK=cache.rank, ROPE=rope, SIZE=cache.block_size, KIND=KINDS.get(cache.dtype, 0),
+        HALF=triton.next_power_of_2(rope // 2), BLOCK=triton.next_power_of_2(cache.rank),
+        ROPE_BLOCK=triton.next_power_of_2(rope), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _latent_rotary(
+    q, out, latent, rope_key, cos, sin, latents, rope_keys, latent_scales, rope_scales, slots,
+    q_stride, q_head, out_stride, out_head, rope_stride, latent_block, rope_block, latent_scales_block,
+    rope_scales_block, HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    SIZE: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program rotates ROWS heads of one token's query. The last program of a token stores its latent and key."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cos += token * ROPE
+    sin += token * ROPE
+    if tile < (HEADS + ROWS - 1) // ROWS:
+        heads = tile * ROWS + tl.arange(0, ROWS)
+        _rotate_heads(
+            q + token * q_stride, q_head, out + token * out_stride, out_head, cos, sin, heads, heads < HEADS, ROPE,
+            ROPE, HALF, ROPE_BLOCK,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            WIDTH: tl.constexpr = RANK // 2 if KIND == 3 else RANK
+            ROPE_WIDTH: tl.constexpr = ROPE // 2 if KIND == 3 else ROPE
+            block, row, one = slot // SIZE, slot % SIZE, tl.arange(0, 1)
+            from_latent, from_rope = latent + token * RANK, rope_key + token * rope_stride
+            to_latent = latents + block * latent_block + row * WIDTH
+            to_rope = rope_keys + block * rope_block + row * ROPE_WIDTH
+            if KIND > 0:
+                PART: tl.constexpr = 2 if KIND == 3 else 1
+                latent_scale = latent_scales + block * latent_scales_block + row
+                rope_scale = rope_scales + block * rope_scales_block + row
+                _store_rows(
+                    from_latent, cos, sin, to_latent, latent_scale, one, one < 1, SIZE, 0, RANK, KIND, BLOCK // PART
+                )
+                _store_rows(
+                    from_rope, cos, sin, to_rope, rope_scale, one, one < 1, SIZE, ROPE, ROPE, KIND, ROPE_BLOCK // PART
+                )
+            else:
+                _copy_heads(from_latent, to_latent, 0, one, one < 1, 0, RANK, BLOCK)
+                _rotate_heads(from_rope, 0, to_rope, 0, cos, sin, one, one < 1, ROPE, ROPE, HALF, ROPE_BLOCK)
 
 
 def rotate_and_store_latent_reference(

@@ -5,12 +5,13 @@ y [..., out_features], dense. The weight is packed once and the plain weight dro
 
     native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
     onednn   CPU without it, or of a kind for which it has no instruction class: oneDNN's blocked form
+    triton   GPU, a QuantisedWeight: quantised_linear.py
     plain    everything else: `F.linear`
 
-A QuantisedWeight stays quantised in the native form, if `holds_quantised` says so; the other forms dequantise it.
-In the native form a row's result does not depend on the other rows of the call. Libraries choose the order of a sum by
-the number of rows; `batch_invariant` calls them with a fixed number of rows, padded, so that results are the same bits
-in every form.
+A QuantisedWeight stays quantised in the native and triton forms, if `holds_quantised` says so; the other forms
+dequantise it. In the native form a row's result does not depend on the other rows of the call. Libraries choose the
+order of a sum by the number of rows; `batch_invariant` calls them with a fixed number of rows, padded, so that results
+are the same bits in every form.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coatcheck.kernels import huge_pages, native
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
+from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS, Codes, pack_codes, pick_step, quantised_linear
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 
 # With `batch_invariant`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
@@ -33,7 +36,8 @@ class PackedLinear(nn.Module):
     """A linear layer for inference. Keeps `weight_shape` and `form` after dropping the plain weight.
 
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
-    `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`.
+    `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
+    sizes, of the triton form.
     """
 
     bias: Tensor | None
@@ -43,7 +47,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_invariant = batch_invariant
-        if isinstance(weight, QuantisedWeight) and not holds_quantised(weight):
+        if isinstance(weight, QuantisedWeight) and not holds_quantised(weight, weight.device):
             weight = weight.dequantise()
         if len(weight.shape) != 2:
             refuse("weight", "shape [out_features, in_features]", list(weight.shape))
@@ -56,18 +60,31 @@ class PackedLinear(nn.Module):
         self.form = pick_form(weight)
         self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
         # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
-        self.parts = _pack_quantised(weight) if isinstance(weight, QuantisedWeight) else (_pack(weight, self.form),)
+        self.parts: tuple[Tensor, ...] = ()
+        self.codes: Codes | None = None
         self.packed = b""
+        if isinstance(weight, Tensor):
+            self.parts = (_pack(weight, self.form),)
+        elif self.form == "triton":
+            self.codes = pack_codes(weight)
+            self.parts = self.codes.parts
+        else:
+            self.parts = pack_quantised(weight)
         library = native.library()
         if self.form == "native" and library is not None:
             self._call = library.linear[weight.dtype]
-            self.packed = _struct(weight, self.parts, self.bias)
+            self.packed = weight_struct(weight, self.weight_shape, self.parts, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         features, depth = self.weight_shape
         if x.dtype != self.dtype or x.shape[-1] != depth or x.device != self.device:
             have = f"{list(x.shape)} of {x.dtype} on {x.device}"
             refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
+        if self.codes is not None:
+            y = quantised_linear(
+                self.codes, x.reshape(-1, depth).contiguous(), self.bias, batch_invariant=self.batch_invariant
+            )
+            return y.view(*x.shape[:-1], features)
         if self.form != "native":
             return self._in_tiles(x) if self.batch_invariant else self._product(x)
         rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
@@ -78,6 +95,16 @@ class PackedLinear(nn.Module):
         )
         self._call(self.packed + call)
         return y
+
+    @property
+    def variant(self) -> object:
+        """Equal for linears that share their kernels."""
+        return None if self.codes is None else (self.codes.variant, self.bias is None)
+
+    def compile_kernels(self) -> None:
+        """Launch every kernel variant of the triton form once, so that none compiles later; nothing in other forms."""
+        for rows in WARM_UP_ROWS if self.form == "triton" else ():
+            self(torch.zeros((rows, self.weight_shape[1]), dtype=self.dtype, device=self.device))
 
     def _product(self, x: Tensor) -> Tensor:
         if self.form == "plain":
@@ -96,7 +123,14 @@ class PackedLinear(nn.Module):
 
 
 def pick_form(weight: Tensor | QuantisedWeight) -> str:
-    if weight.device.type != "cpu" or weight.dtype not in native.TYPES:
+    if isinstance(weight, QuantisedWeight) and weight.device.type in TRITON_DEVICES:
+        return "triton"
+    return _pick_form(weight.dtype) if weight.device.type == "cpu" else "plain"
+
+
+def _pick_form(dtype: torch.dtype) -> str:
+    """On a CPU."""
+    if dtype not in native.TYPES:
         return "plain"
     library = native.library()
     if library is not None and (library.cpu_class != "generic" or library.is_chosen):
@@ -104,9 +138,13 @@ def pick_form(weight: Tensor | QuantisedWeight) -> str:
     return "onednn" if torch._C._has_mkldnn else "native" if library is not None else "plain"
 
 
-def holds_quantised(weight: QuantisedWeight) -> bool:
-    """Whether PackedLinear keeps the weight quantised. The C kernels want whole groups in a word of codes."""
-    return pick_form(weight) == "native" and (weight.groups == 1 or weight.group % _CODES_OF_WORD == 0)
+def holds_quantised(weight: QuantisedWeight, device: torch.device) -> bool:
+    """Whether PackedLinear keeps the weight quantised once it is on `device`. The C kernels want whole words of codes
+    in a group, Triton's a multiple of 16 columns."""
+    if device.type in TRITON_DEVICES:
+        return pick_step(weight) is not None
+    is_native = device.type == "cpu" and _pick_form(weight.dtype) == "native"
+    return is_native and (weight.groups == 1 or weight.group % _CODES_OF_WORD == 0)
 
 
 _CODES_OF_WORD = 8  # of 4 bits, the most
@@ -135,7 +173,7 @@ def pack_panels(weight: Tensor) -> Tensor:
     return packed
 
 
-def _pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
+def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     """Codes, scales and zero points in panels, as kernels/csrc/quantised.h has them, and the order of the columns."""
     features, depth = weight.shape
     rows, code_bytes = -(-features // 64) * 64, -(-depth // 32) * 32 * weight.kind.bits // 8
@@ -152,9 +190,11 @@ def _pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     return tuple(packed)
 
 
-def _struct(weight: Tensor | QuantisedWeight, parts: tuple[Tensor, ...], bias: Tensor | None) -> bytes:
-    """The C struct Weight, which points into `parts` and `bias`."""
-    first = (parts[0].data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape)
+def weight_struct(
+    weight: Tensor | QuantisedWeight, shape: tuple[int, int], parts: tuple[Tensor, ...], bias: Tensor | None
+) -> bytes:
+    """The C struct Weight, which points into `parts` and `bias`. `shape`: [out_features, in_features]."""
+    first = (parts[0].data_ptr(), 0 if bias is None else bias.data_ptr(), *shape)
     if isinstance(weight, Tensor):
         return native.WEIGHT.pack(*first, 0, 0, 0, 0, 0, 0)
     pointers = iter(part.data_ptr() for part in parts[1:])

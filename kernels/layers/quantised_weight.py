@@ -2,8 +2,9 @@
 
     weight[r, c] = (codes[r, c] - zeros[r, g]) * scales[r, g],  g = place of c in the order // group
 
-Linears hold a weight in this form and unpack it as they multiply (kernels/csrc/quantised.h), so that a decode step
-reads the codes. What makes a linear's weight from others (a rank's slice, Q beside K and V) is a method here.
+Linears hold a weight in this form and unpack it as they multiply (kernels/csrc/quantised.h, quantised_linear.py), so
+that a decode step reads the codes. What makes a linear's weight from others (a rank's slice, Q beside K and V) is a
+method here.
 """
 
 from __future__ import annotations
@@ -86,10 +87,18 @@ class QuantisedWeight:
         """Bytes of codes, scales, zero points and order."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.order) if part is not None)
 
+    def to(self, device: torch.device) -> Self:
+        """On `device`."""
+        codes, scales, zeros, order = (
+            None if part is None else part.to(device) for part in (self.codes, self.scales, self.zeros, self.order)
+        )
+        assert codes is not None and scales is not None
+        return replace(self, codes=codes, scales=scales, zeros=zeros, order=order)
+
     def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, columns], computed in float32 and rounded once to `dtype`, by default that of the weight."""
         values = self._numbers()
-        groups = torch.arange(self.shape[1]) // self.group
+        groups = torch.arange(self.shape[1], device=self.device) // self.group
         if self.zeros is not None:
             values = values - self.zeros.float()[:, groups]
         values = (values * self._scales()[:, groups]).to(dtype or self.dtype)
@@ -118,7 +127,7 @@ class QuantisedWeight:
             group = stop - start
         else:
             group = gcd(group, start, 0 if stop == columns else stop)
-        places = torch.arange(start, stop, group) // self.group
+        places = torch.arange(start, stop, group, device=self.device) // self.group
         per_byte = 8 // self.kind.bits
         return replace(
             self,
@@ -156,12 +165,12 @@ class QuantisedWeight:
         halves = unpack_halves(self.codes)[:, :columns]
         if self.kind is CodeKind.INT4:
             return ((halves ^ 8) - 8).float()
-        return torch.tensor(_FP4)[halves.long()]
+        return torch.tensor(_FP4, device=self.device)[halves.long()]
 
     def _scales(self) -> Tensor:
         if self.scales.dtype != torch.uint8:
             return self.scales.float()
-        return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - _E8M0_BIAS)
+        return torch.ldexp(torch.ones(self.scales.shape, device=self.device), self.scales.int() - _E8M0_BIAS)
 
 
 def pack_halves(codes: Tensor) -> Tensor:

@@ -7,9 +7,18 @@
 Shapes: as in sample.py; returns float32 [R], -inf for rows without filters. Equal logits stay or go together, as in
 `filter_reference` of sample.py. Only the rounding of the mass differs from it (float32 here).
 
-One program finds the floor of one row. Logits are compared as 32-bit keys in the order of their values. The largest key
-at which a count (top-k) or a mass (top-p) is reached is found bit by bit from the highest, two bits in each pass over
-the row. Rows without filters are not read.
+Logits are compared as 32-bit keys in the order of their values. Three kernels find the floors:
+
+    _lane_maxima    SLICES programs a row: the largest logit of each of 4,096 lanes (token ids that are equal mod 4,096)
+    _collect        SLICES programs a row: the n-th largest lane maximum has n logits at or above it, so the k largest
+                    logits are among those (n = k, or 512 for top-p alone). These candidates are written down, a few
+                    more than n, with the mass of the slice.
+    _filter_floor   one program a row: the largest key at which a count (top-k) or a mass (top-p) is reached, bit by bit
+                    from the highest, two bits at a time, among the candidates alone.
+
+So a row is read twice. If the candidates are too many for their place (ties), or hold less mass than top_p (flat
+distributions), _filter_floor reads the row again for every two bits. Rows without filters are not read. All sums have
+one order, whatever the other rows are.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -66,40 +75,146 @@ def _largest_key(row, temp, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl
     return found
 
 
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "floors"])
-def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, vocab, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _largest_of(key, weight, goal):
+    """As _largest_key, over keys and weights that the program holds."""
+    found = tl.full([], 0, tl.uint32)
+    one = tl.full([], 0x40000000, tl.uint32)
+    for _ in range(16):
+        a, b, c = found + one, found + one + one, found + one + one + one
+        at_a = tl.sum(tl.where(key >= a, weight, 0.0), 0)
+        at_b = tl.sum(tl.where(key >= b, weight, 0.0), 0)
+        at_c = tl.sum(tl.where(key >= c, weight, 0.0), 0)
+        found = tl.where(at_c >= goal, c, tl.where(at_b >= goal, b, tl.where(at_a >= goal, a, found)))
+        one = one >> 2
+    return found
+
+
+@triton.jit
+def _limits(temperature, top_k, top_p, min_p, index, vocab):
+    """(temperature, k or 0, p, min-p) of a row, without filters if its temperature is 0."""
     temp, k = tl.load(temperature + index), tl.load(top_k + index)
     p, least = tl.load(top_p + index), tl.load(min_p + index)
+    is_drawn = temp > 0
+    k = tl.where(is_drawn & (k > 0) & (k < vocab), k, 0)
+    return temp, k, tl.where(is_drawn, p, 1.0), tl.where(is_drawn, least, 0.0)
+
+
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p"])
+def _lane_maxima(
+    logits, temperature, top_k, top_p, min_p, maxima, stride, vocab,
+    SLICES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temp, k, p, least = _limits(temperature, top_k, top_p, min_p, index, vocab)
+    if (k > 0) | (p < 1) | (least > 0):
+        tops = tl.full([BLOCK], float("-inf"), tl.float32)
+        for first in range(part * BLOCK, vocab, SLICES * BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            x = tl.load(logits + index * stride + ids, ids < vocab, other=float("-inf"))
+            tops = tl.maximum(tops, x / temp)
+        lanes = tl.max(tl.reshape(tops, [LANES, BLOCK // LANES]), 1)
+        tl.store(maxima + (index * SLICES + part) * LANES + tl.arange(0, LANES), lanes)
+
+
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p"])
+def _collect(
+    logits, temperature, top_k, top_p, min_p, maxima, candidates, counts, masses, stride, vocab,
+    SLICES: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temp, k, p, least = _limits(temperature, top_k, top_p, min_p, index, vocab)
+    if (k > 0) | (p < 1):
+        lanes = tl.load(maxima + index * SLICES * LANES + tl.arange(0, SLICES * LANES))
+        top = tl.max(lanes, 0)
+        low = top + tl.log(least)  # -inf without min-p
+        wanted = tl.where(k > 0, k, WANTED).to(tl.float32)
+        bound = _largest_of(_ordered(lanes), tl.full([SLICES * LANES], 1.0, tl.float32), wanted)
+        count = tl.full([], 0, tl.int32)
+        mass = tl.zeros([BLOCK], tl.float32)
+        for first in range(part * BLOCK, vocab, SLICES * BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            x = tl.load(logits + index * stride + ids, ids < vocab, other=float("-inf")) / temp
+            is_candidate = (_ordered(x) >= bound) & (x > float("-inf"))
+            mass += tl.where((x >= low) & (x > float("-inf")), tl.exp(x - top), 0.0)
+            place = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+            at = (index * SLICES + part) * PLACES + place
+            tl.store(candidates + at, x, is_candidate & (place < PLACES))
+            count += tl.sum(is_candidate.to(tl.int32), 0)
+        tl.store(counts + index * SLICES + part, count)
+        tl.store(masses + index * SLICES + part, tl.sum(mass, 0))
+
+
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p"])
+def _filter_floor(
+    logits, temperature, top_k, top_p, min_p, maxima, candidates, counts, masses, floors, stride, vocab,
+    SLICES: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    temp, k, p, least = _limits(temperature, top_k, top_p, min_p, index, vocab)
     row = logits + index * stride
     floor = tl.full([], float("-inf"), tl.float32)
-    if (temp > 0) & ((least > 0) | ((k > 0) & (k < vocab)) | (p < 1)):
-        tops = tl.full([BLOCK], float("-inf"), tl.float32)
-        for first in range(0, vocab, BLOCK):
-            ids = first + tl.arange(0, BLOCK)
-            tops = tl.maximum(tops, tl.load(row + ids, ids < vocab, other=float("-inf")) / temp)
-        top = tl.max(tops, 0)
+    if (k > 0) | (p < 1) | (least > 0):
+        top = tl.max(tl.load(maxima + index * SLICES * LANES + tl.arange(0, SLICES * LANES)), 0)
         low = tl.full([], 0, tl.uint32)
         if least > 0:
             floor = top + tl.log(least)
             low = _ordered(floor)
-        if (k > 0) & (k < vocab):
-            # Counted over the whole row: if min-p removes one of the k largest, its floor is above the k-th.
-            kth = _largest_key(row, temp, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
-            low = tl.maximum(low, kth)
-        if p < 1:
-            whole, _, _ = _weight_at_least(row, temp, vocab, low, low, low, low, top, True, BLOCK)
-            low = tl.maximum(low, _largest_key(row, temp, vocab, low, p * whole, top, True, BLOCK))
+        if (k > 0) | (p < 1):
+            slice_of = tl.arange(0, SLICES)
+            count = tl.load(counts + index * SLICES + slice_of)
+            is_complete, total = tl.max(count, 0) <= PLACES, tl.sum(count, 0)
+            place = tl.arange(0, SLICES * PLACES)
+            is_held = place % PLACES < tl.load(counts + index * SLICES + place // PLACES)
+            x = tl.load(candidates + index * SLICES * PLACES + place, is_held, other=float("-inf"))
+            key = _ordered(x)
+            if k > 0:
+                # Counted over the whole row: if min-p removes one of the k largest, its floor is above the k-th.
+                kth = tl.full([], 0, tl.uint32)  # of a row with fewer than k tokens that are not forbidden
+                if is_complete:
+                    if total >= k:
+                        kth = _largest_of(key, tl.where(is_held, 1.0, 0.0), k.to(tl.float32))
+                else:
+                    kth = _largest_key(row, temp, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
+                low = tl.maximum(low, kth)
+            if p < 1:
+                weight = tl.where(is_held & (key >= low), tl.exp(x - top), 0.0)
+                held = tl.sum(weight, 0)
+                whole = held  # top-k leaves nothing but candidates
+                if k == 0:
+                    whole = tl.sum(tl.load(masses + index * SLICES + slice_of), 0)
+                if is_complete & (held >= p * whole):
+                    low = tl.maximum(low, _largest_of(key, weight, p * whole))
+                else:
+                    whole, _, _ = _weight_at_least(row, temp, vocab, low, low, low, low, top, True, BLOCK)
+                    low = tl.maximum(low, _largest_key(row, temp, vocab, low, p * whole, top, True, BLOCK))
         floor = _unordered(low)
     tl.store(floors + index, floor)
 
 
+SLICES = 8  # programs that read a row together
+LANES = 512  # of each slice
+PLACES = 1024  # for candidates of each slice
+_WANTED = 512  # candidates that top-p alone asks for
+
+
 def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The floors of CUDA logits, which `sample` has checked. On CPU the C library finds floors while it draws."""
-    floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _filter_floor[(len(logits),)](
-            logits, temperature, top_k, top_p, min_p, floors, logits.stride(0), logits.shape[1],
-            BLOCK=4096, num_warps=16,
+    rows, vocab = logits.shape
+    new = logits.new_empty
+    floors, maxima, candidates = new(rows), new(rows, SLICES * LANES), new(rows, SLICES * PLACES)
+    masses, counts = new(rows, SLICES), new(rows, SLICES, dtype=torch.int32)
+    if rows:
+        limits = (temperature, top_k, top_p, min_p)
+        slices = dict(SLICES=SLICES, LANES=LANES)
+        strides = (logits.stride(0), vocab)
+        _lane_maxima[(rows, SLICES)](logits, *limits, maxima, *strides, **slices, BLOCK=2048, num_warps=8)
+        _collect[(rows, SLICES)](
+            logits, *limits, maxima, candidates, counts, masses, *strides,
+            **slices, PLACES=PLACES, WANTED=_WANTED, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+        _filter_floor[(rows,)](
+            logits, *limits, maxima, candidates, counts, masses, floors, *strides,
+            **slices, PLACES=PLACES, BLOCK=4096, num_warps=16,
         )  # fmt: skip
     return floors

@@ -75,8 +75,8 @@ def _draw(
     row = tl.program_id(0).to(tl.int64)
     temp, floor = tl.load(temperature + row), tl.load(floors + row)
     key = _row_key(tl.load(seed + row), tl.load(choice + row), tl.load(position + row))
-    best = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int64)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane
+    tokens = tl.zeros([BLOCK], tl.int32)
     for first in range(0, vocab, BLOCK):
         ids = first + tl.arange(0, BLOCK)
         mask = ids < vocab
@@ -89,11 +89,11 @@ def _draw(
             u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
             exponential = tl.where(u < 0.0009765625, u + 0.5 * u * u, -tl.log(1.0 - u))
             x = tl.where(x >= floor, x - tl.log(exponential), float("-inf"))
-        top = tl.max(x, 0)
-        if top > best:
-            best = top
-            token = tl.min(tl.where(x == top, ids, vocab), 0).to(tl.int64)
-    tl.store(out + row, token)
+        tokens = tl.where(x > best, ids, tokens)
+        best = tl.maximum(best, x)
+    top = tl.max(best, 0)
+    token = tl.min(tl.where(best == top, tokens, vocab), 0)
+    tl.store(out + row, token.to(tl.int64))
 
 
 def launch_draw(

@@ -58,7 +58,7 @@ class ToolCall(_message.Message):
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "add_generation_prompt", "tools", "template_arguments", "continue_final_message", "split_output", "chat_template")
+    __slots__ = ("messages", "add_generation_prompt", "tools", "template_arguments", "continue_final_message", "split_output", "chat_template", "tool_choice", "parallel_tool_calls")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,8 @@ class Chat(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SPLIT_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     add_generation_prompt: bool
     tools: _containers.RepeatedScalarFieldContainer[str]
@@ -73,7 +75,9 @@ class Chat(_message.Message):
     continue_final_message: bool
     split_output: bool
     chat_template: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[str]] = ..., template_arguments: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., split_output: _Optional[bool] = ..., chat_template: _Optional[str] = ...) -> None: ...
+    tool_choice: str
+    parallel_tool_calls: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[str]] = ..., template_arguments: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., split_output: _Optional[bool] = ..., chat_template: _Optional[str] = ..., tool_choice: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "resume", "cache_salt", "priority", "session_id", "retention", "pooling")
@@ -453,23 +457,25 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "healthy", "node", "pid", "steps", "peak_memory_bytes")
+    __slots__ = ("rank", "healthy", "node", "pid", "steps", "peak_memory_bytes", "weight_bytes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     healthy: bool
     node: str
     pid: int
     steps: int
     peak_memory_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+    weight_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes", "version", "slowness", "uptime_seconds")
+    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes", "version", "slowness", "uptime_seconds", "replicates_latents", "expert_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -509,6 +515,8 @@ class GroupStatus(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOWNESS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLICATES_LATENTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -548,7 +556,9 @@ class GroupStatus(_message.Message):
     version: str
     slowness: float
     uptime_seconds: float
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+    replicates_latents: bool
+    expert_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., replicates_latents: _Optional[bool] = ..., expert_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Evictions(_message.Message):
     __slots__ = ("unwanted", "lowest_value", "over_fair_share", "last_resort")

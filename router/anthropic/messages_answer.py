@@ -62,7 +62,7 @@ class MessagesAnswer:
             case "started":
                 usage = _usage(Usage(prompt_tokens=event.started.prompt_tokens))
                 message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
-                return _event("message_start", message=message)
+                return _event("message_start", message=message) + _event("ping")
             case "delta":
                 parts = self._parser.feed_delta(event.delta.text, is_last=bool(event.delta.finish_reason))
                 self._end = event.delta

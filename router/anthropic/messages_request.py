@@ -1,12 +1,13 @@
 """MessagesRequest: the body of POST /v1/messages in Anthropic's form, and the ChatRequest that it means."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
+from coatcheck.router.http.errors import UnsupportedThread
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.request_body import validate_fields
 from coatcheck.router.openai.sampling_fields import Count, RequestBody
@@ -52,16 +53,60 @@ class ToolUseBlock(Block):
     input: dict[str, Any] = Field(default_factory=dict)
 
 
+class TextSource(RequestBody):
+    """The text of a document."""
+
+    drops_unknown_fields: ClassVar = True
+
+    type: Literal["text"]
+    data: str
+
+
+class DocumentBlock(Block):
+    """A document of plain text. Its title stands before it."""
+
+    type: Literal["document"]
+    source: TextSource
+    title: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.title}\n{self.source.data}" if self.title else self.source.data
+
+
+class SearchResultBlock(Block):
+    """What a search of the client found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([f"{self.title} ({self.source})", *(block.text for block in self.content)])
+
+
+ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(Block):
     """The answer of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
+    content: str | Annotated[list[ShownBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
 
 
 AnyBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -77,7 +122,7 @@ class InputMessage(RequestBody):
         for block in blocks:
             if isinstance(block, ToolResultBlock):
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(block.content)}
-        texts = [block for block in blocks if isinstance(block, TextBlock)]
+        texts = [block for block in blocks if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock)]
         message: dict[str, Any] = {
             "role": self.role, "content": self.content if isinstance(self.content, str) else _join(texts),
         }  # fmt: skip
@@ -148,9 +193,12 @@ class CountTokensRequest(RequestBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
+    thread: Any = Field(None, description="Not supported: send the whole conversation.")
 
     def to_chat(self) -> ChatRequest:
         """The chat that this body means. Raises InvalidRequest."""
+        if self.thread is not None:
+            raise UnsupportedThread
         return validate_fields(_Chat, self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -158,10 +206,15 @@ class CountTokensRequest(RequestBody):
         messages = [{"role": "system", "content": system}] if system else []
         for message in self.messages:
             messages += message.to_chat()
+        last = messages[-1] if messages else {}
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
             "tools": [tool.to_chat() for tool in self.tools],
+            # The answer goes on from a last message of the assistant.
+            "continue_final_message": last.get("role") == "assistant"
+            and bool(last["content"].strip())
+            and not last["tool_calls"],
         }
         if self.tool_choice is not None:
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
@@ -206,5 +259,5 @@ class _Chat(ChatRequest):
         return {"stop": "stop_sequences"}
 
 
-def _join(content: "str | list[TextBlock]") -> str:
+def _join(content: "str | Sequence[TextBlock | DocumentBlock | SearchResultBlock]") -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

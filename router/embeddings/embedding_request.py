@@ -7,15 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     POOLING_LAST,
     POOLING_MEAN,
     POOLING_UNSPECIFIED,
+    Chat,
     EmbedRequest,
     EmbedResponse,
     TokenIds,
 )
+from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
+from coatcheck.router.openai.chat_request import Message, to_chat_proto
 from coatcheck.router.openai.completion_request import Prompt, check_prompt_items, split_prompts
 from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
 
@@ -30,9 +33,14 @@ class PoolingFields(RequestBody):
     pooling: PoolingName | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str = ""
+    # Of each text; -1: as many as the model's context has.
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    truncation_side: Literal["left", "right"] = "right"  # where tokens are dropped
 
-    def to_embed_requests(self, prompts: Sequence[Prompt], request_id: str, **fields: Any) -> list[EmbedRequest]:
-        """One for each of `prompts`. `fields`: further fields of each."""
+    def to_embed_requests(self, prompts: Sequence[Prompt | Chat], request_id: str, **fields: Any) -> list[EmbedRequest]:
+        """One for each of `prompts`. `fields`: further fields of each. Raises InvalidParameter."""
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameter("truncate_prompt_tokens", "is 0; it must be -1 or at least 1")
         return [
             EmbedRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
@@ -40,15 +48,29 @@ class PoolingFields(RequestBody):
                 pooling=_POOLING[self.pooling],
                 priority=self.priority,
                 cache_salt=self.cache_salt,
-                **({"text": prompt} if isinstance(prompt, str) else {"token_ids": TokenIds(ids=prompt)}),
+                **_prompt_field(prompt),
                 **fields,
             )
             for index, prompt in enumerate(prompts)
         ]
 
+    def truncate(self, message: EmbedRequest, token_ids: Sequence[int], max_tokens: int) -> EmbedRequest:
+        """The message with the tokens that truncate_prompt_tokens keeps of its prompt. `max_tokens`: of a prompt."""
+        count = min(self.truncate_prompt_tokens or -1, max_tokens)
+        count = max_tokens if count < 0 else count
+        message.token_ids.ids[:] = token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
+        return message
+
+
+def _prompt_field(prompt: Prompt | Chat) -> dict[str, Any]:
+    if isinstance(prompt, Chat):
+        return {"chat": prompt}
+    return {"text": prompt} if isinstance(prompt, str) else {"token_ids": TokenIds(ids=prompt)}
+
 
 class EmbeddingRequest(PoolingFields):
-    """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's."""
+    """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's, and so are
+    `messages`: a chat in place of `input`, and the fields of the chat."""
 
     accepted_values: ClassVar = {"add_special_tokens": (True,), "embed_dtype": ("float32",), "endianness": ("native",)}
 
@@ -56,17 +78,27 @@ class EmbeddingRequest(PoolingFields):
         str
         | Annotated[list[TokenId], Field(fail_fast=True)]
         | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)],
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+        | None,
         BeforeValidator(check_prompt_items),
-    ]
+    ] = None
+    messages: Annotated[list[Message] | None, Field(fail_fast=True, max_length=MAX_MESSAGES)] = None
+    add_generation_prompt: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     normalize: bool = True
 
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
         """One for each input. Raises InvalidRequest."""
-        prompts = split_prompts(self.input)
-        if not all(prompts):
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("give either input or messages")
+        prompts: Sequence[Prompt | Chat]
+        if self.messages is not None:
+            prompts = [to_chat_proto(self.messages, [], self.chat_template_kwargs, self.add_generation_prompt)]
+        else:
+            prompts = split_prompts(self.input or "")
+        if not all(map(bool, prompts)):
             raise InvalidRequest("an input is empty; give at least one token")
         fields = {"normalize": self.normalize} | ({"dimensions": self.dimensions} if self.dimensions else {})
         return self.to_embed_requests(prompts, request_id, **fields)

@@ -7,24 +7,25 @@ from functools import partial
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from coatcheck.proto.stubs.coatcheck_pb2 import EmbedRequest, EmbedResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import EmbedRequest, EmbedResponse, TokenizeRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
-from coatcheck.router.embeddings.embedding_request import EmbeddingRequest, embedding_response
+from coatcheck.router.embeddings.embedding_request import EmbeddingRequest, PoolingFields, embedding_response
 from coatcheck.router.embeddings.score_request import RerankRequest, ScoreRequest
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.openai.responder import run_all
 from coatcheck.router.openai.response_sender import LargeResponses, while_connected
 from coatcheck.router.serving.embed_service import EmbedService
-from coatcheck.router.serving.generate_service import CallOptions
+from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
 
 class EmbeddingRoutes:
-    """Adds its endpoints to `app`. `model_name`: the model's name for clients."""
+    """Adds its endpoints to `app`."""
 
-    def __init__(self, app: FastAPI, service: EmbedService, large: LargeResponses, model_name: str) -> None:
+    def __init__(self, app: FastAPI, service: EmbedService, generation: GenerateService, large: LargeResponses) -> None:
         self._service = service
+        self._generation = generation
         self._large = large
-        self._model_name = model_name
+        self._model_name = generation.model_name
         app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"], response_model=None)
         app.add_api_route("/v1/score", self.score, methods=["POST"], response_model=None)
         app.add_api_route("/score", self.score, methods=["POST"], response_model=None, include_in_schema=False)
@@ -36,7 +37,8 @@ class EmbeddingRoutes:
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Returns the embedding of each input."""
         request_id: str = request.scope["request_id"]
-        embedded = await self._embed(request, await in_thread_if_long(request, lambda: body.to_requests(request_id)))
+        messages = await in_thread_if_long(request, lambda: body.to_requests(request_id))
+        embedded = await self._embed(request, body, messages)
         values = sum(len(one.embedding) for one in embedded) if body.encoding_format == "float" else len(embedded)
         return await self._large.make_json(values, embedding_response, self._model_name, body.encoding_format, embedded)
 
@@ -50,15 +52,32 @@ class EmbeddingRoutes:
 
     async def _compare(self, request: Request, body: ScoreRequest | RerankRequest, prefix: str) -> Response:
         request_id: str = request.scope["request_id"]
-        embedded = await self._embed(request, await in_thread_if_long(request, lambda: body.to_requests(request_id)))
+        messages = await in_thread_if_long(request, lambda: body.to_requests(request_id))
+        embedded = await self._embed(request, body, messages)
         values = sum(len(one.embedding) for one in embedded)
         return await self._large.make_json(
             values, body.make_response, f"{prefix}-{request_id}", self._model_name, int(time.time()), embedded
         )
 
-    async def _embed(self, request: Request, messages: Sequence[EmbedRequest]) -> list[EmbedResponse]:
+    async def _embed(
+        self, request: Request, body: PoolingFields, messages: Sequence[EmbedRequest]
+    ) -> list[EmbedResponse]:
         """The embeddings of all messages; the first error cancels the others."""
+        if body.truncate_prompt_tokens is not None:
+            messages = [await self._truncate(body, message) for message in messages]
         trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
         options = CallOptions(request.scope["tenant"], trace_context)
         calls = [partial(self._service.embed, message, options) for message in messages]
         return await while_connected(request.receive, run_all(calls))
+
+    async def _truncate(self, body: PoolingFields, message: EmbedRequest) -> EmbedRequest:
+        """The message with the tokens of its prompt that are kept, in place of its text or chat."""
+        token_ids: Sequence[int] = message.token_ids.ids
+        if not message.HasField("token_ids"):
+            prompt = TokenizeRequest(text=message.text)
+            if message.HasField("chat"):
+                prompt = TokenizeRequest(chat=message.chat)
+            token_ids = (await self._generation.tokenize(prompt)).token_ids
+        model = self._generation.model
+        # A prompt leaves room for one token.
+        return body.truncate(message, list(token_ids), model.max_model_len - 1 if model is not None else len(token_ids))

@@ -20,6 +20,7 @@ _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy 
 _OTHERS_SECONDS: Final = 10.0  # time constant of the running average of what other routers send
 _MIN_OTHERS_RATE: Final = 0.01  # submissions per second; a router that sends fewer counts as gone
 _REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works: LOAD_SECONDS of the group's service
+_REPORT_AGE: Final = _REPORT_SECONDS / 2  # mean age of the last report when a request is sent
 # A group has room while its own queue is below two limits; further requests wait in the router, which is fair to
 # tenants and can still send them to the group that is free first. Prompt tokens: what the group computes in
 # _QUEUED_SECONDS, twice the time between two reports, or one full step if that is more, so that the group has work
@@ -172,7 +173,7 @@ class GroupLoad:
             self._free,
             self._evictable,
             max(self._running + self._running_delta, 0) + self._waiting + self._unreported_choices,
-            self._others_rate * _REPORT_SECONDS,
+            self._others_rate * _REPORT_AGE,
             self.has_room,
         )
 

@@ -45,7 +45,8 @@ class LoadTable:
     ) -> Candidates:
         """The groups of these names and slots as candidates for a prompt of which they hold `device`, `host` and
         `expected` tokens."""
-        return Candidates._make((groups, *self._figures[:, slots], self.has_room[slots], device, host, expected))
+        figures = self._figures.take(slots, axis=1)
+        return Candidates._make((groups, *figures, self.has_room[slots], device, host, expected))
 
     def _grow(self, slot: int) -> None:
         added = 2 * slot + 1 - len(self.has_room)

@@ -41,6 +41,13 @@ class InvalidBody(InvalidRequest):
         return self.message
 
 
+class UnsupportedThread(InvalidRequest):
+    """Anthropic's field `thread`, by which a server would keep the conversation. Its client has a way without."""
+
+    def __init__(self) -> None:
+        super().__init__("Unsupported parameter 'thread'; remove it, and send the whole conversation")
+
+
 def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[int, dict[str, Any]]:
     """The HTTP status and body for an exception. `prompt_field`: the request's field that holds the prompt, if any. An
     exception that is not a CoatcheckError is logged with an incident number, and the client gets only that number."""
@@ -68,6 +75,28 @@ def error_response(status: int, message: str, path: str = "") -> AsciiJsonRespon
 def in_form_of(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
     """An error's body in the form of the API that `path` belongs to. `body`: in OpenAI's form."""
     return anthropic_error(status, body["error"]["message"]) if path.startswith(ANTHROPIC_PATH) else body
+
+
+def anthropic_details(error: BaseException) -> dict[str, Any] | None:
+    """What Anthropic's client looks for in an error to send the whole conversation instead. None for other errors."""
+    if not isinstance(error, UnsupportedThread):
+        return None
+    return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def anthropic_message(error: BaseException) -> str | None:
+    """Anthropic's words for a request that exceeds the context, which its clients match to shorten the conversation or
+    to lower max_tokens. None for another error."""
+    counts = error.counts if isinstance(error, ContextLengthExceeded) else None
+    if counts is None:
+        return None
+    prompt, answer, limit = counts
+    if not answer:
+        return f"prompt is too long: {prompt} tokens > {limit - 1} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {limit}, decrease input length or "
+        "`max_tokens` and try again"
+    )
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coatcheck.router.access.connection_limits import HTTP_SHARE, max_connections
 from coatcheck.router.http.errors import error_response
@@ -88,6 +89,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_upgrade_declined = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
         if not self._is_upgrade_declined:
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                cycle: Any = self.cycle
+                cycle.send = _without_chunks(cycle, cycle.send)
 
     def on_message_complete(self) -> None:
         if not self._is_upgrade_declined:
@@ -152,3 +156,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._linger_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
                 return
         self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle, send: Send) -> Send:
+    """Sends the response to an HTTP/1.0 client, which knows no chunks: without a length it ends with the connection."""
+    has_length = True
+
+    async def send_part(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_part

@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import host_port, listen
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.http.acceptor import Acceptor
 from coatcheck.router.http.http_protocol import BoundedHttpProtocol
@@ -96,11 +97,11 @@ class HttpServer:
     async def start(self, host: str, port: int) -> str:
         """Listens; returns "host:port". Raises InvalidConfig if the port cannot be bound."""
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            listener = listen(host, port, backlog=_BACKLOG)
         except OSError as error:
             raise InvalidConfig(
-                f"cannot listen on {host}:{port} for HTTP: {error.strerror}; choose another port, or 0 for any free one"
+                f"cannot listen on {host_port(host, port)} for HTTP: {error.strerror}; choose another port, or 0 for "
+                "any free one"
             ) from error
         # Connections inherit these options. asyncio sets TCP_NODELAY only on sockets with an explicit protocol number,
         # which these lack. A response is more than one write; with Nagle's algorithm the second would wait 40 ms for a
@@ -114,7 +115,7 @@ class HttpServer:
         listening = asyncio.create_task(self._server.listening.wait())
         await asyncio.wait((self._task, listening), return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()
-        return f"{host}:{listener.getsockname()[1]}"
+        return host_port(host, listener.getsockname()[1])
 
     async def stop(self, grace_seconds: float) -> None:
         """Accepts no new requests; open ones get `grace_seconds` to end."""

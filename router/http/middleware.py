@@ -30,7 +30,8 @@ _LOCAL_DOMAINS: Final = (".localhost", ".internal")
 _OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and the response is one word
 _MANAGE_PATHS: Final = {"/reset_prefix_cache"}
 _GENERATE_PATHS: Final = (
-    "/v1/", "/v2/", "/rerank", "/score", "/tokenize", "/detokenize", "/version", "/coatcheck.v1.Generation/",
+    "/v1/", "/v2/", "/rerank", "/score", "/tokenize", "/detokenize", "/version", "/invocations",
+    "/coatcheck.v1.Generation/",
 )  # fmt: skip
 # A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only paths that need the scope
 # "observe", such as the dashboard, offer `Basic`.
@@ -82,6 +83,8 @@ class RequestGate:
         self._check_host = check_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":  # as GET; the server sends no body
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         scope["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -123,7 +126,7 @@ class RequestGate:
             scope["tenant"] = self._authenticator.authenticate(
                 headers.get("authorization") or _authorization_of(headers.get("x-api-key")),
                 required,
-                basic=required == "observe" and scope["method"] in ("GET", "HEAD"),
+                basic=required == "observe" and scope["method"] == "GET",
                 certificate=scope["state"].get("client_certificate") if "state" in scope else None,
             )
             return None

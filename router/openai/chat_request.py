@@ -1,43 +1,56 @@
 """ChatRequest: the body of POST /v1/chat/completions, and how it becomes a GenerateRequest."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
-from coatcheck.router.openai.strict_calls import strict_calls_grammar
 from coatcheck.router.openai.tools import (
     AllowedTools,
     Function,
     NamedTool,
     Tool,
-    named_call_grammar,
-    required_calls_grammar,
 )
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
+from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
+from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 
 class TextPart(RequestBody):
-    """The only kind of content part that is served. Other fields, such as `cache_control`, have no effect."""
+    """A content part of text, as the APIs and their clients name it; a part "thinking" is reasoning. Other fields, such
+    as `cache_control`, have no effect."""
 
     drops_unknown_fields: ClassVar = True
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
+    text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal", "thinking"))]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_text(cls, part: Any) -> Any:
+        """A bare string in a list of parts is a text, as in vLLM."""
+        return {"type": "text", "text": part} if isinstance(part, str) else part
+
+
+def _as_json(arguments: Any) -> Any:
+    """An object as JSON text; anything else unchanged."""
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
 class CalledFunction(RequestBody):
+    """`arguments` is JSON text; clients that keep calls parsed send the object itself."""
+
     drops_unknown_fields: ClassVar = True
 
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[str, BeforeValidator(_as_json)] = "{}"
 
 
 class AssistantToolCall(RequestBody):
@@ -66,7 +79,8 @@ class Message(RequestBody):
     reasoning: str = ""
 
     def to_proto(self) -> ChatMessage:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        parts = [] if isinstance(self.content, str) else self.content
+        text = self.content if isinstance(self.content, str) else _join(parts, is_reasoning=False)
         calls = [
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
             for call in self.tool_calls
@@ -77,8 +91,12 @@ class Message(RequestBody):
             name=self.name,
             tool_calls=calls,
             tool_call_id=self.tool_call_id,
-            reasoning_content=self.reasoning_content or self.reasoning,
+            reasoning_content=self.reasoning_content or self.reasoning or _join(parts, is_reasoning=True),
         )
+
+
+def _join(parts: Sequence[TextPart], *, is_reasoning: bool) -> str:
+    return "\n".join(part.text for part in parts if (part.type == "thinking") == is_reasoning)
 
 
 class ChatRequest(SamplingFields):
@@ -88,11 +106,9 @@ class ChatRequest(SamplingFields):
     accepted_values: ClassVar = {
         "modalities": (["text"],),
         "add_special_tokens": (False,),
-        "echo": (False,),
         "stream_reasoning": (True,),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "verbosity": ("medium",),
         "return_prompt_text": (False,),
     }
 
@@ -109,6 +125,8 @@ class ChatRequest(SamplingFields):
     chat_template: str = ""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    echo: bool = False  # the answer begins with the last message, if that is the assistant's
     include_reasoning: bool = True
     separate_reasoning: bool = True
 
@@ -147,15 +165,26 @@ class ChatRequest(SamplingFields):
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return self.chat_template_kwargs | effort
+        set_by = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        arguments = {name: value for name, value in set_by.items() if value is not None}
+        switches = {}
+        if self.reasoning_effort is not None:
+            # Templates with a switch in place of an effort have one of these two names for it.
+            switches = dict.fromkeys(("enable_thinking", "thinking"), self.reasoning_effort != "none")
+        return switches | self.chat_template_kwargs | arguments
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with because of `echo`."""
+        last = self.messages[-1] if self.echo and self.messages else None
+        return last.to_proto().content if last is not None and last.role == "assistant" else ""
 
     def to_generate_request(
         self, request_id: str, plan: ParsingPlan, grammar_prefix: str, special_ids: Mapping[str, int]
     ) -> GenerateRequest:
         """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what it may have before a structure.
         `special_ids`: the ids of special tokens by their text. Raises InvalidRequest."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
@@ -167,8 +196,8 @@ class ChatRequest(SamplingFields):
             self.prompt_logprobs,
             self._select_grammar(plan, grammar_prefix, special_ids),
         )
-        if plan.output_format.shows_special_tokens and not plan.is_plain:
-            sampling.skip_special_tokens = False  # the parser takes them out
+        if plan.keeps_special_tokens:
+            sampling.skip_special_tokens = False
         chat = to_chat_proto(self.messages, self.offered_tools, self.template_arguments, self.add_generation_prompt)
         chat.chat_template = self.chat_template
         if self.continue_final_message:
@@ -193,7 +222,7 @@ class ChatRequest(SamplingFields):
     def _select_grammar(self, plan: ParsingPlan, prefix: str, special_ids: Mapping[str, int]) -> Grammar | None:
         """The grammar of the tool calls or of the fields for structured output."""
         grammar = self.to_grammar()
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise InvalidParameter("tool_choice", "needs tools; give them, or remove it")
         if isinstance(self.tool_choice, AllowedTools) and not self.offered_tools:
             raise InvalidParameter("tool_choice", "allows no function that is among the tools")
@@ -206,11 +235,11 @@ class ChatRequest(SamplingFields):
             raise InvalidRequest("structured output cannot be combined with strict tool calls; keep one of them")
         # An answer of required calls alone has no content that could have the structure.
         if self.tool_mode == "named":
-            return replace(named_call_grammar(constrained[0]), prefix=prefix)
+            return named_call_grammar(constrained[0], prefix)
         if self.tool_mode == "required":
-            return replace(required_calls_grammar(constrained, self.parallel_tool_calls), prefix=prefix)
+            return required_calls_grammar(constrained, self.parallel_tool_calls, prefix)
         functions = [tool.function for tool in self.offered_tools]
-        return replace(strict_calls_grammar(functions, plan.output_format.tool_format, special_ids), prefix=prefix)
+        return strict_calls_grammar(functions, plan.output_format.tool_format, special_ids, prefix)
 
     def constrained_functions(self) -> list[tuple[str, Function]]:
         """(path in the body, function) of the functions whose schemas are part of the grammar."""

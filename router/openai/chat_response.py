@@ -16,6 +16,7 @@ from coatcheck.router.openai.response_parts import (
 )
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
+from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class _OpenChoice:
     """A choice that is streamed. `logprobs` and `token_ids`: of tokens whose text the parser holds back."""
 
     parser: OutputParser
+    counter: ReasoningCounter | None
     has_started: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -49,11 +51,14 @@ class ChatResponse(OpenAIResponse):
         self._request = request
         self._plan = plan
         self._open: dict[int, _OpenChoice] = {}
+        self._counters: list[ReasoningCounter] = []  # of the choices that have begun
 
     def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
         choice = self._open.get(delta.choice)
         if choice is None:
-            choice = self._open[delta.choice] = _OpenChoice(OutputParser(self._plan))
+            choice = self._open[delta.choice] = self._open_choice()
+        if choice.counter is not None:
+            choice.counter.feed(delta.token_ids)
         if self._is_plain and self._plan.is_plain and choice.has_started and not delta.finish_reason:
             return self._make_plain_chunk(delta.choice, delta.text) if delta.text else b""
         parts = choice.parser.feed_delta(delta.text, is_last=bool(delta.finish_reason))
@@ -70,6 +75,8 @@ class ChatResponse(OpenAIResponse):
         fields = _delta_fields(parts)
         if not choice.has_started:
             choice.has_started = True
+            if echoed := self._request.echoed:
+                fields["content"] = echoed + fields.get("content", "")
             fields = {"role": "assistant", **(fields or {"content": ""})}
         made = self._choice(delta, "delta", fields, choice)
         choice.logprobs, choice.token_ids = [], []
@@ -86,10 +93,12 @@ class ChatResponse(OpenAIResponse):
         return completion
 
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
-        parser = OutputParser(self._plan)
-        parts = parser.feed_delta(delta.text, is_last=True)
+        choice = self._open_choice()
+        if choice.counter is not None:
+            choice.counter.feed(delta.token_ids)
+        parts = choice.parser.feed_delta(delta.text, is_last=True)
         calls = join_calls(parts)
-        text = "".join(part.text for part in parts if isinstance(part, Content))
+        text = self._request.echoed + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         message: dict[str, Any] = {
             "role": "assistant",
@@ -103,8 +112,20 @@ class ChatResponse(OpenAIResponse):
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        whole = _OpenChoice(parser, logprobs=list(delta.logprobs), token_ids=list(delta.token_ids))
-        return self._choice(delta, "message", message, whole)
+        choice.logprobs, choice.token_ids = list(delta.logprobs), list(delta.token_ids)
+        return self._choice(delta, "message", message, choice)
+
+    def _open_choice(self) -> _OpenChoice:
+        parser, counter = OutputParser(self._plan), None
+        if self._plan.output_format.has_reasoning:
+            skips_special = self._request.skip_special_tokens and not self._plan.keeps_special_tokens
+            counter = ReasoningCounter(parser, self._formatter.offsets(skips_special, 0))
+            self._counters.append(counter)
+        return _OpenChoice(parser, counter)
+
+    def _usage(self) -> dict[str, Any]:
+        reasoning = sum(counter.count() for counter in self._counters)
+        return {**super()._usage(), "completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     def _choice(self, delta: Delta, name: str, message: dict[str, Any], choice: _OpenChoice) -> dict[str, Any]:
         reason = FINISH_REASONS[delta.finish_reason]

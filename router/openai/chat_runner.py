@@ -13,15 +13,17 @@ from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.openai.chat_request import ChatRequest
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import ResponseHead
 from coatcheck.router.openai.response_sender import HttpAnswer
-from coatcheck.router.openai.tools import Function, named_call_grammar
+from coatcheck.router.openai.tools import Function
 from coatcheck.router.parsing.output_parser import ParsingPlan
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
 from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.tool_grammars.call_grammar import named_call_grammar
 
 _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
 
@@ -29,10 +31,17 @@ MakeAnswer = Callable[[ParsingPlan, list[int]], HttpAnswer]  # from the plan, an
 
 
 class ChatRunner:
-    """One for each router."""
+    """One for each router. `formatter`: of log-probabilities."""
 
-    def __init__(self, generation: GenerateService, planner: OutputPlanner, responder: Responder) -> None:
+    def __init__(
+        self,
+        generation: GenerateService,
+        planner: OutputPlanner,
+        responder: Responder,
+        formatter: LogprobsFormatter,
+    ) -> None:
         self._generation = generation
+        self.formatter = formatter
         self._planner = planner
         self._responder = responder
 
@@ -64,6 +73,11 @@ class ChatRunner:
         message = await self._translate(request, body, self._make_plan(body))
         tokenize = TokenizeRequest(model=body.model, chat=message.chat)
         return len((await self._generation.tokenize(tokenize)).token_ids)
+
+    @property
+    def max_model_len(self) -> int:
+        """The model's context; 0 until a group has registered."""
+        return self._generation.model.max_model_len if self._generation.model else 0
 
     def response_head(self, response_id: str) -> ResponseHead:
         model = self._generation.model

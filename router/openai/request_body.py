@@ -7,7 +7,7 @@ microseconds per object. So the bytes of a long body go to a side process, which
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
@@ -116,27 +116,46 @@ def validate_fields(kind: type[_Body], value: object) -> _Body:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _explain(error, kind) from None
+        raise _explain(error, kind, value) from None
 
 
-def _explain(error: ValidationError, kind: type[RequestBody]) -> InvalidBody:
+def _explain(error: ValidationError, kind: type[RequestBody], value: object) -> InvalidBody:
     errors = error.errors(include_url=False, include_input=False)
     # Of a union's branches, the one with the deepest error is most likely the one that the client meant.
     first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "model_type" and not first["loc"]:
         return InvalidBody(_NO_OBJECT)
-    # Pydantic names a union's branches by their types, which mean nothing to a client.
-    parts = [part for part in map(str, first["loc"]) if "[" not in part and "-" not in part and part != "str"]
-    field = ".".join(parts) or "body"
+    field = _field_path(first["loc"], value, is_missing=first["type"] == "missing") or "body"
     match first["type"]:
+        case "union_tag_invalid":
+            context = first["ctx"]
+            field += ".type"
+            message = f"{field} is {context['tag'][:80]!r}; it must be one of {context['expected_tags']}"
+        case "union_tag_not_found":
+            field += ".type"
+            message = f"{field} is missing"
         case "extra_forbidden":
             message = _explain_extra_field(field, kind)
         case "missing":
             message = f"{field} is missing"
+        case "model_type" | "model_attributes_type":
+            message = f"{field}: it should be an object"
         case _:
             reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
             message = f"{field}: {reason}"
     return InvalidBody(message, field)
+
+
+def _field_path(loc: Sequence[int | str], value: object, *, is_missing: bool) -> str:
+    """The path of a field in the body `value`. `loc` also names the branches of unions, by their types, which mean
+    nothing to a client. `is_missing`: the body does not have the last part."""
+    path: list[str] = []
+    for part in loc:
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, dict) and part in value):
+            value = value[part]  # type: ignore[index]  # one of the two
+            path.append(str(part))
+    return ".".join([*path, str(loc[-1])] if is_missing else path)
 
 
 def _explain_extra_field(field: str, kind: type[RequestBody]) -> str:

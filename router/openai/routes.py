@@ -16,7 +16,15 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, PermissionDen
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, TokenizeRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
-from coatcheck.router.http.errors import error_body, error_response, in_form_of, retry_headers
+from coatcheck.router.http.errors import (
+    ANTHROPIC_PATH,
+    anthropic_details,
+    anthropic_message,
+    error_body,
+    error_response,
+    in_form_of,
+    retry_headers,
+)
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
@@ -29,7 +37,7 @@ from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import EchoedPrompt, count_text
 from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses
 from coatcheck.router.openai.sampling_fields import SamplingFields
-from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
+from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response, tokenizer_info
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.generate_service import GenerateService
@@ -41,6 +49,7 @@ _PROMPT_FIELDS: Final = {
     "/v1/completions": "prompt",
     "/v1/chat/completions": "messages",
     "/v1/embeddings": "input",
+    "/v1/responses": "input",
 }
 
 
@@ -55,7 +64,10 @@ class OpenAIRoutes:
         metrics: PrometheusPage,
         side: SideProcesses,
         planner: OutputPlanner,
+        *,
+        has_tokenizer_info: bool,
     ) -> None:
+        """`has_tokenizer_info`: GET /tokenizer_info is served."""
         self._generation = generation
         self._admin = admin
         self._tokenizer = tokenizer
@@ -63,7 +75,7 @@ class OpenAIRoutes:
         self._formatter = LogprobsFormatter(tokenizer)
         self.large = LargeResponses(side)
         self._responder = Responder(generation, self.large)
-        self.chats = ChatRunner(generation, planner, self._responder)
+        self.chats = ChatRunner(generation, planner, self._responder, self._formatter)
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
             title="Coatcheck",
@@ -85,6 +97,8 @@ class OpenAIRoutes:
             ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
         ):
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        if has_tokenizer_info:
+            self.app.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"], response_model=None)
         for path, page in Dashboard(admin.report).endpoints.items():
             self.app.add_api_route(path, page, methods=["GET"], response_model=None, include_in_schema=False)
         for path in ("/health", "/ping"):
@@ -135,6 +149,8 @@ class OpenAIRoutes:
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describes the model that is served, by one of its names."""
+        if not name:  # /v1/models/
+            return await self.models()
         check_model_name(name, self._generation.model_names)
         return self._model_object(name)
 
@@ -151,6 +167,10 @@ class OpenAIRoutes:
         message = await in_thread_if_long(request, body.to_proto)
         text = (await self._generation.detokenize(message)).text
         return await self.large.make_json(count_text(text), dict, prompt=text)
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Returns the tokenizer's configuration and the chat template, in vLLM's form."""
+        return tokenizer_info(self._tokenizer)
 
     async def health(self) -> Response:
         """Responds 200 if a new request would be accepted, else 503."""
@@ -211,18 +231,35 @@ class OpenAIRoutes:
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    status, body = error_body(error, _PROMPT_FIELDS.get(request.url.path))
-    return AsciiJsonResponse(in_form_of(request.url.path, status, body), status, headers=retry_headers(error))
+    path = request.url.path
+    status, body = error_body(error, _PROMPT_FIELDS.get(path))
+    if path.startswith(ANTHROPIC_PATH) and (words := anthropic_message(error)):
+        body["error"]["message"] = words
+    body = in_form_of(path, status, body)
+    if path.startswith(ANTHROPIC_PATH) and (details := anthropic_details(error)):
+        body["error"]["details"] = details
+    return AsciiJsonResponse(body, status, headers=retry_headers(error))
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     endpoint = f"{request.method} {request.url.path}"
-    messages = {404: f"unknown endpoint {endpoint}", 405: f"{endpoint}: method not allowed"}
+    messages = {404: f"unknown endpoint {endpoint}{_hint(request)}", 405: f"{endpoint}: method not allowed"}
     message = messages.get(error.status_code, str(error.detail))
     response = error_response(error.status_code, message, request.url.path)
     response.headers.update(error.headers or {})
     return response
+
+
+def _hint(request: Request) -> str:
+    """The endpoint that a client with a wrong base URL means: one too short, or with a slash too many. Or the setting
+    that the endpoint needs."""
+    path = "/" + "/".join(filter(None, request.url.path.split("/")))
+    if path == "/tokenizer_info":
+        return "; it needs serve --enable-tokenizer-info-endpoint"
+    known = {getattr(route, "path", "") for route in request.app.routes}
+    found = next((one for one in (path, f"/v1{path}", path.removeprefix("/v1")) if one in known), None)
+    return f"; use {found}" if found and found != request.url.path else ""
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:

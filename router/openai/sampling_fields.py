@@ -25,7 +25,7 @@ from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 IGNORED_FIELDS: Final = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
-    "stream_interval", "store",
+    "stream_interval", "store", "cache_control",
 })  # fmt: skip
 # Fields that are not implemented, with the values that are accepted because they ask for the default behaviour.
 ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
@@ -81,7 +81,7 @@ class RequestBody(BaseModel):
         if large > _MAX_FIELDS:
             raise InvalidRequest(f"an object of the body has {large} fields; the maximum is {_MAX_FIELDS}")
         if cls.drops_unknown_fields:
-            known = {field.alias or name for name, field in cls.model_fields.items()}
+            known = _sent_names(cls)
             return {name: value for name, value in data.items() if value is not None and name in known}
         accepted = ACCEPTED_VALUES | cls.accepted_values
         return {
@@ -89,6 +89,16 @@ class RequestBody(BaseModel):
             for name, value in data.items()
             if value is not None and name not in cls.ignored_fields and value not in accepted.get(name, ())
         }
+
+
+@cache
+def _sent_names(kind: type[RequestBody]) -> frozenset[str]:
+    """The names that the fields of `kind` have in a body."""
+    names: set[str] = set()
+    for name, field in kind.model_fields.items():
+        alias = field.validation_alias or field.alias or name
+        names |= {str(choice) for choice in alias.choices} if isinstance(alias, AliasChoices) else {str(alias)}
+    return frozenset(names)
 
 
 class StreamOptions(RequestBody):
@@ -153,12 +163,14 @@ class TagStructure(BaseModel):
 
 class ResponseFormat(BaseModel):
     """OpenAI's `response_format`; "text" does not constrain. "structural_tag" is vLLM's and SGLang's: any text, in
-    which what follows one of `triggers` fits the structure that begins with the trigger."""
+    which what follows one of `triggers` fits the structure that begins with the trigger. `schema` is llama.cpp's and
+    Together's: of a JSON object, or in place of `json_schema`."""
 
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     structures: Annotated[list[TagStructure], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     triggers: Annotated[list[str], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
 
@@ -254,7 +266,7 @@ class SamplingFields(RequestBody):
         if outputs is not None:
             found += _make_grammars(outputs)
         if wanted is not None and wanted.type == "json_schema":
-            schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+            schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
             if schema is None:
                 raise InvalidParameter(
                     "response_format.json_schema.schema", "is missing; give the schema, or use json_object"
@@ -262,7 +274,9 @@ class SamplingFields(RequestBody):
             found.append(schema_grammar(schema))
         if wanted is not None and wanted.type == "structural_tag":
             found.append(wanted.to_tag_grammar())
-        if (outputs is not None and outputs.json_object) or (wanted is not None and wanted.type == "json_object"):
+        if wanted is not None and wanted.type == "json_object":
+            found.append(schema_grammar(wanted.schema_ or {"type": "object"}))
+        if outputs is not None and outputs.json_object:
             found.append(schema_grammar({"type": "object"}))
         if len(found) > 1:
             raise InvalidRequest("several fields ask for structured output; keep one of them")

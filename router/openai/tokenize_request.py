@@ -11,6 +11,8 @@ from coatcheck.router.openai.chat_request import Message, to_chat_proto
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
 from coatcheck.router.openai.tools import Tool
+from coatcheck.router.text.chat_template import special_tokens_of
+from coatcheck.router.text.tokenizer import TokenizerJson
 
 
 class TokenizeBody(RequestBody):
@@ -62,3 +64,12 @@ def tokenize_response(
     if formatter is not None:
         made["token_strs"] = [formatter.token_text(token_id) for token_id in found.token_ids]
     return made
+
+
+def tokenizer_info(tokenizer: TokenizerJson) -> dict[str, Any]:
+    """The response of /tokenizer_info: the tokenizer's configuration, with its special tokens as texts, and the chat
+    template."""
+    settings = tokenizer.settings
+    template = tokenizer.template.source if tokenizer.template is not None else None
+    tokens = {"bos_token": None, "eos_token": None, "pad_token": None, **special_tokens_of(settings)}
+    return {"tokenizer_class": None, **settings, **tokens, "chat_template": template}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final
 
-from coatcheck.router.parsing.parts import Reasoning
+from coatcheck.router.parsing.parts import Part, Reasoning
 from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
 
 MESSAGE: Final = "<|message|>"
@@ -41,6 +41,12 @@ class HarmonyParser(ToolParser):
         self._calls_tools = calls_tools
         self._body = _Body.HEADER
         self._ends = MarkedText(_ENDS)
+        self._length = 0  # characters of the text so far
+        self.reasoning_spans: list[tuple[int, int]] = []  # see OutputParser
+
+    def feed(self, text: str) -> list[Part]:
+        self._length += len(text)
+        return super().feed(text)
 
     def _advance(self) -> None:
         while self._read_header() if self._body is _Body.HEADER else self._read_body():
@@ -88,6 +94,10 @@ class HarmonyParser(ToolParser):
         match self._body:
             case _Body.REASONING:
                 self._parts.append(Reasoning(text))
+                start = self._length - len(self._buffer)  # the buffer begins with `text`
+                if self.reasoning_spans and self.reasoning_spans[-1][1] == start:
+                    start, _ = self.reasoning_spans.pop()
+                self.reasoning_spans.append((start, self._length - len(self._buffer) + len(text)))
             case _Body.CALL:
                 self._add_arguments(text)
             case _Body.CONTENT:

@@ -91,33 +91,37 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
     ),
     # <minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>
     "minimax_m2": XmlCallFormat(
-        trigger="<invoke name=",
-        opening=re.compile(r'<invoke name="?(?P<name>[^">\n]{1,128})"?>'),
-        argument=re.compile(r'<parameter name="?(?P<key>[^">\n]+)"?>'),
+        call_start='<invoke name="',
+        name_end='">',
+        argument_start='<parameter name="',
+        key_end='">',
         argument_end="</parameter>",
-        end="</invoke>",
+        call_end="</invoke>",
         dropped=("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
     # <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
     "qwen3_coder": XmlCallFormat(
-        trigger="<function=",
-        opening=re.compile(r"<function=(?P<name>[^>\n]{1,128})>"),
-        argument=re.compile(r"<parameter=(?P<key>[^>\n]+)>"),
+        call_start="<function=",
+        name_end=">",
+        argument_start="<parameter=",
+        key_end=">",
         argument_end="</parameter>",
-        end="</function>",
+        call_end="</function>",
         dropped=("<tool_call>", "</tool_call>"),
     ),
     # <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
     "glm45": XmlCallFormat(
-        trigger="<tool_call>",
-        opening=re.compile(rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)"),
-        argument=re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+        call_start="<tool_call>",
+        name_end="",
+        argument_start="<arg_key>",
+        key_end="</arg_key>",
+        value_start="<arg_value>",
         argument_end="</arg_value>",
-        end="</tool_call>",
+        call_end="</tool_call>",
     ),
     "openai": HarmonyCallFormat(),
 }
-# The grammar of tool_grammar.py: a list of wrapped calls is all of the text.
+# The grammar of tool_grammars/call_grammar.py: a list of wrapped calls is all of the text.
 REQUIRED_CALLS: Final = JsonCallFormat(
     starts_text=True,
     wrapped=re.compile(r"\s*\[?\s*"),

@@ -40,6 +40,11 @@ class ParsingPlan:
         """Whether all text is content as it is."""
         return self.tool_mode == "none" and not self.output_format.has_reasoning
 
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the parser needs the special tokens of the text, which it takes out."""
+        return self.output_format.shows_special_tokens and not self.is_plain
+
     def make_tool_parser(self) -> ToolParser | None:
         """The parser of the calls in content."""
         if self.tool_mode == "none":
@@ -76,6 +81,12 @@ class OutputParser:
         """Whether there is a call, and none was cut."""
         parsers = (self._tools, self._first)
         return any(parser.has_complete_calls for parser in parsers if isinstance(parser, ToolParser))
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """Where the text so far has reasoning, from its start marker to its end marker: (start, stop) in characters.
+        Empty if the plan does not separate reasoning."""
+        return self._first.reasoning_spans if self._first is not None else []
 
     def feed(self, text: str) -> list[Part]:
         """Takes the next piece of text; returns the parts that are certain now."""

@@ -36,9 +36,18 @@ class ReasoningParser:
         self._is_decided = start is ReasoningStart.CLOSED
         self._skips_space = False  # before the answer
         self._has_reasoning = False
+        self._length = 0  # characters of the text so far
+        self._span: tuple[int, int | None] = (0, None if self._is_open else 0)
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """See OutputParser."""
+        start, stop = self._span
+        return [(start, self._length if stop is None else stop)]
 
     def feed(self, text: str) -> list[Part]:
         """Takes the next piece of text; returns reasoning and content."""
+        self._length += len(text)
         if self._is_decided and not self._is_open and not self._skips_space:
             return [Content(text)] if text else []
         self._buffer += text
@@ -73,6 +82,7 @@ class ReasoningParser:
         if text.startswith(self._form.start):
             self._buffer = text[len(self._form.start) :]
             self._is_open = True
+            self._span = (self._length - len(self._buffer), None)
         self._is_decided = True
         return True
 
@@ -80,6 +90,7 @@ class ReasoningParser:
         """The reasoning that is certain now. Ends the reasoning at its end marker."""
         end = self._buffer.find(self._form.end)
         if end >= 0:
+            self._span = (self._span[0], self._length - len(self._buffer) + end)
             text, self._buffer = self._buffer[:end].rstrip(), self._buffer[end + len(self._form.end) :]
             self._is_open, self._skips_space = False, True
         else:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText, ToolParser
@@ -16,23 +17,51 @@ from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText, ToolPar
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each function
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class XmlCallFormat:
-    """`opening` matches a call up to its first argument, with group `name`; `argument` the beginning of an argument, up
-    to its value, with group `key`. `argument_end` follows the value. `trigger` is the beginning of a call, `end` its
-    end; `dropped`: markers around calls."""
+    """How a model writes a call: `call_start`, the function's name, `name_end`; for each argument `argument_start`, its
+    name, `key_end`, perhaps `value_start`, its value and `argument_end`; then `call_end`. White space may stand between
+    all of these, and quotation marks around names may be missing. `dropped`: markers around calls."""
 
-    trigger: str
-    opening: re.Pattern[str]
-    argument: re.Pattern[str]
+    call_start: str
+    name_end: str
+    argument_start: str
+    key_end: str
     argument_end: str
-    end: str
+    call_end: str
+    value_start: str = ""
     dropped: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The markers that may be special tokens."""
-        return (self.trigger, self.end, *self.dropped)
+        return (self.trigger, self.call_end, *self.dropped)
+
+    @cached_property
+    def trigger(self) -> str:
+        """What begins a call."""
+        return self.call_start.removesuffix('"')
+
+    @cached_property
+    def opening(self) -> re.Pattern[str]:
+        """Matches a call up to its first argument, with group `name`."""
+        if not self.name_end:
+            first = f"(?={re.escape(self.argument_start)}|{re.escape(self.call_end)})"
+            return re.compile(rf"{re.escape(self.call_start)}\s*(?P<name>[A-Za-z0-9_.-]{{1,128}})\s*{first}")
+        return re.compile(rf'{_literal(self.call_start)}(?P<name>[^">\n]{{1,128}}){_literal(self.name_end)}')
+
+    @cached_property
+    def argument(self) -> re.Pattern[str]:
+        """Matches the beginning of an argument, up to its value, with group `key`."""
+        start, end = _literal(self.argument_start), _literal(self.key_end)
+        if self.value_start:
+            return re.compile(rf"{start}(?P<key>.*?){end}\s*{re.escape(self.value_start)}", re.DOTALL)
+        return re.compile(rf'{start}(?P<key>[^">\n]+){end}')
+
+
+def _literal(marker: str) -> str:
+    """The pattern for a marker, whose quotation marks may be missing."""
+    return re.escape(marker).replace('"', '"?')
 
 
 class XmlToolParser(ToolParser):
@@ -95,9 +124,9 @@ class XmlToolParser(ToolParser):
             self._has_arguments = True
             self._buffer, self._searched = self._buffer[end + len(marker) :], 0
             return True
-        if self._buffer.startswith(self._form.end):
+        if self._buffer.startswith(self._form.call_end):
             self._add_arguments("}" if self._has_arguments else "{}")
-            self._buffer = self._buffer[len(self._form.end) :]
+            self._buffer = self._buffer[len(self._form.call_end) :]
             self._function, self._skips_space = None, True
             return True
         return False

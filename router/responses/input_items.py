@@ -1,9 +1,9 @@
 """The items of a response's input and output, and the chat messages that they mean."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
 from coatcheck.router.openai.sampling_fields import RequestBody
@@ -22,7 +22,7 @@ class ItemText(Item):
     """The only kind of content part that is served."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str = ""
+    text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))] = ""
 
 
 class ReasoningText(Item):
@@ -62,7 +62,33 @@ class ReasoningItem(Item):
     )
 
 
-InputItem = FunctionCallItem | FunctionCallOutputItem | ReasoningItem | MessageItem
+class ItemReference(Item):
+    """An item of the output of a response that is kept, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def _type_of(item: Any) -> str:
+    """The type of an item; without one it is a message."""
+    found = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return found if isinstance(found, str) else "message"
+
+
+InputItem = Annotated[
+    Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[MessageItem, Tag("message")],
+    Discriminator(_type_of),
+]
+_ITEM: Final[TypeAdapter[InputItem]] = TypeAdapter(InputItem)
+
+
+def item_of(output: dict[str, Any]) -> InputItem:
+    """An item of a response's output as an item of an input."""
+    return _ITEM.validate_python(output)
 
 
 def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:

@@ -1,6 +1,6 @@
 """ResponseStore: the last responses, so that a request can go on after one by its id.
 
-It is kept in the memory of one router. Another router, or this one after a restart, does not know its ids.
+The store is in the memory of one router. Its ids are unknown to other routers, and to this router after a restart.
 """
 
 import sys

@@ -3,15 +3,18 @@ events."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, GenerateEvent, GenerateResponse, Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, GenerateEvent, GenerateResponse, Usage
 from coatcheck.router.http.errors import error_body
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import ResponseHead
 from coatcheck.router.openai.response_sender import LargeChunkWriter
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
+from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
+from coatcheck.router.responses.scored_text import ScoredText, Scores
 
 OnEnd = Callable[[dict[str, Any], list[Part]], None]
 
@@ -23,6 +26,7 @@ class _OutputItem:
 
     first: Part
     texts: list[str]
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text
 
     def whole(self) -> Part:
         """The item as one part."""
@@ -34,12 +38,28 @@ class _OutputItem:
 
 class ResponsesAnswer:
     """See HttpAnswer. `settings`: fields of the response that repeat the request. `on_end` gets the response and its
-    parts, each whole, when it is complete."""
+    parts, each whole, when it is complete. `has_logprobs`: the texts have log-probabilities."""
 
-    def __init__(self, head: ResponseHead, settings: dict[str, Any], plan: ParsingPlan, on_end: OnEnd) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        settings: dict[str, Any],
+        plan: ParsingPlan,
+        on_end: OnEnd,
+        formatter: LogprobsFormatter,
+        *,
+        has_logprobs: bool = False,
+    ) -> None:
         self._head = head
         self._settings = settings
         self._parser = OutputParser(plan)
+        self._scores: ScoredText | None = None
+        skips = not plan.keeps_special_tokens
+        self._counter: ReasoningCounter | None = None
+        if plan.output_format.has_reasoning:
+            self._counter = ReasoningCounter(self._parser, formatter.offsets(skips, 0))
+        if has_logprobs:
+            self._scores = ScoredText(self._parser, formatter, skips_special_tokens=skips)
         self._on_end = on_end
         self._items: list[_OutputItem] = []
         self._was_cut = False
@@ -49,8 +69,8 @@ class ResponsesAnswer:
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         (response,) = responses
         (choice,) = response.choices
-        for part in self._parser.feed_delta(choice.text, is_last=True):
-            self._add(part)
+        for part, scores in self._parse(choice, is_last=True):
+            self._add(part, scores)
         self._was_cut = choice.finish_reason == FINISH_REASON_LENGTH
         self._usage = response.final.usage
         return self._finish()
@@ -66,9 +86,9 @@ class ResponsesAnswer:
                     "response.in_progress", response=response
                 )
             case "delta":
-                parts = self._parser.feed_delta(event.delta.text, is_last=bool(event.delta.finish_reason))
+                parsed = self._parse(event.delta, is_last=bool(event.delta.finish_reason))
                 self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
-                return b"".join(map(self._stream, parts))
+                return b"".join(self._stream(part, scores) for part, scores in parsed)
             case "final":
                 self._usage = event.final.usage
         return b""
@@ -77,7 +97,7 @@ class ResponsesAnswer:
         return None
 
     def make_end(self) -> bytes:
-        ended = self._end_item()
+        ended = self._end_item("incomplete" if self._was_cut else "completed")
         response = self._finish()
         return ended + self._event(f"response.{response['status']}", response=response)
 
@@ -87,18 +107,27 @@ class ResponsesAnswer:
         response["error"] = {"code": "server_error", "message": body["error"]["message"]}
         return self._event("response.failed", response=response)
 
-    def _add(self, part: Part) -> bool:
+    def _parse(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Scores]]:
+        """The next parts, each with the log-probabilities of its tokens if it is a text."""
+        if self._counter is not None:
+            self._counter.feed(delta.token_ids)
+        if self._scores is not None:
+            return self._scores.feed_delta(delta, is_last=is_last)
+        return [(part, []) for part in self._parser.feed_delta(delta.text, is_last=is_last)]
+
+    def _add(self, part: Part, scores: Scores) -> bool:
         """Adds a part to the last item, or begins one with it. Returns whether an item was begun."""
         begins = self._begins_item(part)
         if begins:
             self._items.append(_OutputItem(part, []))
         self._items[-1].texts.append(part.arguments if isinstance(part, ToolCallDelta) else part.text)
+        self._items[-1].logprobs += scores
         return begins
 
-    def _stream(self, part: Part) -> bytes:
+    def _stream(self, part: Part, scores: Scores) -> bytes:
         """The events of a part."""
         ended = self._end_item() if self._begins_item(part) else b""
-        events = ended + (self._begin_item(part) if self._add(part) else b"")
+        events = ended + (self._begin_item(part) if self._add(part, scores) else b"")
         place = self._last_item_fields()
         if isinstance(part, ToolCallDelta):
             if not part.arguments:
@@ -107,7 +136,7 @@ class ResponsesAnswer:
         place["content_index"] = 0
         if isinstance(part, Reasoning):
             return events + self._event("response.reasoning_text.delta", **place, delta=part.text)
-        return events + self._event("response.output_text.delta", **place, delta=part.text, logprobs=[])
+        return events + self._event("response.output_text.delta", **place, delta=part.text, logprobs=scores)
 
     def _begins_item(self, part: Part) -> bool:
         last = self._items[-1].first if self._items else None
@@ -132,7 +161,7 @@ class ResponsesAnswer:
             part=_content(replace(part, text="")),
         )
 
-    def _end_item(self) -> bytes:
+    def _end_item(self, status: str = "completed") -> bytes:
         """The events at the end of the last item."""
         if not self._items:
             return b""
@@ -146,10 +175,11 @@ class ResponsesAnswer:
             if isinstance(part, Reasoning):
                 done = self._event("response.reasoning_text.done", **place, text=part.text)
             else:
-                done = self._event("response.output_text.done", **place, text=part.text, logprobs=[])
-            done += self._event("response.content_part.done", **place, part=_content(part))
+                scores = self._items[-1].logprobs
+                done = self._event("response.output_text.done", **place, text=part.text, logprobs=scores)
+            done += self._event("response.content_part.done", **place, part=_content(part, self._items[-1].logprobs))
         index = len(self._items) - 1
-        item = self._item(index, part, "completed")
+        item = self._item(index, part, status)
         return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def _last_item_fields(self) -> dict[str, Any]:
@@ -178,7 +208,8 @@ class ResponsesAnswer:
                     "type": "reasoning", "summary": [], "content": [_content(part)], "encrypted_content": None,
                 }  # fmt: skip
             case _:
-                return item | {"type": "message", "role": "assistant", "content": [_content(part)]}
+                scores = self._items[index].logprobs if status != "in_progress" else []
+                return item | {"type": "message", "role": "assistant", "content": [_content(part, scores)]}
 
     def _finish(self) -> dict[str, Any]:
         """The complete response object."""
@@ -190,21 +221,17 @@ class ResponsesAnswer:
         response["output"] = [
             self._item(index, part, status) for index, (part, status) in enumerate(zip(parts, statuses, strict=False))
         ]
-        response["usage"] = self._usage_fields(parts)
+        response["usage"] = self._usage_fields()
         self._on_end(response, parts)
         return response
 
-    def _usage_fields(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """`reasoning_tokens` is estimated by the share of the text that is reasoning."""
+    def _usage_fields(self) -> dict[str, Any]:
         usage = self._usage
-        texts = [part.arguments if isinstance(part, ToolCallDelta) else part.text for part in parts]
-        reasoning = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
-        share = reasoning / max(1, sum(map(len, texts)))
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_device_tokens + usage.cached_host_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": round(share * usage.completion_tokens)},
+            "output_tokens_details": {"reasoning_tokens": self._counter.count() if self._counter is not None else 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
@@ -222,9 +249,9 @@ class ResponsesAnswer:
         return f"event: {kind}\ndata: {body}\n\n".encode()
 
 
-def _content(part: Part) -> dict[str, Any]:
+def _content(part: Part, scores: Scores | None = None) -> dict[str, Any]:
     """The content part of an item that is no call."""
     assert not isinstance(part, ToolCallDelta)
     if isinstance(part, Reasoning):
         return {"type": "reasoning_text", "text": part.text}
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": scores or []}

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from coatcheck.proto.errors import InvalidParameter
+from coatcheck.proto.sampling import MAX_LOGPROBS
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.request_body import validate_fields
@@ -32,6 +33,14 @@ class NamedFunctionChoice(RequestBody):
     name: str
 
 
+class AllowedToolsChoice(RequestBody):
+    """Offers the model only some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionChoice], Field(fail_fast=True, max_length=MAX_TOOLS, min_length=1)]
+
+
 class ReasoningOptions(RequestBody):
     """`summary` has no effect: reasoning is returned as it is."""
 
@@ -52,24 +61,37 @@ class TextFormat(RequestBody):
 
 
 class Text(RequestBody):
-    accepted_values: ClassVar = {"verbosity": ("medium",)}
-
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesStreamOptions(RequestBody):
     accepted_values: ClassVar = {"include_obfuscation": (True, False)}
 
 
+# Of what a response may include, only log-probabilities are served. The others belong to OpenAI's own tools, to images
+# and to encrypted reasoning, which no response here has.
+_LOGPROBS: Final = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
 class ResponsesRequest(RequestBody):
-    """`previous_response_id`: the chat goes on after that response. `store`: the response is kept for a while. The
-    fields from `top_k` on are vLLM's."""
+    """`previous_response_id`: the chat goes on after that response. `store`: the response is kept for a while.
+    `include` asks for log-probabilities, and `top_logprobs` for how many beside each token's own. The fields from
+    `top_k` on are vLLM's."""
 
     accepted_values: ClassVar = {
         "background": (False,),
         "truncation": ("disabled",),
-        "top_logprobs": (0,),
-        "include": ([], ["reasoning.encrypted_content"]),
     }
     ignored_fields: ClassVar = (IGNORED_FIELDS - {"store", "metadata", "user"}) | {"max_tool_calls"}
 
@@ -78,13 +100,15 @@ class ResponsesRequest(RequestBody):
     instructions: str = ""
     previous_response_id: str | None = None
     store: bool = True
+    include: Annotated[list[Included], Field(fail_fast=True, max_length=16)] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool = True
     text: Text | None = None
     reasoning: ReasoningOptions | None = None
@@ -105,6 +129,11 @@ class ResponsesRequest(RequestBody):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str = ""
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return _LOGPROBS in self.include
+
     def to_chat(self, messages: Sequence[ChatFields]) -> ChatRequest:
         """The chat that this body means. `messages`: of the previous responses and of `input`. Raises
         InvalidRequest."""
@@ -118,10 +147,16 @@ class ResponsesRequest(RequestBody):
             "tools": [tool.to_chat() for tool in self.tools],
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": self.tool_choice,
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            "verbosity": self.text.verbosity if self.text is not None else None,
             **{name: getattr(self, name) for name in _PASSED_ON},
         }
         if isinstance(self.tool_choice, NamedFunctionChoice):
-            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            fields["tool_choice"] = _named(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedToolsChoice):
+            allowed = {"mode": self.tool_choice.mode, "tools": [_named(tool) for tool in self.tool_choice.tools]}
+            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         if (form := self._format()) is not None and form.type == "json_schema":
@@ -135,6 +170,11 @@ class ResponsesRequest(RequestBody):
     def settings(self) -> dict[str, Any]:
         """The fields of the response object that repeat the request."""
         choice, form = self.tool_choice, self._format()
+        text: dict[str, Any] = {
+            "format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}
+        }
+        if self.text is not None and self.text.verbosity is not None:
+            text["verbosity"] = self.text.verbosity
         return {
             "instructions": self.instructions or None,
             "max_output_tokens": self.max_output_tokens,
@@ -144,9 +184,10 @@ class ResponsesRequest(RequestBody):
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
             "store": self.store,
             "temperature": self.temperature,
-            "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
+            "text": text,
             "tool_choice": choice.model_dump() if isinstance(choice, RequestBody) else choice or "auto",
             "tools": [tool.model_dump() for tool in self.tools],
+            "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
             "background": False,
@@ -155,6 +196,11 @@ class ResponsesRequest(RequestBody):
 
     def _format(self) -> TextFormat | None:
         return self.text.format if self.text is not None else None
+
+
+def _named(function: NamedFunctionChoice) -> dict[str, Any]:
+    """A function in the form of a chat's tool_choice."""
+    return {"type": "function", "function": {"name": function.name}}
 
 
 # Fields that mean the same in a chat.
@@ -169,4 +215,4 @@ class _Chat(ChatRequest):
     @property
     def sent_names(self) -> dict[str, str]:
         """See SamplingFields."""
-        return {"max_tokens": "max_output_tokens"}
+        return {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}

@@ -1,5 +1,6 @@
 """ResponsesRoutes: the HTTP endpoints of OpenAI's Responses API."""
 
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,12 +14,22 @@ from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.request_body import in_thread_if_long
 from coatcheck.router.parsing.parts import Part
-from coatcheck.router.responses.input_items import chat_of_items, chat_of_parts
+from coatcheck.router.responses.input_items import (
+    ChatFields,
+    InputItem,
+    ItemReference,
+    chat_of_items,
+    chat_of_parts,
+    item_of,
+)
 from coatcheck.router.responses.response_store import ResponseStore, StoredResponse, measure_bytes
 from coatcheck.router.responses.responses_answer import ResponsesAnswer
 from coatcheck.router.responses.responses_request import ResponsesRequest
 
 _OBJECT_BYTES: Final = 1024  # of a stored response beside its fields
+_ITEM_ID: Final = re.compile(r"[a-z]{2,3}_(?P<response>[0-9a-f]{32})_(?P<index>[0-9]{1,6})")  # see ResponsesAnswer
+# The event loop encodes a response: the texts of this many tokens and their alternatives take 0.1 s.
+_MAX_LOGPROBS: Final = 1 << 15
 
 
 class ResponsesRoutes:
@@ -28,6 +39,7 @@ class ResponsesRoutes:
         self._chats = chats
         self._store = ResponseStore()
         app.add_api_route("/v1/responses", self.create, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/responses/input_tokens", self.count_tokens, methods=["POST"], response_model=None)
         app.add_api_route("/v1/responses/{response_id}", self.retrieve, methods=["GET"], response_model=None)
         app.add_api_route("/v1/responses/{response_id}", self.delete, methods=["DELETE"], response_model=None)
 
@@ -35,9 +47,11 @@ class ResponsesRoutes:
         """Generates a response to input items, in the form of OpenAI's Responses API."""
         tenant: str = request.scope["tenant"].name
         before = self._previous(body, tenant)
-        given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else chat_of_items(body.input)
+        given = self._given(body, tenant)
         messages = [*(before.messages if before is not None else ()), *given]
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
+        if body.has_logprobs:
+            self._check_logprobs(body)
         head = self._chats.response_head(f"resp_{uuid.uuid4().hex}")  # not the request's id, which clients may choose
 
         def store(response: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -47,7 +61,21 @@ class ResponsesRoutes:
                 whole = [*(before.messages if before is not None else ()), *added]
                 self._store.add_response(StoredResponse(tenant, response, whole, size + _OBJECT_BYTES + 8 * len(whole)))
 
-        return await self._chats.run(request, chat, lambda plan, _: ResponsesAnswer(head, body.settings(), plan, store))
+        return await self._chats.run(
+            request,
+            chat,
+            lambda plan, _: ResponsesAnswer(
+                head, body.settings(), plan, store, self._chats.formatter, has_logprobs=body.has_logprobs
+            ),
+        )
+
+    async def count_tokens(self, request: Request, body: ResponsesRequest) -> dict[str, Any]:
+        """Counts the tokens of a response's prompt."""
+        tenant: str = request.scope["tenant"].name
+        before = self._previous(body, tenant)
+        messages = [*(before.messages if before is not None else ()), *self._given(body, tenant)]
+        chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
+        return {"object": "response.input_tokens", "input_tokens": await self._chats.count_tokens(request, chat)}
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """Returns a response that is still kept."""
@@ -59,6 +87,39 @@ class ResponsesRoutes:
         if not self._store.delete_response(response_id, request.scope["tenant"].name):
             return _not_found(response_id)
         return AsciiJsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+    def _given(self, body: ResponsesRequest, tenant: str) -> list[ChatFields]:
+        """The messages of the body's input. Raises InvalidParameter for a reference to an item that is not kept, and
+        for a second reference to one item: a short body could make a prompt of gigabytes."""
+        if isinstance(body.input, str):
+            return [{"role": "user", "content": body.input}]
+        references = [item.id for item in body.input if isinstance(item, ItemReference)]
+        if len(set(references)) < len(references):
+            raise InvalidParameter("input", "refers to an item more than once; send the further copies themselves")
+        return chat_of_items(
+            [self._find_item(item.id, tenant) if isinstance(item, ItemReference) else item for item in body.input]
+        )
+
+    def _find_item(self, item_id: str, tenant: str) -> InputItem:
+        """The item of a response's output with this id."""
+        if (found := _ITEM_ID.fullmatch(item_id)) is not None:
+            stored = self._store.find_response(f"resp_{found['response']}", tenant)
+            output = stored.response["output"] if stored is not None else []
+            index = int(found["index"])
+            if index < len(output) and output[index]["id"] == item_id:
+                return item_of(output[index])
+        raise InvalidParameter(
+            "input", f"refers to the item {item_id[:80]!r}, which this router does not keep; send the item itself"
+        )
+
+    def _check_logprobs(self, body: ResponsesRequest) -> None:
+        """Raises InvalidParameter if the response could have more log-probabilities than are encoded at once."""
+        count = body.top_logprobs + 1
+        most = _MAX_LOGPROBS // count
+        if min(body.max_output_tokens or self._chats.max_model_len, self._chats.max_model_len) > most:
+            raise InvalidParameter(
+                "max_output_tokens", f"must be at most {most} for a response with {count} log-probabilities a token"
+            )
 
     def _previous(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
         if body.previous_response_id is None:

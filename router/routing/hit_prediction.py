@@ -1,4 +1,4 @@
-"""HitPrediction: the cached tokens that this router predicted, compared with those that the groups found.
+"""HitPrediction: the cached tokens that this router predicted, compared with the cached tokens that the groups found.
 
 Predictions of single prompts may be wrong: cached blocks may be evicted while a prompt waits, and other routers send
 prompts too. If they are wrong for many prompts of a group, the index is wrong about its blocks: the group "diverges",

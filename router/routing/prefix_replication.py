@@ -37,12 +37,12 @@ class PrefixReplication:
         blocks = min(held // block_size, len(chain))
         if not blocks:
             return decision
-        others = np.flatnonzero(costs.has_room & (costs.cached_tokens < held))
-        if not len(others):
+        others = costs.has_room & (costs.cached_tokens < held)
+        if not others.any():
             return decision
-        seconds = _seconds_if_held(costs.take(others), decision.prompt_tokens, held)
-        soonest = int(seconds.argmin())
-        least, best = float(seconds[soonest]), int(others[soonest])
+        seconds = np.where(others, _seconds_if_held(costs, decision.prompt_tokens, held), np.inf)
+        best = int(seconds.argmin())
+        least = float(seconds[best])
         rent = chosen.first_token_seconds - least
         if rent <= 0:
             return decision
@@ -64,8 +64,8 @@ class PrefixReplication:
 
 def _seconds_if_held(costs: GroupCosts, prompt_tokens: int, held: int) -> FloatArray:
     """Seconds to the first token on groups that hold less than `held` tokens of the prompt, if they held these on the
-    device."""
-    uncached = prompt_tokens - costs.cached_tokens
+    device. For other groups the figures mean nothing."""
+    uncached = np.maximum(prompt_tokens - costs.cached_tokens, 1)
     part = (prompt_tokens - held) / uncached
     prompt_steps = costs.decode_seconds * uncached / (costs.queued_tokens + uncached)  # without the steps of the queue
     return costs.queue_seconds + costs.prefill_seconds * part + costs.decode_seconds - prompt_steps * (1 - part)

@@ -80,7 +80,7 @@ class Candidate(NamedTuple):
     free_tokens: float = 0.0  # capacity of blocks that hold nothing
     evictable_tokens: float = 0.0  # capacity of cached blocks that no sequence uses
     streams: float = 0.0  # running and waiting choices
-    unseen_requests: float = 0.0  # requests that other routers send to the group between two of its reports
+    unseen_requests: float = 0.0  # requests that other routers have sent since the group's last report, in the mean
     has_room: bool = True  # see GroupLoad.has_room
     # Tokens of this prompt that the group holds, by tier, or computes for other prompts before this one.
     device_tokens: float = 0
@@ -300,7 +300,7 @@ def _group_costs(candidates: Candidates, prompt_tokens: int, queued_in_router: i
     decode = work / np.where(max_batch > 0, max_batch, _GUESSED_BATCH_TOKENS) * step
     # Tokens without a free or a cached block: running sequences lose blocks. The queue takes free blocks first.
     short = work + host - free
-    eviction = (short - np.maximum(queued - free, evictable)) * (short > evictable) / rate
+    eviction = np.where(short > evictable, short - np.maximum(queued - free, evictable), 0.0) / rate
     stall = prefill * streams * stall_price
     delay = (prefill + restore + eviction) * delayed
     total = queue + prefill + restore + decode + eviction + stall + delay

@@ -5,7 +5,7 @@ request (`peek`) and grants it. A request is sent and leaves the queue in one st
 the next request is considered.
 
 Within a tenant short prompts overtake long ones: a request is due at its arrival + 20 × the seconds that its prompt
-takes to compute, and the request that is due first is next. So no request is overtaken for ever, and waiting times are
+takes to compute, and the request that is due first is next. So no request starves, and waiting times are
 in proportion to the work (the aim of Brinch Hansen's "highest response ratio next", with an order that does not
 change).
 

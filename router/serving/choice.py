@@ -101,8 +101,8 @@ class StopStrings:
     """Ends a text before its first stop string, and holds back text that may be the beginning of one. `hit`: the stop
     string that ended the text, or None. `include`: keep the stop string in the text.
 
-    The first stop string is the one that is complete first. Of two that are complete at the same character, the longer
-    one counts. The text returned so far depends only on the text fed so far and not on how it was cut into pieces.
+    The stop string that is complete first counts. Of two that are complete at the same character, the longer counts.
+    The text returned so far depends only on the text fed so far and not on how it was cut into pieces.
     """
 
     __slots__ = ("_held", "_include", "_longest", "_stops", "hit")

@@ -224,8 +224,12 @@ class Dispatcher:
         tokens = np.zeros((3, len(groups)))  # on device, on host, expected
         if request.sampling.prompt_logprobs is None:  # else the whole prompt is computed, whatever is cached
             for model, indices in groups.models:
-                matches = self._groups.index.match(request.block_hashes(model))
-                tokens[:, indices] = np.array(matches)[:, groups.slots[indices]] * model.block_size
+                matches = np.array(self._groups.index.match(request.block_hashes(model)))
+                held = matches.take(groups.slots[indices], axis=1) * model.block_size
+                if len(indices) == len(groups):
+                    tokens = held
+                else:
+                    tokens[:, indices] = held
         candidates = self._groups.loads.candidates(groups.names, groups.slots, *tokens)
         decision = choose_group(
             candidates,

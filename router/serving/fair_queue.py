@@ -1,13 +1,13 @@
 """FairQueue: the requests that wait for room on a group, in the order of weighted fair queueing.
 
 The next request has the lowest `priority` value that waits. Among the tenants with such requests, the one with the
-least virtual time is next. Among the requests of this tenant and priority, the one that is due first is next.
+least virtual time is next. Among the requests of this tenant and priority, the request that is due first is next.
 
 A tenant's virtual time is the number of tokens that it was served, divided by its weight. A request is charged an
 estimate when it is taken, and the true count when it ends (see `TokenCharge`). A tenant that returns from a pause
-starts at the virtual time of those that wait, so that no tenant saves up credit. Every eighth request is taken without
-regard to priority, so that no priority starves. When the queue is full, a new request displaces the newest request of
-the tenant with the most requests per weight.
+starts at the virtual time of the waiting tenants, so that no tenant saves up credit. Every eighth request is taken
+without regard to priority, so that no priority starves. When the queue is full, a new request displaces the newest
+request of the tenant with the most requests per weight.
 
 Requests of one `scheduling_class` can go to the same groups. Callers name the `blocked` classes, for which no group has
 room. Requests of these classes are skipped, but keep their place, and their tenants keep their virtual time. The module

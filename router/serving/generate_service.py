@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidParameter, InvalidRequest, NeverFits, Unavailable
 from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
-from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.grammar import Grammar, GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -54,6 +54,7 @@ from coatcheck.router.serving.request_validation import (
     prompt_token_ids,
     validate_request,
 )
+from coatcheck.router.serving.tool_choice import calls_grammar, check_tool_choice, hide_tools
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
@@ -236,6 +237,8 @@ class GenerateService:
         check_model_name(message.model, self._config.model_names)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens needs a text: a chat template writes its own; remove it")
+        if message.chat.tool_choice:
+            hide_tools(message.chat)
         ids = await self._prompt_ids(message, self.max_tokenized)
         return TokenizeResponse(token_ids=ids)
 
@@ -277,8 +280,13 @@ class GenerateService:
     async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
         await self._check_entries(message)
         check_model_name(message.model, self._config.model_names)
+        if message.chat.tool_choice:
+            hide_tools(message.chat)
+            check_tool_choice(message)
         token_ids = await self._ids_within_context(message, self._max_sequence_tokens(self._model()))
         model = self._model()
+        if message.chat.tools and not message.sampling.HasField("structured"):
+            await self._constrain_calls(message)
         request = validate_request(
             message,
             token_ids,
@@ -300,6 +308,18 @@ class GenerateService:
         if len(token_ids) > _LONG_PROMPT:
             await self._in_thread(lambda: request.prepare_long_prompt(model))
         return request
+
+    async def _constrain_calls(self, message: GenerateRequest) -> None:
+        """Sets the grammar of the message to that of its tool calls, if they are required or strict. Raises
+        InvalidRequest."""
+        calls = await self._in_thread(lambda: calls_grammar(message.chat, self._planner))
+        if calls is None:
+            return
+        try:
+            await self._grammars.validate(calls)
+        except GrammarRefused as error:
+            raise InvalidParameter("tools", f"have schemas that cannot be enforced: {error.reason}") from None
+        message.sampling.structured.CopyFrom(calls.to_message())
 
     def _make_text_stages(
         self, message: GenerateRequest, request: Request

@@ -1,13 +1,12 @@
 """OutputSplitter: moves reasoning and tool calls out of the text of a gRPC response's deltas."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, Delta, ToolCallDelta
 from coatcheck.router.parsing import parts
-from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
+from coatcheck.router.parsing.output_parser import OutputParser
 from coatcheck.router.parsing.output_planner import OutputPlanner
+from coatcheck.router.serving.tool_choice import make_plan
 from coatcheck.router.text.detokenizer import Detokenizer
 
 
@@ -22,16 +21,7 @@ class OutputSplitter:
         make_detokenizer: Callable[[], Detokenizer],
     ) -> None:
         """`resumed`: output tokens by choice whose deltas the client has. `chat` must have been rendered before."""
-        begins_message = not chat.continue_final_message and (
-            chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
-        )
-        arguments = json.loads(chat.template_arguments or "{}")
-        self._plan = ParsingPlan(
-            planner.output_format,
-            planner.reasoning_start(arguments, begins_message=begins_message),
-            tool_mode="auto" if chat.tools else "none",
-            schemas=_schemas(chat.tools),
-        )
+        self._plan = make_plan(chat, planner)
         self._parsers: dict[int, OutputParser] = {}
         for choice, token_ids in resumed.items():
             self._parser(choice).feed(make_detokenizer().feed(token_ids))
@@ -64,15 +54,3 @@ def join_calls(pieces: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
         ToolCallDelta(index=index, id=call.id, name=call.name, arguments="".join(arguments[index]))
         for index, call in calls.items()
     ]
-
-
-def _schemas(tools: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The schema of each function's parameters. A tool in another form than OpenAI's has none."""
-    schemas: dict[str, dict[str, Any]] = {}
-    for text in tools:
-        tool = json.loads(text)
-        function = tool.get("function", tool)
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            parameters = function.get("parameters")
-            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
-    return schemas

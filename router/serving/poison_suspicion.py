@@ -7,8 +7,8 @@ PoisonSuspicion.level). Suspects are kept apart as far as that costs little:
 - A request of which nothing was answered when its group crashed shares a group with no other suspect. Most poison
   requests crash a group during prefill.
 - Requests that had already streamed output when their group crashed may share a group: they are many, and isolating
-  each would make them wait for one another. If one of them crashes the next group too, it is the one that streamed
-  nothing there.
+  each would make them wait for one another. If one of them crashes the next group too, the suspect is the request
+  that streamed nothing there.
 
 Whether a group crashed by itself is not always known: it may hang, or may have been killed, for example by the kernel's
 OOM killer. After a loss of unknown cause a request is a suspect, but it is refused only if the loss is the third in a

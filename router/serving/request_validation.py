@@ -6,7 +6,6 @@ router, a million tokens would stop every stream for 0.2 s.
 """
 
 import dataclasses
-import json
 import random
 import uuid
 from array import array
@@ -25,6 +24,7 @@ from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.request import Request
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
+from coatcheck.router.serving.tool_choice import reasoning_start_of_chat
 from coatcheck.router.text.chat_template import render_chat
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -116,6 +116,7 @@ def validate_request(
         raise ContextLengthExceeded.for_limit(
             capacity,
             f"the prompt has {length}. Shorten it to at most {capacity - 1} tokens",
+            length,
         )
     check_token_ids(token_ids, vocab_size)
     logprobs = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
@@ -130,6 +131,8 @@ def validate_request(
             raise ContextLengthExceeded.for_limit(
                 capacity,
                 f"the prompt has {length} and {name} is {asked}. Lower {name} to {room}, or shorten the prompt",
+                length,
+                asked,
             )
     max_tokens = sampling.max_tokens or room
     if sampling.max_tokens is None and defaults.max_new_tokens is not None:
@@ -177,10 +180,7 @@ def _reasoning_start(message: GenerateRequest, planner: OutputPlanner) -> Reason
     """Whether the prompt ends inside of reasoning."""
     match message.WhichOneof("prompt"):
         case "chat":
-            chat = message.chat
-            begins_message = _or_true(chat, "add_generation_prompt") and not chat.continue_final_message
-            arguments = json.loads(chat.template_arguments or "{}")
-            return planner.reasoning_start(arguments, begins_message=begins_message)
+            return reasoning_start_of_chat(message.chat, planner)
         case "text":
             return planner.reasoning_start_of_text(message.text)
         case _:

@@ -4,7 +4,7 @@ The metrics of the router's requests are counted as requests end (request_metric
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, lt
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -65,6 +65,7 @@ class PrometheusPage:
     def __init__(self, report: Callable[[], StatusResponse], registry: CollectorRegistry) -> None:
         self._report = report
         self._registry = registry
+        self._experts = _ExpertCounts()
         ProcessCollector(registry=registry)
 
     def render(self) -> bytes:
@@ -73,6 +74,7 @@ class PrometheusPage:
         _add_router(page, status)
         _add_groups(page, status.groups)
         _add_ranks(page, status.groups)
+        self._experts.add_to(page, status.groups)
         return generate_latest(self._registry) + page.text().encode()
 
 
@@ -174,17 +176,48 @@ def _by_field(counts: Evictions | PrefixMisses, prefix: str) -> list[tuple[str, 
 
 
 def _add_ranks(page: _Page, groups: Sequence[GroupStatus]) -> None:
-    healthy, memory, steps = [], [], []
+    healthy, memory, weights, steps = [], [], [], []
     for group in groups:
         prefix = _labels(group=group.name)[:-1]
         for rank in group.ranks:
             labels = f'{prefix},rank="{rank.rank}"}}'
             healthy.append((f"{labels[:-1]},{_labels(node=rank.node)[1:]}", int(rank.healthy)))
             memory.append((labels, rank.peak_memory_bytes))
+            weights.append((labels, rank.weight_bytes))
             steps.append((labels, rank.steps))
     page.add("gauge", "coatcheck_rank_healthy", "1 while the rank works.", healthy)
     page.add("gauge", "coatcheck_rank_peak_memory_bytes", "Peak device memory so far.", memory)
+    page.add("gauge", "coatcheck_rank_weight_bytes", "Bytes of the rank's weights, as they are stored.", weights)
     page.add("counter", "coatcheck_rank_steps", "Steps that the rank has computed.", steps)
+
+
+class _ExpertCounts:
+    """The tokens of each expert over all groups, so that the number of series does not grow with the groups.
+
+    The sums keep what groups counted that are lost or have restarted. A counter that falls means to Prometheus that it
+    began at 0 again: rate() would add the whole remaining sum.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._last: dict[str, list[int]] = {}  # by group: its counts at the last scrape
+
+    def add_to(self, page: _Page, groups: Sequence[GroupStatus]) -> None:
+        for group in groups:
+            if group.expert_tokens:
+                self._update(group.name, list(group.expert_tokens))
+        samples = [(_labels(expert=str(expert)), tokens) for expert, tokens in enumerate(self._sums)]
+        if samples:
+            text = "Tokens that chose the expert, over all layers and groups."
+            page.add("counter", "coatcheck_expert_tokens", text, samples)
+
+    def _update(self, name: str, counts: list[int]) -> None:
+        last = self._last.get(name, [])
+        has_restarted = len(last) != len(counts) or any(map(lt, counts, last))
+        self._sums += [0] * (len(counts) - len(self._sums))
+        for expert, tokens in enumerate(counts):
+            self._sums[expert] += tokens if has_restarted else tokens - last[expert]
+        self._last[name] = counts
 
 
 def _labels(**pairs: str) -> str:

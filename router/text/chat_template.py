@@ -130,8 +130,7 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise InvalidModel("tokenizer_config.json's chat_template is neither a text nor a list of named texts")
-        special = {name: _token_text(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
-        return cls(source, {name: token for name, token in special.items() if token is not None})
+        return cls(source, special_tokens_of(tokenizer_config))
 
     def with_source(self, source: str) -> "ChatTemplate":
         """A template of a client with the model's special tokens. Raises InvalidParameter."""
@@ -182,6 +181,12 @@ class ChatTemplate:
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template refuses this conversation: {error}") from error
+
+
+def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the special tokens that a tokenizer_config.json names, such as eos_token."""
+    named = {name: _token_text(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
+    return {name: token for name, token in named.items() if token is not None}
 
 
 def _as_parts(content: object) -> object:

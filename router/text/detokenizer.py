@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, Protocol
 
-# A character has at most four bytes, so replacement characters at the end of so many tokens are final.
+# A character has at most four bytes. If this many tokens still end in a replacement character, it is final.
 _MAX_HELD_TOKENS: Final = 8
 _REPLACEMENT: Final = "\ufffd"
 

@@ -1,7 +1,8 @@
 """TokenizerJson: text to token ids and back, from the files of a model.
 
-Reads tokenizer.json with the tokenizers package. A checkpoint without one is read by transformers' AutoTokenizer, which
-is imported only then because it imports torch. Callers must keep long texts off the event loop.
+Reads tokenizer.json with the tokenizers package, or Kimi K2's tiktoken.model. Another checkpoint is read by
+transformers' AutoTokenizer, which is imported only then because it imports torch. Callers must keep long texts off the
+event loop.
 """
 
 import re
@@ -10,8 +11,9 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders
 
@@ -19,6 +21,8 @@ from coatcheck.proto.errors import InvalidModel, NeverFits
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.router.text.chat_template import ChatTemplate
 from coatcheck.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from coatcheck.router.text.tiktoken_ranks import FILE as TIKTOKEN_FILE
+from coatcheck.router.text.tiktoken_ranks import is_tiktoken, read_tiktoken
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _FILES = [
@@ -54,6 +58,7 @@ class TokenizerJson:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
+        self.settings: dict[str, Any] = {}  # of tokenizer_config.json and special_tokens_map.json; set by `load`
         self.directory: str | None = None  # from which side processes load the same tokenizer; set by `load`
         # Computed here and not at the first request, because a large vocabulary would block the event loop.
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -75,10 +80,19 @@ class TokenizerJson:
         special, config = (read_json_object(directory / name) or {} for name in _SETTINGS)
         path = directory / "tokenizer.json"
         try:
-            tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_transformers(directory)
+            if path.is_file():
+                tokenizer = Tokenizer.from_file(str(path))
+            elif is_tiktoken(directory, config):
+                alphabet = {byte: character for character, byte in _byte_alphabet().items()}
+                tokenizer = read_tiktoken(directory, config, alphabet)
+            else:
+                tokenizer = _from_transformers(directory)
+        except InvalidModel:
+            raise
         except Exception as error:  # the tokenizers package raises bare Exception
             raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
         made = cls(tokenizer, ChatTemplate.load(directory, special | config))
+        made.settings = special | config
         made.directory = str(directory) if path.is_file() else made._write_copy(directory)
         return made
 
@@ -180,10 +194,32 @@ def _download(model: str) -> Path:
         ) from None  # the hub client's own traceback has a hundred lines
 
 
+def check_sentencepiece(directory: Path) -> None:
+    """Raise InvalidModel if the tokenizer is a sentencepiece model alone and that package is missing. Imports neither
+    torch nor transformers."""
+    files = [file for file in directory.glob("*.model") if file.name != TIKTOKEN_FILE]
+    if files and not (directory / "tokenizer.json").is_file() and find_spec("sentencepiece") is None:
+        raise InvalidModel(
+            f"the tokenizer of {directory} is {files[0].name}, which the package sentencepiece reads: pip install "
+            "sentencepiece where routers run, or add the model's tokenizer.json"
+        )
+
+
 def _from_transformers(directory: Path) -> Tokenizer:
+    check_sentencepiece(directory)
     from transformers import AutoTokenizer  # imported late: it imports torch
 
-    backend = getattr(AutoTokenizer.from_pretrained(directory), "backend_tokenizer", None)
+    try:
+        # Code in the checkpoint never runs. By default transformers asks at the terminal.
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InvalidModel(
+            f"{directory} brings code to read its tokenizer, and code that comes with a checkpoint is never run; add "
+            "a tokenizer.json"
+        ) from None
+    backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise InvalidModel(f"{directory} has no tokenizer.json, and transformers cannot make one from its files")
     return backend

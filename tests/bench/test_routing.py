@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from coatcheck.bench.routing_simulation.cells import Cell, Cluster
 from coatcheck.bench.routing_simulation.comparison import OURS
-from coatcheck.bench.routing_simulation.rules import rules
+from coatcheck.bench.routing_simulation.rules import Groups, Rule, round_robin, rules
 from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_index import BlockHolders, ExpectedHolders, match_prefix
@@ -70,6 +71,28 @@ def test_a_crowded_holder_shares_its_prefix() -> None:
     ours = run(cell, None, entries)
     assert ours.ttft_p90 <= 1.1 * run(cell, rules()["round robin"], entries).ttft_p90
     assert ours.imbalance < 1.3
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_each_router_runs_a_published_rule_of_its_own(queued: bool) -> None:
+    """Round robin's turn is that of one router: of two routers each sends its own requests to the groups in turn."""
+    chosen: list[list[str]] = []
+
+    def make() -> Rule:
+        rule, names = round_robin(), list[str]()
+        chosen.append(names)
+
+        def record(job: SimulatedRequest, groups: Groups, *rest: Any) -> SimulatedGroup:
+            group = rule(job, groups, *rest)
+            names.append(group.name)
+            return group
+
+        return record
+
+    run(Cell("sessions", 400, 0.01, routers=2), make, sessions(6, 3), groups=4, queued=queued)
+    assert [len(names) > 0 for names in chosen] == [True, True]
+    for names in chosen:
+        assert names == [f"g{place % 4}" for place in range(len(names))]
 
 
 @pytest.mark.parametrize("routers", [4, pytest.param(16, marks=pytest.mark.full)])

@@ -1,6 +1,7 @@
 """The comparison of routing rules: tuning, figures of earlier code, tables, and runs that are continued."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,11 @@ def test_a_rule_is_tuned_on_the_training_part_alone(name: str, monkeypatch: pyte
     tuned = measure(cell, name + TUNED, Part.MEASURED, Path())
     rule = TUNABLE[name]
     by_weight = {
-        weight: run(cell, rule.make(weight), parts[Part.TRAINING], queued=True).ttft_p90 for weight in rule.weights
+        weight: run(cell, partial(rule.make, weight), parts[Part.TRAINING], queued=True).ttft_p90
+        for weight in rule.weights
     }
     assert tuned.weight is not None and by_weight[tuned.weight] == min(by_weight.values())
-    assert tuned.result == run(cell, rule.make(tuned.weight), parts[Part.MEASURED], queued=True)
+    assert tuned.result == run(cell, partial(rule.make, tuned.weight), parts[Part.MEASURED], queued=True)
     published = measure(cell, name, Part.MEASURED, Path())
     assert published.weight is None and published.result == run(cell, rules()[name], parts[Part.MEASURED])
 

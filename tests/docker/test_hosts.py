@@ -61,7 +61,7 @@ def test_the_unit_starts_a_command_with_flags_that_it_has(unit: Path) -> None:
     program, subcommand, *flags = shlex.split(line)
     if program == "coatcheck":
         assert subcommand == "serve" and ServeConfig.model_fields.keys() > {"ray_address"}
-        assert {flag for flag in flags if flag.startswith("--")} == {"--config", "--ray-address"}
+        assert {flag for flag in flags if flag.startswith("--")} == {"--config", "--apply", "--ray-address"}
         return
     from ray.scripts.scripts import cli
 

@@ -1,4 +1,4 @@
-"""Every command block of README.md and docs/quickstart.md runs as written, or is listed here with a reason."""
+"""Every command block of the PAGES runs as written, or is listed here with a reason."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ from tests.docs.own_network import OwnNetwork
 from tests.docs.page_session import ROOT, PageSession
 from tests.helm.chart import helm
 
-PAGES = ("README.md", "docs/quickstart.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/memory.md")
 USUAL_PORTS = (50051, 8000)
 
 
@@ -29,7 +29,6 @@ class NotRun:
 
 
 _MINUTES = NotRun("measures for minutes on a machine that has nothing else to do")
-_HOSTS = NotRun("needs several hosts with GPUs")
 _OWN_MODEL = NotRun("MODEL stands for the reader's own; other commands of the pages do the same with demo/model")
 _GPUS = NotRun("needs a host with several GPUs")
 _KUBERNETES = NotRun("needs a Kubernetes cluster with the KubeRay operator; the chart is rendered below")
@@ -46,11 +45,6 @@ NOT_RUN: dict[str, dict[str, NotRun]] = {
         "coatcheck serve MODEL --tp 2": _GPUS,
         "coatcheck serve MODEL --groups 2": _GPUS,
         "coatcheck serve MODEL --groups 2 --tp 4": _GPUS,
-        "ray start --head": _HOSTS,
-        "coatcheck serve MODEL --groups 8 --tp 4 --ray-address auto --grpc-host 0.0.0.0 --http-host 0.0.0.0 --api-keys "
-        "keys.yaml": _HOSTS,
-        "coatcheck restart --ray-address auto": _HOSTS,
-        "coatcheck scale --groups 9 --ray-address auto": _HOSTS,
         "docker build -f docker/Dockerfile --target cpu -t coatcheck:0.1.0 .": NotRun(
             "needs a container engine; tests/docker makes the same files without one"
         ),
@@ -68,6 +62,7 @@ NOT_RUN: dict[str, dict[str, NotRun]] = {
         "python3 -m venv env && . env/bin/activate": NotRun("makes an environment", instead=". env/bin/activate"),
         "pip install -c constraints.txt torch && pip install -c constraints.txt .": NotRun("installs 2.8 GB"),
     },
+    "docs/memory.md": {},
 }
 
 
@@ -77,7 +72,7 @@ def commands_of(page: str) -> list[Command]:
 
 def inline_commands() -> set[str]:
     """The commands in the text of the pages, such as `make test-all`."""
-    text = "\n".join((ROOT / page).read_text() for page in PAGES)
+    text = "\n".join((ROOT / page).read_text() for page in (*PAGES, "bench/README.md"))
     return set(re.findall(r"`((?:make|sh|python|bench/)[^`\n]+)`", text))
 
 
@@ -93,10 +88,10 @@ def test_what_is_not_run_is_still_there(page: str) -> None:
     assert set(NOT_RUN[page]) <= {command.text for command in commands_of(page)}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/memory.md", "docs/operations.md"])
 def test_prompts_that_show_the_cache_are_longer_than_blocks(page: str) -> None:
-    """A prompt that a page explains or retains has more than 100 tokens of the demo model, as README says. A prompt
-    below 32 tokens would show little of the cache, and one below 16 nothing."""
+    """A prompt that a page explains or retains has more than 100 tokens of the demo model, so that it fills blocks: a
+    prompt below 32 tokens would show little of the cache, and one below 16 nothing."""
     tokenizer = TokenizerJson.load(str(ROOT / "demo" / "model"))
     commands = [command.text for command in commands_of(page)]
     exports = "\n".join(text for text in commands if text.startswith("export PROMPT="))

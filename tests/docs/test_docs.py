@@ -18,7 +18,7 @@ from tests.helm.exercised_page import exercised_page
 
 ROOT = Path(__file__).parents[2]
 _CODE = re.compile(r"(?<!`)(--[a-z-]+(?: FILE)?|coatcheck serve MODEL|[A-Z]+_HOME)(?!`)")
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "bench" / "README.md"])
 
 
 def test_the_api_page_is_fresh() -> None:
@@ -31,7 +31,7 @@ def test_the_api_page_is_fresh() -> None:
     assert (ROOT / "docs" / "api.md").read_text() == make_api.describe(), "run python docs/make_api.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     """Each file that a page links to is there, and each heading within the page."""
     text = page.read_text()
@@ -44,7 +44,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file or not heading or heading in headings, f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_flags_exist(page: Path) -> None:
     """Each `coatcheck COMMAND` that a page shows, in a block or in passing, exists and has the flags shown."""
     from coatcheck.cluster.cli import COMMANDS
@@ -62,7 +62,7 @@ def test_commands_and_flags_exist(page: Path) -> None:
 
 
 def settings_table() -> str:
-    """The rows of README's table of settings, as ServeConfig gives them."""
+    """The rows of the table of settings, as ServeConfig gives them."""
     settings = ServeConfig.model_fields.items()
     return "".join(
         f"| `{flag_name(name)}` | {default_in_words(field)} | {field.description} |\n"
@@ -72,8 +72,8 @@ def settings_table() -> str:
 
 
 def test_the_settings_table_is_what_serve_takes() -> None:
-    """README lists each setting of `coatcheck serve`, no other, with the default and the description of --help."""
-    table = re.search(r"\| flag \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
+    """docs/settings.md lists each setting of `coatcheck serve`, no other, with the default and text of --help."""
+    table = re.search(r"\| flag \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs" / "settings.md").read_text())
     assert table is not None and table[1] == settings_table()
     help_of = {param.name: param.help for param in command_of("serve").params if hasattr(param, "help")}
     assert help_of["tp"] == "Ranks in each group: GPUs that share one copy. Default: 1."

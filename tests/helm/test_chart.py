@@ -106,8 +106,17 @@ def test_cpu_asks_for_no_gpu() -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 def test_pods_are_confined(values: str) -> None:
-    """Nothing runs as root, writes to the image or gains privileges; /dev/shm is sized."""
-    for template in render(values).templates:
+    """Nothing runs as root, writes to the image or gains privileges, as Pod Security's profile restricted wants it; so
+    too the pod of `helm test`. /dev/shm is sized."""
+    rendered = render(values)
+    allowed = {"name", "configMap", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    for spec in (rendered.one("Pod", "demo-coatcheck-generate")["spec"], *(pod["spec"] for pod in rendered.templates)):
+        assert spec["securityContext"]["runAsUser"] > 0 and spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert all(volume.keys() <= allowed for volume in spec["volumes"])
+        for container in spec["containers"]:
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for template in rendered.templates:
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
         shared = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
@@ -157,6 +166,22 @@ def test_two_nodes() -> None:
     assert fault_tolerance["redisAddress"] == "redis:6379"
     assert fault_tolerance["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
     assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+@pytest.mark.parametrize("values", ["eight-gpus", "two-nodes"])
+def test_production_examples_have_two_routers_on_two_nodes(values: str) -> None:
+    """Where there are two nodes; one of the two always serves, also while a node is emptied."""
+    rendered = render(values)
+    router = rendered.group("router")
+    assert router["replicas"] == router["minReplicas"] == 2
+    (rule,) = router["template"]["spec"]["affinity"]["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    term = rule["podAffinityTerm"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"] == rendered.one("Service")["spec"]["selector"]
+    budget = rendered.one("PodDisruptionBudget", "demo-coatcheck-router")["spec"]
+    assert budget["minAvailable"] == 1 and budget["selector"]["matchLabels"] == term["labelSelector"]["matchLabels"]
 
 
 def test_credentials_are_mounted_for_serve(tmp_path: Path) -> None:

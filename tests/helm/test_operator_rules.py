@@ -1,12 +1,13 @@
 """What the KubeRay operator and Helm do with the objects after they are rendered."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.helm.chart import CHART, helm, render
+from tests.helm.chart import CHART, helm, render, rendered_objects
 
 
 def test_redis_is_cleaned_after_an_uninstall() -> None:
@@ -61,6 +62,27 @@ def test_a_version_with_a_plus_gives_valid_labels(tmp_path: Path) -> None:
     for made in filter(None, yaml.safe_load_all(done.stdout)):
         labels = made["metadata"]["labels"]
         assert (labels["helm.sh/chart"], labels["app.kubernetes.io/version"]) == ("coatcheck-1.2.3_b4", "1.2.3_b4")
+    assert rendered_objects(done.stdout).container("worker")["image"] == "coatcheck:1.2.3_b4"
+
+
+def test_long_names_of_two_releases_differ() -> None:
+    """Names are cut for what the operator makes of them; two releases in one namespace get no object of the same name,
+    and their dashboards have each an id, without which Grafana reads neither."""
+    names: set[tuple[str, str]] = set()
+    ids: set[str] = set()
+    for number in (1, 2):
+        file = str(CHART / "values" / "cpu.yaml")
+        done = helm("template", f"{'a' * 52}{number}", str(CHART), "-f", file, "--set", "grafana.dashboard=true")
+        made = rendered_objects(done.stdout).objects
+        assert all(len(name) <= 63 for _, name in made)
+        assert not names & made.keys()
+        names |= made.keys()
+        (board,) = (one["data"]["coatcheck.json"] for (_, name), one in made.items() if name.endswith("-dashboard"))
+        loaded = json.loads(board)
+        ids |= {loaded["uid"], loaded["title"]}
+        (job,) = (one for one in loaded["templating"]["list"] if one["name"] == "job")
+        assert ("Service", *job["current"]["value"]) in made  # the job that Prometheus names after the Service
+    assert len(ids) == 4
 
 
 def test_the_test_pod_runs_where_routers_do() -> None:

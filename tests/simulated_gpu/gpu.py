@@ -7,8 +7,8 @@ Every operator is computed at once, so results are those of a CPU. A Hazard is r
 - the host changes pinned memory before it waited for the copy from it;
 - a graph uses memory that was freed since its capture (graph.py). A replay repeats the captured numbers.
 
-`waits` lists what the host waited for. Not simulated: speed, Triton's compiler, and memory that is freed and reused
-while another stream still uses it.
+`waits` lists what the host waited for, `kernels` counts Triton's kernels by name. Not simulated: speed, Triton's
+compiler, and memory that is freed and reused while another stream still uses it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class SimulatedGpu:
         self.streams: list[Stream] = []
         self.host: Clock = Counter()  # up to which point of each stream the host knows that work is done
         self.waits: list[str] = []
+        self.kernels: Counter[str] = Counter()  # how often each Triton kernel ran
         self.streams_wait = self.host_waits = True
         self.capturing: Graph | None = None
         self.watched: list[Memory] = []

@@ -26,6 +26,7 @@ def install() -> SimulatedGpu:
     Stream()
     in_place: dict[str, Any] = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "current_device": lambda: 0,
+        "set_device": lambda device: None,
         "current_stream": gpu.current_stream, "stream": gpu.on, "Stream": Stream, "Event": Event,
         "synchronize": gpu.wait_for_all, "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": lambda: 0,
         "empty_cache": gpu.empty_cache, "mem_get_info": gpu.mem_get_info,

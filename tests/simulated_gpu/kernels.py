@@ -28,6 +28,7 @@ def launch(gpu: SimulatedGpu, kernel: Callable[..., None], name: str, args: Sequ
         def call() -> None:
             stream = gpu.current_stream()
             stream.tick()
+            gpu.kernels[name] += 1
             for of in touched:
                 memory = of()
                 if memory is not None and not memory.watched:  # watched memory is checked at each access

@@ -67,14 +67,16 @@ def make(
     )  # fmt: skip
 
 
-def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list[int]], int]:
-    """(the tokens of each request, the number of restored blocks)."""
+def serve(
+    runner: ModelRunner, group: TpRunner | None = None, rounds: int = len(_ROUNDS)
+) -> tuple[list[list[int]], int]:
+    """(the tokens of each request, the number of restored blocks). `rounds`: how many of the first rounds."""
     engine = Engine(
         runner.model.spec, group or runner, num_blocks=_BLOCKS, host_blocks=_HOST_BLOCKS, block_size=_SIZE,
         max_num_seqs=4, max_batch_tokens=24, pipeline_depth=1,
     )  # fmt: skip
     said: dict[str, list[int]] = {}
-    for number, requests in enumerate(_ROUNDS):
+    for number, requests in enumerate(_ROUNDS[:rounds]):
         for prompt, sampling in requests:
             engine.submit_request(EngineRequest(name := f"{number} {prompt}", tuple(prompt), sampling))
             said[name] = []
@@ -132,7 +134,7 @@ def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: Si
     gpu.streams_wait = False
     runner = watched()
     runner.launch(plain).wait()
-    with hazard("a kernel on stream 0 writes"):  # to the block that is being demoted
+    with hazard("a copy to the host"):  # of a staging buffer that is still being filled
         runner.launch(out)
     runner = watched()
     runner.launch(plain)

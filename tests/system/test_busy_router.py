@@ -57,8 +57,12 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         log_to_driver=False,
         configure_logging=False,
     )
+    node: Any = ray._private.worker._global_node
+    processes = [info.process for infos in node.all_processes.values() for info in infos]
     yield
     ray.shutdown()
+    for process in processes:  # Ray kills its processes, and on a busy machine does not wait for their end
+        process.wait()
 
 
 @pytest.mark.usefixtures("own_ray")

@@ -21,13 +21,16 @@ Weights = dict[str, Tensor]
 Quantise = Callable[[Tensor], tuple[Weights, Tensor]]
 
 
+_QUANTISED = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
 def write_quantised(source: Path, target: Path, config: dict[str, Any], quantise: Quantise) -> Weights:
-    """Copies a checkpoint with its layers' linears quantised."""
+    """Copies a checkpoint with its layers' linears and experts quantised."""
     shutil.copytree(source, target)
     stored: Weights = {}
     plain: Weights = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if ".layers." in name and name.endswith("_proj.weight"):
+        if ".layers." in name and name.endswith(_QUANTISED):
             parts, plain[name] = quantise(tensor.float())
             module = name.removesuffix(".weight")
             stored |= {f"{module}.{leaf}": part.contiguous() for leaf, part in parts.items()}
@@ -142,6 +145,21 @@ def gptq(bits: int, group: int, *, offset: int = 1, ordered: bool = False) -> Qu
     return quantise
 
 
+def packed_int4(group: int) -> Quantise:
+    """compressed-tensors' layout of symmetric 4-bit groups, in which Kimi K2's experts are published."""
+
+    def quantise(weight: Tensor) -> tuple[Weights, Tensor]:
+        rows, columns = weight.shape
+        scales = (weight.reshape(rows, -1, group).abs().amax(2) / 7).clamp(min=1e-6).bfloat16()
+        wide = scales.float().repeat_interleave(group, 1)
+        codes = (weight / wide).round().int().clamp(-8, 7)
+        shape = torch.tensor([rows, columns], dtype=torch.int64)
+        packed = _pack((codes + 8).tolist(), 4)
+        return {"weight_packed": packed, "weight_scale": scales, "weight_shape": shape}, codes * wide
+
+    return quantise
+
+
 def fp8_blocks(height: int, width: int) -> Quantise:
     """DeepSeek-V3's layout; the last blocks of a matrix may be smaller."""
 
@@ -217,6 +235,19 @@ def mxfp4_experts(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed, (exponents + 127).to(torch.uint8), plain.contiguous()
 
 
+def write_mxfp4(source: Path, target: Path) -> Weights:
+    """A copy of a gpt-oss checkpoint with its experts in MXFP4."""
+    shutil.copytree(source, target)
+    stored = load_file(source / "model.safetensors")
+    plain = dict(stored)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales, plain[name] = mxfp4_experts(stored.pop(name))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    edit_quantisation(target, quant_method="mxfp4")
+    return plain
+
+
 def _affine(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [rows, columns], scales [rows, groups], zero points [rows, groups]), the last as integers."""
     groups = weight.reshape(weight.shape[0], -1, group)
@@ -276,6 +307,9 @@ FORMATS: dict[str, Write] = {
         num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[16, 32]
     ),
     "fp8-block": written(fp8_blocks(16, 40), quant_method="fp8", weight_block_size=[16, 40]),
+    "packed-int4": written(
+        packed_int4(32), quant_method="compressed-tensors", format="pack-quantized", config_groups={}
+    ),
     "awq": written(awq(4, 32), quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
     "gptq": written(gptq(4, 32), quant_method="gptq", bits=4, group_size=32),
     "gptq-v2": written(gptq(4, 32, offset=0), quant_method="gptq", bits=4, group_size=32, checkpoint_format="gptq_v2"),

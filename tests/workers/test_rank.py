@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
 from coatcheck.kernels import native
 from coatcheck.proto.errors import InvalidConfig
@@ -57,6 +58,7 @@ def test_two_ranks_report_themselves_answer_as_one_and_end_when_told(
         registration, status = read_registration(channel), read_load(channel).status
     assert [rank.pid for rank in status.ranks] == [process.pid for process in group.processes]
     assert all(rank.healthy and rank.peak_memory_bytes > 1 << 20 for rank in status.ranks)
+    assert all(rank.weight_bytes > 0 for rank in status.ranks)
     assert registration.model.name == "tiny" and registration.tp == 2
     assert registration.num_blocks == status.blocks_total > 0
     assert status.blocks_used == status.prompt_tokens == 0  # the warm-up is not counted
@@ -144,3 +146,11 @@ def test_a_processor_class_that_cannot_run_is_refused(monkeypatch: pytest.Monkey
     finally:
         monkeypatch.undo()
         native._load.cache_clear()
+
+
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the GPU's compute capability and the one that the kernels need."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(InvalidConfig, match=r"GPU 1 has compute capability 7.5, and the kernels need 8.0"):
+        choose_device("cuda", 1)

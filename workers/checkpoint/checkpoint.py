@@ -16,10 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.decode_weight import decode_weight, read_codes
+from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
 from coatcheck.workers.checkpoint.stored_weight import StoredWeight
@@ -46,9 +48,9 @@ class Checkpoint:
         config = read_json_object(directory / "config.json")
         if config is None:
             raise InvalidModel(f"{directory} has no config.json; is it a transformers checkpoint?")
-        self.config = config
+        self.config = resolve_alias(config)
         self._stored = read_entries(directory)
-        quantised = read_quantised(name, config, self._stored)
+        quantised = read_quantised(name, self.config, self._stored)
         plain = plain_entries(self._stored, quantised)
         self._plain_names = {text_name: key for key in plain if (text_name := self._text_name(key)) is not None}
         self._quantised = {
@@ -112,16 +114,18 @@ class Checkpoint:
             return decoded
         return torch.cat([decoded.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
 
-    def read_quantised(self, name: str, part: TensorSlice | None, dtype: torch.dtype) -> QuantisedWeight | None:
-        """A quantised weight, or a slice of it, as it is stored. `dtype`: of the linear that it belongs to. None if the
-        weight or the slice can only be read as plain numbers."""
+    def read_quantised(
+        self, name: str, part: TensorSlice | None, dtype: torch.dtype
+    ) -> QuantisedWeight | QuantisedExperts | None:
+        """A quantised weight, or a slice of it, as it is stored; QuantisedExperts if one tensor holds all experts.
+        `dtype`: of the linear that it belongs to. None if the weight or the slice can only be read as plain numbers."""
         if (weight := self._quantised.get(name)) is None:
             return None
         slices, parts = self._read_parts(weight, part)
         quantised = read_codes(weight, parts, dtype)
         if quantised is None or part is None or slices:
             return quantised
-        if part.dim == 0:
+        if part.dim == 0 and isinstance(quantised, QuantisedWeight):
             return quantised.select_rows(part.ranges)
         return quantised.select_columns(*part.ranges[0]) if len(part.ranges) == 1 else None
 

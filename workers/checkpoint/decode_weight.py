@@ -1,9 +1,9 @@
-"""The stored tensors of a quantised weight as a QuantisedWeight, and as plain numbers.
+"""The stored tensors of a quantised weight as a QuantisedWeight or QuantisedExperts, and as plain numbers.
 
     weight = (codes - zeros) × scales
 
-with one scale, and one zero point if there are any, for each block of rows and columns. MXFP4 experts and NF4 are only
-decoded to plain numbers, computed in float32 and rounded once to the wanted dtype. The layouts are those of the
+with one scale, and one zero point if there are any, for each block of rows and columns. NF4 is only decoded to plain
+numbers, computed in float32 and rounded once to the wanted dtype. The layouts are those of the
 projects that write them: compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP
 Microscaling specification 1.0 (MXFP4) and bitsandbytes (NF4).
 """
@@ -15,28 +15,31 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 
 Parts = Mapping[str, Tensor]
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the place of each nibble among its neighbours, from the lowest
-# The 16 values of E2M1: sign, two bits of exponent, one of mantissa.
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_E8M0_BIAS: Final = 127
+_MXFP4_BLOCK: Final = 32
 _NESTED_BLOCK: Final = 256  # scales that share a scale of their own
 
 
 def decode_weight(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
     """`parts`: the stored tensors by role, whole or sliced as `StoredWeight.slice_parts` says. Returns the weight, or
     that slice of it, in `dtype`."""
-    if (decode := _DECODERS.get(weight.encoding)) is not None:
-        return decode(weight, parts, dtype)
+    if weight.encoding is Encoding.NF4:
+        return _decode_nf4(weight, parts, dtype)
+    if weight.encoding is Encoding.MXFP4:
+        return _read_mxfp4(parts, dtype).dequantise().transpose(1, 2)
     return _READERS[weight.encoding](weight, parts, dtype).dequantise()
 
 
-def read_codes(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight | None:
+def read_codes(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight | QuantisedExperts | None:
     """The same without decoding. `dtype`: of the linear. None for an encoding that is only decoded."""
+    if weight.encoding is Encoding.MXFP4:
+        return _read_mxfp4(parts, dtype)
     read = _READERS.get(weight.encoding)
     return None if read is None else read(weight, parts, dtype)
 
@@ -123,16 +126,13 @@ def _integers(weight: StoredWeight) -> CodeKind:
     return CodeKind.INT8 if weight.bits == 8 else CodeKind.INT4  # codes of 2 bits are held in 4
 
 
-def _decode_mxfp4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
+def _read_mxfp4(parts: Parts, dtype: torch.dtype) -> QuantisedExperts:
     """codes uint8 [experts, rows, blocks, 16], two columns in a byte, the lower half first; scales uint8 [experts,
-    rows, blocks]. Returns [experts, columns, rows], as transformers holds experts."""
-    table = torch.tensor(_E2M1, dtype=dtype)
-    whole = torch.empty(weight.shape, dtype=dtype)
-    for expert, (codes, scales) in enumerate(zip(parts["codes"], parts["scales"], strict=True)):
-        values = table[torch.stack((codes & 15, codes >> 4), dim=-1).long()].flatten(-2)
-        exponents = (scales.int() - _E8M0_BIAS).unsqueeze(-1)
-        whole[expert] = torch.ldexp(values, exponents).flatten(-2).T
-    return whole
+    rows, blocks]."""
+    experts, rows, blocks = parts["scales"].shape
+    codes, scales = parts["codes"].reshape(experts * rows, -1), parts["scales"].reshape(experts * rows, blocks)
+    shape = (experts * rows, blocks * _MXFP4_BLOCK)
+    return QuantisedExperts(experts, QuantisedWeight(CodeKind.FP4, shape, codes, scales, _MXFP4_BLOCK, dtype))
 
 
 def _decode_nf4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -157,8 +157,4 @@ _READERS: Final[Mapping[Encoding, Callable[[StoredWeight, Parts, torch.dtype], Q
     Encoding.FLOAT8: _read_plain,
     Encoding.AWQ: _read_awq,
     Encoding.GPTQ: _read_gptq,
-}
-_DECODERS: Final[Mapping[Encoding, Callable[[StoredWeight, Parts, torch.dtype], Tensor]]] = {
-    Encoding.MXFP4: _decode_mxfp4,
-    Encoding.NF4: _decode_nf4,
 }

@@ -1,10 +1,12 @@
-"""held_bytes(): the bytes that the weights of a checkpoint take on a CPU rank, from the headers of its files.
+"""held_bytes(): the bytes that the weights of a checkpoint take on a rank, from the headers of its files.
 
 The same count as weight_loader.py's, for a group of one rank. This module imports no torch.
 """
 
 import array
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any, Final
@@ -14,53 +16,103 @@ from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 
 _SIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
-_DECODED: Final = (Encoding.MXFP4, Encoding.NF4)
-_WORD: Final = 8  # columns of which a group that stays quantised is a multiple
+# Columns of which a group that stays quantised is a multiple: kernels/layers/linear.py.
+_WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # that share a scale, with quantization int4
 _UNQUANTISED: Final = frozenset(("lm_head", "embed_out", "gate", "router", "shared_expert_gate"))
-_EXPERTS: Final = ".experts."  # of a mixture: held plain
+_LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
+# Tensors that no dtype rounds (meta_model.py).
+_FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|moe_statics\..+)")
+_ERNIE_ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
+# A weight of one expert: (its layer's experts, the weight's name). Gates and ups are held as one.
+_EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
+_DOWN: Final = ("down_proj", "w2")
+_FUSED: Final = re.compile(r".+\.(experts\.(gate_up|down)_proj|(in|out)put_linear\.weight)")  # all experts' weights
+# Model types whose experts run transformers' code, which reads plain weights.
+_PLAIN_EXPERTS: Final = frozenset(("aria_text", "jetmoe", "llama4_text", "minimax_m3_vl_text"))
 # Of latent attention (MLA), which splits and reorders these weights.
 _LATENT: Final = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def held_bytes(
-    name: str, config: Mapping[str, Any], entries: Mapping[str, TensorEntry], itemsize: int, quantization: str = "auto"
+    name: str,
+    config: Mapping[str, Any],
+    entries: Mapping[str, TensorEntry],
+    itemsize: int,
+    device: str,
+    quantization: str = "auto",
 ) -> int:
-    """`entries`: of the files. `itemsize`: of the model's dtype, bfloat16 or float32. `quantization`: as in
-    ServeConfig. Raises InvalidModel as read_quantised does."""
+    """`entries`: of the files. `itemsize`: of the model's dtype, on CPUs bfloat16 or float32. `device`: cpu or cuda.
+    `quantization`: as in ServeConfig. Raises InvalidModel as read_quantised does."""
     quantised = read_quantised(name, config, entries)
     plain = _LATENT if config.get("kv_lora_rank") is not None else ()
+    are_experts_plain = config.get("model_type") in _PLAIN_EXPERTS
     total = 0
+    stacks: dict[tuple[str, bool], list[tuple[int, _Codes | None]]] = {}  # (plain bytes, codes) of each expert's weight
+    layers = config.get("num_hidden_layers")
     for key, entry in plain_entries(entries, quantised).items():
-        held = None
-        if key.rpartition(".")[0].rpartition(".")[2] in plain or _EXPERTS in key:
-            pass
-        elif (weight := quantised.weights.get(key)) is not None:
-            held = _bytes_of_codes(weight, entries)
+        layer = _LAYER.fullmatch(key)
+        if layer is not None and isinstance(layers, int) and int(layer[1]) >= layers:
+            continue  # a layer for multi-token prediction, which is not loaded
+        is_float32 = _FLOAT32.fullmatch(key) or (
+            config.get("model_type") == "ernie4_5_moe" and key.endswith(_ERNIE_ROUTER)
+        )
+        as_plain = prod(entry.shape) * (4 if is_float32 else itemsize)
+        weight = quantised.weights.get(key)
+        codes = None if weight is None else _codes_of(weight, entries, _WORDS[device])
+        expert = _EXPERT.fullmatch(key)
+        if key.rpartition(".")[0].rpartition(".")[2] in plain or (are_experts_plain and ".experts." in key):
+            total += as_plain
+        elif expert is not None and weight is not None:
+            stacks.setdefault((expert[1], expert[2] in _DOWN), []).append((as_plain, codes))
+        elif codes is not None:
+            total += codes.bytes
         elif quantization != "auto" and _is_quantised_at_load(key, entry):
-            held = _bytes_at_load(entry.shape, quantization)
-        total += prod(entry.shape) * itemsize if held is None else held
-    return total
+            total += _bytes_at_load(_matrix_of(config, entry.shape), quantization)
+        else:
+            total += as_plain
+    return total + sum(_bytes_of_stack(weights) for weights in stacks.values())
 
 
-def _bytes_of_codes(weight: StoredWeight, entries: Mapping[str, TensorEntry]) -> int | None:
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """A weight that stays quantised. `layout`: equal for weights that are stored alike."""
+
+    bytes: int
+    layout: tuple[Any, ...]
+    is_scattered: bool
+
+
+def _bytes_of_stack(weights: Sequence[tuple[int, _Codes | None]]) -> int:
+    """Weights that all experts of a layer have: held as codes if all are stored alike, in the order of the columns."""
+    codes = [held for _, held in weights if held is not None and not held.is_scattered]
+    if len(codes) == len(weights) and len({held.layout for held in codes}) == 1:
+        return sum(held.bytes for held in codes)
+    return sum(as_plain for as_plain, _ in weights)
+
+
+def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: int) -> _Codes | None:
     """Codes, scales, zero points and order; None for a weight that is decoded."""
-    if weight.encoding in _DECODED:
+    if weight.encoding is Encoding.NF4:
         return None
-    rows, columns = weight.shape
     scales = entries[weight.parts["scales"].key]
+    if weight.encoding is Encoding.MXFP4:
+        return _Codes(prod(weight.shape) // 2 + prod(scales.shape), (Encoding.MXFP4,), is_scattered=False)
+    rows, columns = weight.shape
     by_column = weight.encoding in (Encoding.AWQ, Encoding.GPTQ)
     groups = scales.shape[0] if by_column else scales.shape[-1] if len(scales.shape) == 2 else 1
     is_ordered = "order" in weight.parts and groups > 1
     group = columns if groups == 1 else columns // groups if is_ordered else weight.block[1]
-    if groups > 1 and group % _WORD:
+    if groups > 1 and group % word:
         return None
     held = rows * (columns if weight.bits == 8 else -(-columns // 2)) + rows * groups * _SIZES[scales.dtype]
     if "zeros" in weight.parts:
         held += rows * groups
-    if is_ordered and _is_scattered(entries[weight.parts["order"].key]):
+    is_scattered = is_ordered and _is_scattered(entries[weight.parts["order"].key])
+    if is_scattered:
         held += 4 * columns
-    return held
+    layout = (weight.encoding, weight.bits, columns, group, scales.dtype, "zeros" in weight.parts)
+    return _Codes(held, layout, is_scattered)
 
 
 def _is_scattered(order: TensorEntry) -> bool:
@@ -70,13 +122,23 @@ def _is_scattered(order: TensorEntry) -> bool:
 
 
 def _is_quantised_at_load(key: str, entry: TensorEntry) -> bool:
-    """By its name: a linear inside a layer, and no router."""
+    """By its name: experts, or a linear inside a layer that is no router."""
+    if len(entry.shape) == 3:
+        return _FUSED.fullmatch(key) is not None
     module, _, leaf = key.rpartition(".")
     is_linear = leaf == "weight" and len(entry.shape) == 2 and (".layers." in key or ".h." in key)
     return is_linear and not _UNQUANTISED.intersection(module.split("."))
 
 
-def _bytes_at_load(shape: tuple[int, ...], quantization: str) -> int:
+def _matrix_of(config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) of a linear, or of all experts in one tensor; gpt-oss' experts are transposed."""
+    if len(shape) == 2:
+        return shape[0], shape[1]
+    experts, rows, columns = shape if config.get("model_type") != "gpt_oss" else (shape[0], shape[2], shape[1])
+    return experts * rows, columns
+
+
+def _bytes_at_load(shape: tuple[int, int], quantization: str) -> int:
     """As kernels/layers/round_to_nearest.py stores them."""
     rows, columns = shape
     if quantization == "int4":

@@ -72,19 +72,14 @@ def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | No
         ) from error
 
 
-def check_quantization(name: str, quantization: str, scheme: QuantisationScheme | None, device: str) -> None:
-    """Raise InvalidConfig if the setting `quantization` cannot be kept. `device`: cpu, cuda or auto."""
+def check_quantization(name: str, quantization: str, scheme: QuantisationScheme | None) -> None:
+    """Raise InvalidConfig if the checkpoint is quantised already and `quantization` is not auto."""
     if quantization == "auto":
         return
     if scheme is not None:
         raise InvalidConfig(
             f"quantization: {name} is quantised with {scheme.method.value} already; leave --quantization out, or serve "
             "the unquantised checkpoint"
-        )
-    if device == "cuda":
-        raise InvalidConfig(
-            f"quantization: {quantization} at load is for CPUs; on GPUs serve a quantised checkpoint, or leave "
-            "--quantization out"
         )
 
 

@@ -257,7 +257,8 @@ def _find_mxfp4(layout: _Layout) -> Iterator[Found]:
         experts, rows, blocks, _ = entry.shape
         layout.entry(f"{name}_scales", ("U8",))
         layout.check_shape(f"{name}_scales", (experts, rows, blocks))
-        parts = {"codes": StoredPart(key), "scales": StoredPart(f"{name}_scales")}
+        axes = (Axis(1), Axis(2, 32), Axis(0))
+        parts = {"codes": StoredPart(key, *axes), "scales": StoredPart(f"{name}_scales", *axes)}
         yield name, StoredWeight((experts, blocks * 32, rows), Encoding.MXFP4, parts, 4)
 
 

@@ -1,8 +1,8 @@
 """StoredWeight: one quantised weight of a checkpoint: the tensors that it is stored in, and how they are laid out.
 
 A weight [rows, columns] is stored as codes, scales and, depending on the method, zero points or an order of groups. A
-part has an axis for the rows and one for the columns, unless it is the same for all of them. This module imports no
-torch.
+part has an axis for the rows and one for the columns, unless it is the same for all of them. Experts in one tensor are
+a weight [experts, columns, rows]. This module imports no torch.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """The stored tensor `key`. `rows`, `columns`: None if the tensor does not depend on them."""
+    """The stored tensor `key`. `rows`, `columns`, `experts`: None if the tensor does not depend on them."""
 
     key: str
     rows: Axis | None = None
     columns: Axis | None = None
+    experts: Axis | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,16 @@ class StoredWeight:
         """The slices of the stored tensors, by role, from which `part` of the weight can be decoded alone; a role with
         None is needed whole. Returns None if the part's edges cut a packed element or a block, or if the encoding is
         only decoded whole."""
-        codes = self.parts["codes"]
-        if (codes.rows if part.dim == 0 else codes.columns) is None:
+        if self._axis(self.parts["codes"], part.dim) is None:
             return None
         edges = [edge for bounds in part.ranges for edge in bounds]
         size = self.shape[part.dim]
-        block = self.block[part.dim]
+        block = self.block[part.dim] if len(self.shape) == 2 else 1
         if any(edge % block for edge in edges if edge != size):
             return None
         slices: dict[str, TensorSlice | None] = {}
         for role, stored in self.parts.items():
-            axis = stored.rows if part.dim == 0 else stored.columns
+            axis = self._axis(stored, part.dim)
             if axis is None:
                 slices[role] = None
             elif any(edge % axis.step for edge in edges if edge != size):
@@ -80,3 +80,9 @@ class StoredWeight:
                 ranges = tuple((first // axis.step, -(-last // axis.step)) for first, last in part.ranges)
                 slices[role] = TensorSlice(axis.dim, ranges)
         return slices
+
+    def _axis(self, part: StoredPart, dim: int) -> Axis | None:
+        """The axis of `part` for dimension `dim` of the weight."""
+        if len(self.shape) == 2:
+            return (part.rows, part.columns)[dim]
+        return (part.experts, part.columns, part.rows)[dim]

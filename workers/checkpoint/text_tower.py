@@ -54,7 +54,7 @@ _SHARED: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype",
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a config.json, as an object, is that of a multimodal checkpoint."""
-    return config.get("text_config") is not None or config.get("model_type") in _TOWERS
+    return config.get("text_config") is not None or str(config.get("model_type")) in _TOWERS
 
 
 def text_model_type(config: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,8 @@ Checkpoint tensors become parameters through transformers' own conversion mappin
 by one and held as one tensor. As far as possible a rank reads only its slices from the files.
 
 A linear that packed_linears.py replaces gets a QuantisedWeight as its `weight`, if the checkpoint has one and
-PackedLinear holds it. Other quantised weights are decoded.
+PackedLinear holds it; a module of experts that sparse_mlp.py replaces gets QuantisedExperts, if the weights of all its
+experts are stored alike. Other quantised weights are decoded.
 """
 
 import logging
@@ -27,7 +28,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from coatcheck.kernels.layers.experts import stays_quantised
 from coatcheck.kernels.layers.linear import holds_quantised
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from coatcheck.kernels.layers.round_to_nearest import quantise
 from coatcheck.proto.errors import InvalidModel
@@ -35,6 +38,7 @@ from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 Progress = Callable[[int, int], None]
+Weight = Tensor | QuantisedWeight | QuantisedExperts
 
 _log = logging.getLogger(__name__)
 
@@ -72,12 +76,14 @@ def load_weights(
     device: torch.device,
     progress: Progress | None,
     unpackable: Collection[nn.Module] = (),
+    packable_experts: Collection[nn.Module] = (),
     quantise_to: CodeKind | None = None,
 ) -> LoadedWeights:
     """Load every parameter of `model` onto `device`, sliced as `slices` says.
 
-    `unpackable`: linears that keep a plain weight, as prepare_model found them. `quantise_to`: quantise the plain
-    weights of other linears, except the head and routers. `progress(done_bytes, total_bytes)` is called after each
+    `unpackable`: linears that keep a plain weight, as prepare_model found them. `packable_experts`: modules of experts
+    that PackedExperts replaces. `quantise_to`: quantise the plain weights of these experts and of other linears, except
+    the head and routers. `progress(done_bytes, total_bytes)` is called after each
     parameter. Raises InvalidModel if a tensor is missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
@@ -91,15 +97,20 @@ def load_weights(
         dtype, owner = parameters[target.name].dtype, _owner(model, target.name)
         is_weight = type(owner) is nn.Linear and target.name.endswith(".weight")
         is_packed = is_weight and owner not in unpackable and target.name not in tied.values()
-        keep_quantised = is_packed and device.type == "cpu"
-        kind = quantise_to if is_packed and _may_quantise(model, target.name) else None
-        for name, tensor in _read_and_convert(target, reads, checkpoint, model, dtype, keep_quantised):
+        has_experts = owner in packable_experts
+        kind = quantise_to if has_experts or (is_packed and _may_quantise(model, target.name)) else None
+        packed_on = device if is_packed or has_experts else None
+        for name, tensor in _read_and_convert(target, reads, checkpoint, model, dtype, packed_on):
             part = slices.get(name)
             if part is not None and slice_result and isinstance(tensor, Tensor):
                 before = (slice(None),) * part.dim
                 tensor = torch.cat([tensor[(*before, slice(a, b))] for a, b in part.ranges], dim=part.dim)
             if kind is not None and isinstance(tensor, Tensor):
-                tensor = quantise(tensor.to(dtype), kind)
+                tensor = (
+                    _quantise_experts(owner, tensor.to(dtype), kind)
+                    if has_experts
+                    else quantise(tensor.to(dtype), kind)
+                )
             held += _set_parameter(model, name, tensor, parameters[name], part, device)
             count += math.prod(tensor.shape)
             loaded.add(name)
@@ -194,15 +205,16 @@ def _read_and_convert(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     dtype: torch.dtype,
-    keep_quantised: bool,
-) -> Iterator[tuple[str, Tensor | QuantisedWeight]]:
-    """(parameter name, tensor) of everything that `target` is converted to. `dtype`: of the model."""
+    packed_on: torch.device | None,
+) -> Iterator[tuple[str, Weight]]:
+    """(parameter name, tensor) of everything that `target` is converted to. `dtype`: of the model. `packed_on`: where
+    PackedLinear or PackedExperts will hold it; None if neither will."""
+    if packed_on is not None:
+        quantised = _read_quantised(target, reads, checkpoint, dtype, packed_on)
+        if quantised is not None:
+            yield target.name, quantised
+            return
     if target.converter is None:
-        if keep_quantised:
-            quantised = checkpoint.read_quantised(reads[0].key, reads[0].part, dtype)
-            if quantised is not None and holds_quantised(quantised):
-                yield target.name, quantised
-                return
         yield target.name, checkpoint.read(reads[0].key, reads[0].part, dtype)
         return
     converter = deepcopy(target.converter)  # a converter accumulates the tensors it is given
@@ -213,25 +225,65 @@ def _read_and_convert(
         yield name, tensor[0] if isinstance(tensor, list) else tensor
 
 
+def _read_quantised(
+    target: _Target, reads: list[_Read], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> QuantisedWeight | QuantisedExperts | None:
+    """The weight as it is stored; None if it is plain, or if our kernels cannot hold it on `device`."""
+    if target.converter is None:
+        weight = checkpoint.read_quantised(reads[0].key, reads[0].part, dtype)
+        if isinstance(weight, QuantisedExperts):
+            return weight if stays_quantised(weight, device) else None
+        return weight if weight is not None and holds_quantised(weight, device) else None
+    if not _stacks_experts(target.converter):
+        return None
+    by_pattern: dict[str, list[QuantisedWeight]] = {pattern: [] for pattern in target.converter.source_patterns}
+    for read in reads:
+        weight = checkpoint.read_quantised(read.key, read.part, dtype)
+        if not isinstance(weight, QuantisedWeight):
+            return None
+        by_pattern[read.pattern].append(weight)
+    parts = [part for expert in zip(*by_pattern.values(), strict=True) for part in expert]  # gate and up of each expert
+    experts = QuantisedExperts.of(parts, len(parts) // len(by_pattern)) if parts else None
+    return experts if experts is not None and stays_quantised(experts, device) else None
+
+
+def _stacks_experts(converter: WeightConverter) -> bool:
+    """Whether the result holds the rows of all sources of an expert, for one expert after the other."""
+    dims = {type(operation): getattr(operation, "dim", None) for operation in converter.operations}
+    return dims in ({MergeModulelist: 0}, {MergeModulelist: 0, Concatenate: 1})
+
+
+def _quantise_experts(module: Any, weights: Tensor, kind: CodeKind) -> Weight:
+    """Plain weights of experts, or their biases, which stay plain."""
+    if weights.dim() != 3:
+        return weights
+    if getattr(module, "is_transposed", False):
+        weights = weights.transpose(1, 2)
+    return QuantisedExperts(weights.shape[0], quantise(weights.flatten(0, 1), kind))
+
+
 def _set_parameter(
     model: PreTrainedModel,
     name: str,
-    tensor: Tensor | QuantisedWeight,
+    tensor: Weight,
     empty: Tensor,
     part: TensorSlice | None,
     device: torch.device,
 ) -> int:
     """Replace the meta tensor `empty` by `tensor` on `device`. Returns its bytes."""
     expected = tuple(empty.shape) if part is None else part.sliced_shape(tuple(empty.shape))
-    if tuple(tensor.shape) != expected:
+    shape: tuple[int, ...] = tuple(tensor.shape)
+    if isinstance(tensor, QuantisedExperts) and getattr(_owner(model, name), "is_transposed", False):
+        shape = (shape[0], shape[2], shape[1])
+    if shape != expected:
         raise InvalidModel(
-            f"tensor {name} has shape {list(tensor.shape)}, but config.json implies {list(expected)}: "
+            f"tensor {name} has shape {list(shape)}, but config.json implies {list(expected)}: "
             "the checkpoint and its config.json do not belong together"
         )
     owner, leaf = _owner(model, name), name.rpartition(".")[2]
-    if isinstance(tensor, QuantisedWeight):
+    if not isinstance(tensor, Tensor):
         del owner._parameters[leaf]
-        setattr(owner, leaf, tensor)
+        setattr(owner, leaf, tensor.to(device))
     else:
         # Copied out of the mapped file: otherwise an eviction from the page cache would slow steps down.
         tensor = tensor.to(device=device, dtype=empty.dtype).clone(memory_format=torch.contiguous_format)
@@ -240,7 +292,7 @@ def _set_parameter(
         else:
             owner._buffers[leaf] = tensor
     if isinstance(owner, nn.Linear) and leaf == "weight":
-        owner.out_features, owner.in_features = tensor.shape
+        owner.out_features, owner.in_features = shape
     return tensor.nbytes
 
 

@@ -1,6 +1,7 @@
 """Communicator: the collectives between the ranks of one tensor-parallel group.
 
     tensors   torch.distributed: NCCL between GPUs, gloo between CPU processes
+              all-reduces between the GPUs of one host: memory that the ranks have mapped (symmetric_memory.py)
     ints      gloo, also beside NCCL, because the ranks read them on the host
 
 CPU ranks of one host replace gloo by shared memory (shm_collectives.py). A group of one rank never initialises
@@ -20,10 +21,17 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
+from coatcheck.kernels.peer_memory import PeerMemory
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.host_port import bare_host
 from coatcheck.workers.core.runner_protocol import PeerLost
 from coatcheck.workers.distributed.shm_collectives import ShmCollectives
+from coatcheck.workers.distributed.symmetric_memory import SymmetricMemory
 
+# torch 2.13 has renamed all_gather_into_tensor to all_gather_single.
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _JSON_BYTES = 512  # of one rank's value in `all_gather_json`
 # Ints of the first broadcast: the length, then the values. A step plan nearly always needs no second one.
 _HEAD_INTS = 2048
@@ -41,6 +49,7 @@ class Communicator:
         self.size = size
         self._gloo: dist.ProcessGroup | None = None
         self._shared: ShmCollectives | None = None
+        self._symmetric: SymmetricMemory | None = None
         self._sum_in_rank_order = False
         self._startup_timeout = timedelta()
 
@@ -49,23 +58,23 @@ class Communicator:
         cls,
         rank: int,
         size: int,
-        address: str,
+        rendezvous: str | Store,
         *,
         device: torch.device,
         timeout_seconds: float = 60.0,
         startup_timeout_seconds: float = 300.0,
-        listener: socket.socket | None = None,
         share_memory: bool = True,
         sum_in_rank_order: bool = False,
     ) -> Self:
-        """Connect to the other ranks at rank 0's `address` (host:port).
+        """Connect to the other ranks.
 
+        `rendezvous`: rank 0's address (host:port), or a store of `connect_store`.
         `timeout_seconds`: of a collective. Ranks compute the same layers, so they wait for each other only briefly.
         `startup_timeout_seconds`: of `join` and `barrier`.
-        `listener`: rank 0's socket, already bound to `address`, so that no other process can take the port.
         `share_memory`: false uses gloo even between CPU ranks of one host.
         `sum_in_rank_order`: `all_reduce` adds the ranks in order, for deterministic mode: NCCL and gloo choose an order
         by the tensor's size. Shared memory always adds in rank order.
+        Raises InvalidConfig if NCCL cannot start.
         """
         self = cls(rank, size)
         if size == 1:
@@ -74,26 +83,31 @@ class Communicator:
         self._startup_timeout = timedelta(seconds=startup_timeout_seconds)
         use_nccl = device.type == "cuda"
         timeout = timedelta(seconds=timeout_seconds)
-        host, _, port = address.rpartition(":")
-        dist.init_process_group(
-            "nccl" if use_nccl else "gloo",
-            store=dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing from the module's __all__
-                host,
-                int(port),
-                size,
-                is_master=rank == 0,
-                timeout=self._startup_timeout,
-                master_listen_fd=listener.detach() if listener else None,
-            ),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if use_nccl else None,
-        )
+        if isinstance(rendezvous, str):
+            rendezvous = connect_store(rank, size, rendezvous, timeout_seconds=startup_timeout_seconds)
+        try:
+            dist.init_process_group(
+                "nccl" if use_nccl else "gloo",
+                store=rendezvous,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if use_nccl else None,
+            )
+        except dist.DistBackendError as error:
+            raise InvalidConfig(describe_nccl_failure(error, device)) from error
         self._gloo = dist.new_group(backend="gloo", timeout=timeout) if use_nccl else dist.group.WORLD
         if share_memory:
             self._shared = ShmCollectives.connect(rank, size, self.all_gather_json, timeout_seconds=timeout_seconds)
+        if use_nccl:
+            self.map_peer_memory(device)
         return self
+
+    def map_peer_memory(self, device: torch.device) -> None:
+        """Use peer memory for all-reduces on `device` if all ranks can map it. Every rank calls this at once."""
+        self._symmetric = SymmetricMemory.connect(
+            self.rank, self.size, device, self.all_gather_json, self.barrier, in_rank_order=self._sum_in_rank_order
+        )
 
     @property
     def uses_shared_memory(self) -> bool:
@@ -110,10 +124,16 @@ class Communicator:
         if self._gloo is not None:
             dist.monitored_barrier(self._gloo, timeout=self._startup_timeout)
 
+    def peer_memory_for(self, x: Tensor) -> PeerMemory | None:
+        """The memory with which all_reduce_add_norm adds `x` better than `all_reduce` and a norm; None otherwise."""
+        return self._symmetric.peers if self._symmetric is not None and self._symmetric.fuses_norm(x) else None
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Write the sum over ranks into `x`, and return it."""
         if self._shared is not None and self._shared.can_reduce(x):
             self._shared.all_reduce(x)
+        elif self._symmetric is not None and self._symmetric.all_reduce(x):
+            pass
         elif self._sum_in_rank_order:
             parts = [torch.empty_like(x) for _ in range(self.size)]
             with _raise_peer_lost():
@@ -131,10 +151,10 @@ class Communicator:
         x = x.contiguous()
         if self._shared is not None and x.device.type == "cpu":
             return torch.cat(self._shared.all_gather(x).unbind(0), dim=dim)
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with _raise_peer_lost():
-            dist.all_gather(parts, x)
-        return torch.cat(parts, dim=dim)
+            _gather_into(parts, x)
+        return torch.cat(parts.chunk(self.size), dim=dim)
 
     def broadcast_ints(self, values: array[int] | None) -> array[int]:
         """Rank 0's int32 `values` on every rank. The other ranks pass None."""
@@ -196,10 +216,37 @@ class Communicator:
 
     def close(self) -> None:
         """Leave the group. No collective may follow."""
-        self._shared = None
+        self._shared = self._symmetric = None
         if self._gloo is not None:
             self._gloo = None
             dist.destroy_process_group()
+
+
+def connect_store(
+    rank: int, size: int, address: str, *, timeout_seconds: float, listener: socket.socket | None = None
+) -> Store:
+    """A store that all ranks share, at rank 0's `address` (host:port).
+
+    `listener`: rank 0's socket, already bound to `address`, so that no other process can take the port.
+    """
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing from the module's __all__
+        bare_host(host),
+        int(port),
+        size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener.detach() if listener else None,
+    )
+
+
+def describe_nccl_failure(error: Exception, device: torch.device) -> str:
+    """One line on why NCCL did not start, and what to change. NCCL's reason is the last line of its error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return (
+        f"NCCL could not start on {device}: {lines[-1]}; give every rank a GPU of its own, check that the ranks reach "
+        "each other on NCCL_SOCKET_IFNAME, and set NCCL_DEBUG=INFO for details"
+    )
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class ShmCollectives:
         memory = None
         path = _create_file(size) if rank == 0 and native.library() is not None and size <= _MAX_RANKS else ""
         try:
-            peers = all_gather({"host": _host_id(), "pid": os.getpid(), "namespace": _pid_namespace(), "path": path})
+            peers = all_gather({"host": host_id(), "pid": os.getpid(), "namespace": _pid_namespace(), "path": path})
             path = peers[0]["path"]
             if path and native.library() is not None and all(peer["host"] == peers[0]["host"] for peer in peers):
                 memory = _map_file(path, size)
@@ -141,7 +141,7 @@ def _map_file(path: str, size: int) -> mmap.mmap | None:
         os.close(file)
 
 
-def _host_id() -> str:
+def host_id() -> str:
     """Equal for two processes if they share a /dev/shm; containers of one host have their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.host.cgroup_limits import cpu_quota
 
 _NODES: Final = Path("/sys/devices/system/node")
 
@@ -53,8 +54,10 @@ def bind_rank(config: GroupConfig, rank_on_host: int, ranks_on_host: int) -> tup
     for thread in _threads():
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(thread, binding.node.cores)
-    threads = config.threads or max(1, len(binding.node.cores) // binding.sharing_ranks)
-    return replace(config, threads=threads), binding
+    threads = len(binding.node.cores) // binding.sharing_ranks
+    if (quota := cpu_quota()) is not None:
+        threads = min(threads, int(quota / ranks_on_host))
+    return replace(config, threads=config.threads or max(1, threads)), binding
 
 
 def _threads() -> list[int]:

@@ -8,6 +8,8 @@ import os
 from collections.abc import MutableMapping, Sequence
 from typing import NoReturn
 
+from coatcheck.workers.host.cgroup_limits import cpu_quota
+
 _log = logging.getLogger(__name__)
 
 
@@ -27,8 +29,14 @@ def set_thread_environment(*, threads: int, host: str) -> None:
 
 
 def divide_cores(threads: int, ranks_on_host: int) -> int:
-    """Intra-op threads of one rank: `threads` if set, else an equal share of this process's cores."""
-    return threads or max(1, len(os.sched_getaffinity(0)) // max(1, ranks_on_host))
+    """Intra-op threads of one rank: `threads` if set, else an equal share of this process's cores.
+
+    A container's quota is rounded down: the kernel stops threads that exceed it for the rest of each 0.1 s.
+    """
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    if quota is not None:
+        cores = min(cores, int(quota))
+    return threads or max(1, cores // max(1, ranks_on_host))
 
 
 def exit_process(name: str, error: BaseException) -> NoReturn:

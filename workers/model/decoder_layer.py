@@ -20,6 +20,7 @@ from coatcheck.kernels.layers.decoder_layers import (
     MlpSublayer,
     is_native,
 )
+from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionLayer
@@ -27,6 +28,7 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
+from coatcheck.workers.model.parallel_layers import RankSum, add_and_norm
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
 
 
@@ -56,12 +58,18 @@ class DecoderLayer:
         self.attention_sublayer: AttentionSublayer | None = None
         if spec.is_latent:
             is_interleaved = getattr(attention.config, "rope_interleave", True)  # deepseek_v2 has no such setting
-            self.attend = LatentAttention(
+            self.attend = latent = LatentAttention(
                 attention, spec, is_interleaved=is_interleaved, batch_invariant=batch_invariant
             )
+            self._attention_linears = latent.linears()
         else:
             self.attend = heads = MultiHeadAttention(attention, spec, family, batch_invariant=batch_invariant)
             self.attention_sublayer = heads.native_sublayer(self.first_norm, self.output)
+            self._attention_linears = heads.linears()
+
+    def linears(self) -> list[PackedLinear]:
+        """Every linear of the layer, in the order of their use."""
+        return [*self._attention_linears, self.output, *self.mlp.linears()]
 
     def __call__(
         self,
@@ -71,25 +79,38 @@ class DecoderLayer:
         metadata: AttentionMetadata,
         cache: KVCache | LatentCache,
         logits_indices: LogitsIndices | None,
+        owed: RankSum | None,
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden] -> the same, or [R, hidden] for the tokens of `logits_indices`.
 
-        `residual` is None in the first layer.
+        `residual` is None in the first layer. `owed`: the sum over ranks that `x` still lacks; see `owe_sum`.
         """
         if self.attention_sublayer is not None and rotary.native is not None and logits_indices is None:
             assert isinstance(cache, KVCache), "latent attention has no such sublayer"
+            x = x if owed is None else owed(x)
             x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:
-            x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.add_and_norm(x, residual)
+            x, residual = (
+                (self.first_norm(x), x) if residual is None else add_and_norm(self.first_norm, x, residual, owed)
+            )
             x = self.output(self.attend(x, rotary, metadata, cache, logits_indices))
-        if self.reduce is not None:
-            x = self.reduce(x)
+        owed = self.reduce
         if logits_indices is not None:
             residual = residual[logits_indices.tokens]
         if self.attention_norm is not None:
-            x = self.attention_norm(x)
-        x, residual = self.mlp(x, residual)
+            x, owed = self.attention_norm(x if owed is None else owed(x)), None
+        x, residual = self.mlp(x, residual, owed)
         return (x if self.mlp_norm is None else self.mlp_norm(x)), residual
+
+    def owe_sum(self) -> RankSum | None:
+        """Leave the sum over ranks behind the MLP to the next norm, which may be one kernel with it.
+
+        Returns that sum, or None if there is none or the layer still computes it: a norm of its own, or C, follows.
+        """
+        if self.mlp_norm is not None or self.mlp.native_sublayer is not None:
+            return None
+        owed, self.mlp.reduce = self.mlp.reduce, None
+        return owed
 
 
 class DenseMlp:
@@ -103,11 +124,15 @@ class DenseMlp:
         can_run_native = is_native(self.gate_up, self.down)
         self.native_sublayer = MlpSublayer(norm, self.gate_up, self.down, self.activation) if can_run_native else None
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def linears(self) -> list[PackedLinear]:
+        return [self.gate_up, self.down]
+
+    def __call__(self, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
+        """`owed`: the sum over ranks that `x` still lacks."""
         if self.native_sublayer is not None:
-            x, residual = self.native_sublayer(x, residual)
+            x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
-            x, residual = self.norm.add_and_norm(x, residual)
+            x, residual = add_and_norm(self.norm, x, residual, owed)
             x = self.down(silu_mul(self.gate_up(x), self.activation))
         return (x if self.reduce is None else self.reduce(x)), residual
 

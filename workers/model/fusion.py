@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.experts import PackedExperts
+from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
@@ -23,6 +24,7 @@ from coatcheck.workers.model.decoder_layer import (
     pack_fused_layers,
 )
 from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, read_norm
+from coatcheck.workers.model.parallel_layers import add_and_norm
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp, is_known_block
 
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
@@ -54,6 +56,8 @@ class FusedBody:
         self._has_half_tables = has_half_tables
         self._rope_types = tuple(dict.fromkeys(rope_types))
         self._layers = list(zip(layers, rope_types, strict=True))
+        # Element i: the sum over ranks that the input of layer i still lacks. Last: that of the final norm's input.
+        self._owed = [None, *(layer.owe_sum() for layer in layers)]
         self._is_native = any(layer.attention_sublayer is not None for layer in layers)
         self._fused_layers = pack_fused_layers(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
 
@@ -81,13 +85,19 @@ class FusedBody:
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
             rows = logits_indices if index == last else None
-            hidden, residual = layer(hidden, residual, rotary[rope_type], metadata, layer_caches[index], rows)
+            hidden, residual = layer(
+                hidden, residual, rotary[rope_type], metadata, layer_caches[index], rows, self._owed[index]
+            )
         assert residual is not None
-        return self.norm.add_and_norm(hidden, residual)[0]
+        return add_and_norm(self.norm, hidden, residual, self._owed[-1])[0]
 
     def experts(self) -> list[PackedExperts]:
         """The experts of each layer that has some."""
         return [layer.mlp.moe.experts for layer, _ in self._layers if isinstance(layer.mlp, SparseMlp)]
+
+    def linears(self) -> list[PackedLinear]:
+        """Every linear of the layers."""
+        return [linear for layer, _ in self._layers for linear in layer.linears()]
 
     def _rotary_tables(
         self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata

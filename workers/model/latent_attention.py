@@ -8,8 +8,9 @@ The pool stores norm(c) and the rotated k_rope: kv_lora_rank + qk_rope_head_dim 
 
 Absorbed form: W_UK is multiplied into the query and W_UV into the output, so all heads attend to the latents
 themselves. Expanded form: keys and values of a sequence's context are computed from its latents, some heads at a time.
-Decodes take the absorbed form. A prefill takes whichever needs fewer operations (`prefers_expanded`), except with
-`batch_invariant`, where a token's bits must not depend on the length of its chunk.
+Decodes take the absorbed form. On CPUs a prefill takes whichever needs fewer operations (`prefers_expanded`), except
+with `batch_invariant`, where a token's bits must not depend on the length of its chunk. On GPUs every token takes the
+absorbed form, because the host would have to wait for the lengths.
 """
 
 from itertools import pairwise
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.latent_attention import expanded_attention, latent_attention
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.layers.heads_linear import HeadsLinear
 from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.attention.attention import AttentionLayer, kind_of
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.model.multi_head_attention import RotaryTables
 
@@ -90,8 +92,12 @@ class LatentAttention:
         self.q_up = PackedLinear(q_weight, batch_invariant=batch_invariant) if has_q_a else None
         self.kv_norm = _norm(attention.kv_a_layernorm)
         self.k_up_absorbed = HeadsLinear(up[:, :nope].transpose(1, 2), batch_invariant=batch_invariant)
-        self.k_up = None if batch_invariant else HeadsLinear(up[:, :nope])
+        # On a GPU the lengths that decide about the form are not on the host.
+        self.k_up = None if batch_invariant or uses_triton(up) else HeadsLinear(up[:, :nope])
         self.v_up = HeadsLinear(up[:, nope:], batch_invariant=batch_invariant)
+
+    def linears(self) -> list[PackedLinear]:
+        return [self.input] if self.q_up is None else [self.input, self.q_up]
 
     def __call__(
         self,
@@ -148,6 +154,8 @@ class LatentAttention:
             seq_lens=metadata.seq_lens,
             cu_seqlens_q=cu_seqlens_q,
             scale=self.spec.scale,
+            batch_invariant=metadata.batch_invariant,
+            plan=metadata.plans.get(kind_of(self.spec)) if metadata.plans else None,
         )
         return self.v_up(latents)
 

@@ -5,6 +5,7 @@ whether an untested architecture can be served: build the modules from config.js
 (attention_probe.py), plan the shards. It takes seconds for any model size.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from coatcheck.kernels import native
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
+from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.attention import attention
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.model_alias import is_alias, resolve_alias
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
 from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -28,7 +31,6 @@ from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
     check_latent_attention,
-    check_latent_device,
     check_model_kind,
     deterministic_experts_error,
 )
@@ -80,8 +82,6 @@ def prepare_model(
     with record_weight_reads(causal) as unpackable_linears:
         layers = probe_attention(causal, length)
         probe_head(causal)
-    if any(layer.is_latent for layer in layers):
-        check_latent_device(config.model_type, device.type)
     if any(layer.is_latent for layer in layers) and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
@@ -131,8 +131,13 @@ def read_config(directory: Path) -> Any:
     Raises InvalidModel for a model type that transformers or Coatcheck lacks.
     """
     try:
-        # Code in the checkpoint never runs. By default transformers asks at the terminal.
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        values = read_json_object(directory / "config.json") or {}
+        if is_alias(values):
+            fields = resolve_alias(values)
+            config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+        else:
+            # Code in the checkpoint never runs. By default transformers asks at the terminal.
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if text_model_type(config.to_dict()) is not None:
             fields = text_fields(config.to_dict(), config.get_text_config(decoder=True).to_dict())
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
@@ -181,6 +186,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
             model = build(config, dtype=dtype, attn_implementation=attention.NAME)
         assert isinstance(model, PreTrainedModel)
         nn.Module.train(model, False)
+        _keep_in_float32(model)
         if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
             model.base_model_prefix = "model"
         uninitialised = _compute_buffers(model, model, device)
@@ -195,6 +201,20 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
             f"{config.model_type} cannot be served: transformers does not initialise {', '.join(uninitialised)}"
         )
     return model
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Give the parameters and buffers that transformers never rounds to 16 bits their dtype. One is the bias by which
+    DeepSeek-V3 and its kin choose experts: its differences are smaller than bfloat16's steps."""
+    patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in model._keep_in_fp32_modules_strict or ()]
+    for name in list(model.state_dict()):
+        owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if isinstance(owner, nn.Linear) or not any(pattern.search(name) for pattern in patterns):
+            continue
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = owner._buffers[leaf].float()
+        else:
+            owner._parameters[leaf] = nn.Parameter(owner._parameters[leaf].float(), requires_grad=False)
 
 
 def _explain_build_error(error: Exception) -> str:

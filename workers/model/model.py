@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coatcheck.kernels import native
 from coatcheck.kernels.layers.experts import PackedExperts
-from coatcheck.kernels.layers.linear import holds_quantised
+from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.round_to_nearest import quantise
 from coatcheck.proto.errors import InvalidConfig
@@ -33,7 +33,7 @@ from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import check_complete, prepare_model
 from coatcheck.workers.model.packed_linears import pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
-from coatcheck.workers.model.sparse_mlp import replace_experts
+from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
 
 
 class Body(Protocol):
@@ -51,6 +51,9 @@ class Body(Protocol):
 
     def experts(self) -> Sequence[PackedExperts]:
         """The experts of each layer that has some."""
+
+    def linears(self) -> Sequence[PackedLinear]:
+        """Every linear of the layers."""
 
 
 class Model:
@@ -93,11 +96,21 @@ class Model:
         return self._body(input_ids, positions, metadata, layer_caches, logits_indices)
 
     @torch.inference_mode()
-    def compile_experts(self) -> None:
-        """Launch every kernel variant of the experts once. Layers with experts of one shape share their kernels."""
-        by_shape = {(experts.count, experts.hidden, experts.inner): experts for experts in self._body.experts()}
-        for experts in by_shape.values():
-            experts.compile_kernels()
+    def compile_products(self) -> None:
+        """Launch every kernel variant of experts and linears once. Modules of one variant share their kernels."""
+        heads = [module for module in self._head.model.modules() if isinstance(module, PackedLinear)]
+        linears = {linear.variant: linear for linear in (*self._body.linears(), *heads)}
+        experts = {layer.variant: layer for layer in self._body.experts()}
+        for linear in linears.values():
+            linear.compile_kernels()
+        for layer in experts.values():
+            layer.compile_kernels()
+
+    def expert_tokens(self) -> list[int]:
+        """How many tokens chose each expert, over all layers; empty without experts, and where they are not counted."""
+        counts = [experts.chosen for experts in self._body.experts() if experts.chosen is not None]
+        total: list[int] = torch.stack(counts).sum(0).tolist() if counts else []
+        return total
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -120,7 +133,7 @@ def load_model(
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
 
-    `quantization`: int8, int4 or fp8 quantises the linears of an unquantised checkpoint, except the head and routers.
+    `quantization`: int8, int4 or fp8 quantises linears and experts of an unquantised checkpoint, not head and routers.
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `progress(done_bytes, total_bytes)` is called while weights are read.
@@ -146,6 +159,7 @@ def load_model(
             device,
             progress,
             prepared.unpackable_linears,
+            packable_experts(causal),
             quantise_to=_code_kind(quantization, checkpoint, device, prepared.dtype),
         )
         fingerprint = checkpoint.fingerprint() + ("" if quantization == "auto" else f"-{quantization}")
@@ -180,11 +194,11 @@ def load_model(
 def _code_kind(quantization: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> CodeKind | None:
     """What linears are quantised to at load. Raises InvalidConfig if that is not possible."""
     scheme = read_scheme(checkpoint.name, checkpoint.config)
-    check_quantization(checkpoint.name, quantization, scheme, device.type)
+    check_quantization(checkpoint.name, quantization, scheme)
     if quantization == "auto":
         return None
     kind = CodeKind[quantization.upper()]
-    if not holds_quantised(quantise(torch.zeros(8, 8, dtype=dtype, device=device), kind)):
+    if not holds_quantised(quantise(torch.zeros(8, 8, dtype=dtype), kind), device):
         raise InvalidConfig(
             f"quantization on CPU needs bfloat16 or float32 and the native kernels (here: {dtype}, "
             f"{native.native_status()}); set --dtype, install with a C compiler, or leave --quantization out"
@@ -241,3 +255,7 @@ class TransformersBody:
     def experts(self) -> list[PackedExperts]:
         """The experts of each layer that has some."""
         return [module for module in self.base.modules() if isinstance(module, PackedExperts)]
+
+    def linears(self) -> list[PackedLinear]:
+        """Every linear of the layers."""
+        return [module for module in self.base.modules() if isinstance(module, PackedLinear)]

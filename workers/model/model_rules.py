@@ -69,12 +69,6 @@ def check_latent_attention(name: str, model_type: str, values: Mapping[str, Any]
         )
 
 
-def check_latent_device(name: str, device_type: str) -> None:
-    """Raise InvalidModel for latent attention on a GPU, for which there are no kernels. `name`: of the model."""
-    if device_type not in ("cpu", "meta"):
-        raise InvalidModel(f"{name} has latent attention (MLA), which is served on CPUs only: set --device cpu")
-
-
 def resolve_max_model_len(requested: int | None, model_len: int, rope_parameters: Mapping[str, Any]) -> int:
     """The max_model_len to serve: `requested`, else the model's own length.
 

@@ -67,6 +67,9 @@ class MultiHeadAttention:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
         return attend_cache(q, cache, spec, metadata, self.sinks).flatten(1)
 
+    def linears(self) -> list[PackedLinear]:
+        return [self.qkv]
+
     def native_sublayer(self, norm: RmsNorm, output: PackedLinear) -> AttentionSublayer | None:
         """Norm, attention and output projection in one call into C; None if linears, head size or sinks forbid it."""
         spec = self.spec

@@ -6,7 +6,7 @@ model's own code reads cannot be replaced; `record_weight_reads` finds such line
 `batch_invariant`: a row's result does not depend on the other rows (see kernels/layers/linear.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
+from coatcheck.workers.model.parallel_layers import RankSum
 
 
 def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collection[nn.Module] = ()) -> None:
@@ -48,8 +49,8 @@ def _merge(weights: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWei
     return torch.cat([weight if isinstance(weight, Tensor) else weight.dequantise() for weight in weights])
 
 
-def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLinear, Callable[[Tensor], Tensor] | None]:
-    """(the linear, its all-reduce). The all-reduce is None in a group of one rank."""
+def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLinear, RankSum | None]:
+    """(the linear, the sum over ranks). The sum is None in a group of one rank."""
     if isinstance(linear, nn.Linear):
         return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant), None
     packed = PackedLinear(linear.linear.weight, linear.linear.bias, batch_invariant=batch_invariant)

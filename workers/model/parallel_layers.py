@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coatcheck.kernels.layers.all_reduce_norm import all_reduce_add_norm
+from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.checkpoint.sharding_plan import ParallelRole, ShardingPlan
 from coatcheck.workers.distributed.communicator import Communicator
@@ -63,22 +65,41 @@ def _set_local_heads(attention: nn.Module, layer: AttentionLayer) -> None:
                 setattr(owner, name, count)
 
 
+class RankSum:
+    """Adds the ranks' partial results, [T, hidden] each, and a bias."""
+
+    def __init__(self, communicator: Communicator, bias: Tensor | None = None) -> None:
+        self.bias = bias
+        self._communicator = communicator
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        """The sum. May be written into `partial`."""
+        y = self._communicator.all_reduce(partial)
+        return y if self.bias is None else y + self.bias
+
+    def add_and_norm(self, partial: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        """(norm(sum + residual), sum + residual): on GPUs with peer memory one kernel for few tokens."""
+        peers = self._communicator.peer_memory_for(partial) if self.bias is None else None
+        if peers is None:
+            return norm.add_and_norm(self(partial), residual)
+        return all_reduce_add_norm(partial, residual, norm, peers)
+
+
+def add_and_norm(norm: RmsNorm, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual). `owed`: the sum over ranks that `x` still lacks."""
+    return norm.add_and_norm(x, residual) if owed is None else owed.add_and_norm(x, residual, norm)
+
+
 class RowParallelLinear(nn.Module):
     """y = all_reduce(x_rank @ W_rank^T) + bias."""
 
     def __init__(self, linear: nn.Module, bias: Tensor | None, communicator: Communicator) -> None:
         super().__init__()
         self.linear = linear
-        self.bias = bias
-        self._communicator = communicator
+        self.reduce = RankSum(communicator, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.linear(x))
-
-    def reduce(self, partial: Tensor) -> Tensor:
-        """All-reduce this rank's partial sum, and add the bias."""
-        y = self._communicator.all_reduce(partial)
-        return y if self.bias is None else y + self.bias
 
 
 class TensorParallelExperts(nn.Module):
@@ -89,14 +110,10 @@ class TensorParallelExperts(nn.Module):
         super().__init__()
         self.experts = experts
         self.first = first
-        self._communicator = communicator
+        self.reduce = RankSum(communicator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.reduce(self.experts(*args, **kwargs))
-
-    def reduce(self, partial: Tensor) -> Tensor:
-        """All-reduce this rank's partial sum."""
-        return self._communicator.all_reduce(partial)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -18,12 +18,13 @@ from transformers.integrations.moe import _default_apply_gate
 from coatcheck.kernels.layers.decoder_layers import ExpertsSublayer, is_native
 from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing, route
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
-from coatcheck.workers.model.parallel_layers import TensorParallelExperts
+from coatcheck.workers.model.parallel_layers import RankSum, TensorParallelExperts, add_and_norm
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
 
@@ -38,11 +39,16 @@ class SparseMlp:
         self.reduce = self.moe.reduce
         self.native_sublayer = self.moe.native_sublayer(norm)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def linears(self) -> list[PackedLinear]:
+        gate = () if self.moe.shared_gate is None else (self.moe.shared_gate,)
+        return [self.moe.router, *(self.moe.shared or ()), *gate]
+
+    def __call__(self, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
+        """`owed`: see DenseMlp."""
         if self.native_sublayer is not None:
-            x, residual = self.native_sublayer(x, residual)
+            x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
-            x, residual = self.norm.add_and_norm(x, residual)
+            x, residual = add_and_norm(self.norm, x, residual, owed)
             x = self.moe(x)
         return (x if self.reduce is None else self.reduce(x)), residual
 
@@ -110,7 +116,7 @@ class PackedBlock(nn.Module):
 class ExpertsAdapter(nn.Module):
     """PackedExperts behind the signature of transformers' experts, for blocks whose router is not known."""
 
-    def __init__(self, experts: PackedExperts, reduce: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, experts: PackedExperts, reduce: RankSum | None) -> None:
         super().__init__()
         self.experts = experts
         self._reduce = reduce
@@ -166,36 +172,52 @@ def is_experts(module: Any) -> bool:
 
 def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) -> PackedExperts:
     """Our form of transformers' module of experts, whose first has the id `first`. `module` passes `is_experts`."""
-    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    gate_up, down = (
+        weight if isinstance(weight, QuantisedExperts) else weight.detach()
+        for weight in (module.gate_up_proj, module.down_proj)
+    )
     if type(module).__name__ != "GptOssExperts":
         activation = _activation_of(module)
         assert activation is not None
         return PackedExperts(
-            gate_up, down, top_k=top_k, activation=activation, first=first, batch_invariant=batch_invariant
+            gate_up,
+            down,
+            top_k=top_k,
+            activation=activation,
+            first=first,
+            batch_invariant=batch_invariant,
+            num_experts=getattr(module, "num_experts", None),
         )
-    # gpt-oss stores [experts, in, out], with gates and ups in turn.
+    # gpt-oss has gates and ups in turn, and holds plain weights as [experts, in, out].
     bias = module.gate_up_proj_bias.detach()
+    order = torch.cat((torch.arange(0, bias.shape[1], 2), torch.arange(1, bias.shape[1], 2)))
     return PackedExperts(
-        torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], -1).transpose(1, 2),
-        down.transpose(1, 2),
+        gate_up.transpose(1, 2)[:, order] if isinstance(gate_up, Tensor) else gate_up.select_rows(order),
+        down.transpose(1, 2) if isinstance(down, Tensor) else down,
         top_k=top_k,
-        gate_up_bias=torch.cat([bias[:, ::2], bias[:, 1::2]], -1),
+        gate_up_bias=bias[:, order],
         down_bias=module.down_proj_bias.detach(),
         activation="clamped_swiglu",
         alpha=module.alpha,
         limit=module.limit,
         first=first,
         batch_invariant=batch_invariant,
+        num_experts=module.num_experts,
     )
 
 
-def _unwrap(experts: Any) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
+def _unwrap(experts: Any) -> tuple[Any, RankSum | None]:
     """transformers' experts, and the all-reduce of their outputs."""
     return (experts.experts, experts.reduce) if isinstance(experts, TensorParallelExperts) else (experts, None)
 
 
 def _first_expert(experts: Any) -> int:
     return experts.first if isinstance(experts, TensorParallelExperts) else 0
+
+
+def packable_experts(model: nn.Module) -> frozenset[nn.Module]:
+    """transformers' modules of experts that PackedExperts replaces."""
+    return frozenset(module for module in model.modules() if is_experts(module))
 
 
 def check_expert_parallel(model: PreTrainedModel) -> None:

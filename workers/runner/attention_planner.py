@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.attention_plan import PlanSpace, pack_plans
+from coatcheck.kernels.attention.latent_tiles import pick_latent_tiles
 from coatcheck.kernels.attention.paged_tiles import AttentionPlan, host_plan
 from coatcheck.kernels.attention.tile_launch import Tiles, pick_tiles
 from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.workers.attention.attention import LayerCaches, kind_of
 from coatcheck.workers.attention.attention_metadata import AttentionPlans, LayerKind
 from coatcheck.workers.core.model_spec import LayerSpec
@@ -28,11 +30,24 @@ class AttentionPlanner:
         self._device = caches[0].device
         self._kinds: dict[LayerKind, Tiles] = {}
         for layer, cache in zip(layers, caches, strict=True):
-            if isinstance(cache, KVCache) and uses_triton(cache.k) and (kind := kind_of(layer)) not in self._kinds:
+            kind = kind_of(layer)
+            if kind in self._kinds:
+                continue
+            gpu = gpu_properties(self._device)
+            if isinstance(cache, KVCache) and uses_triton(cache.k):
                 self._kinds[kind] = pick_tiles(
                     layer.num_heads, cache.kv_heads, cache.head_dim, element_size=element_size, pool_bits=cache.bits,
-                    gpu=gpu_properties(self._device), batch_invariant=batch_invariant,
+                    gpu=gpu, batch_invariant=batch_invariant,
                 )  # fmt: skip
+            elif isinstance(cache, LatentCache) and uses_triton(cache.latent):
+                self._kinds[kind] = pick_latent_tiles(
+                    layer.num_heads,
+                    cache.rank,
+                    element_size=element_size,
+                    pool_bits=cache.bits,
+                    gpu=gpu,
+                    batch_invariant=batch_invariant,
+                )
 
     @property
     def warm_up_lengths(self) -> list[int]:

@@ -3,11 +3,13 @@
     start_copies(plan)   ... the step is computed ...   report_copies() -> CopyReport
 
 Every demoted block gets a checksum, which is verified when the block is restored. On a CPU the copies run on the rank's
-threads, before the step: a CPU has no copy engine. On a GPU they run on a CUDA stream of their own, beside the steps:
+threads, before the step: a CPU has no copy engine. On a GPU they run on two CUDA streams beside the steps, one for each
+direction:
 
 - The copies wait for all steps launched before them, which write the demoted blocks, and may still read the blocks
   that a restore overwrites.
-- A step waits for the demotes of its plan, because it may overwrite the demoted blocks.
+- Demoted blocks are gathered into a staging buffer first, within the GPU's memory and before the plan's step, which may
+  overwrite them. Two buffers take turns, so a step waits for the bus only if both still hold blocks of earlier plans.
 - No step waits for restores: the scheduler uses a restored block only after all ranks have reported it.
 
 There a thread computes the checksums in host memory: after a demote, before a restore. An error on the bus between
@@ -29,7 +31,9 @@ from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks
 from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.runner.host_transfer import upload
 
+_STAGING_BYTES = 1 << 27  # of each of the two buffers
 _NUM_MEASURED = 5  # plans whose copy time counts
 _IDLE_WAIT_SECONDS = 0.001
 _NANO = 1e9
@@ -39,6 +43,11 @@ Pairs = Sequence[tuple[int, int]]
 def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> "BlockCopier":
     """The copier for the device of `pool`."""
     return (CudaBlockCopier if pool.device.type == "cuda" else CpuBlockCopier)(pool, host, communicator)
+
+
+def num_staging_blocks(num_blocks: int, bytes_per_block: int) -> int:
+    """Blocks in each of the two staging buffers of a GPU's pool of `num_blocks`."""
+    return min(num_blocks, max(1, _STAGING_BYTES // bytes_per_block))
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +130,10 @@ class CudaBlockCopier(BlockCopier):
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None) -> None:
         super().__init__(pool, host, communicator)
-        self._stream = torch.cuda.Stream(pool.device)
+        self._demotes, self._restores = (torch.cuda.Stream(pool.device) for _ in range(2))
+        num_staged = num_staging_blocks(len(pool), pool.shape[1])
+        self._staging = [torch.empty_like(pool[:num_staged]) for _ in range(2)]  # the next one to use comes first
+        self._staging_read: list[torch.cuda.Event | None] = [None, None]  # after the last copy from each of them
         self._thread = thread or ThreadPoolExecutor(1, "copier", initializer=lambda: torch.set_num_threads(1))
         self._tasks: deque[Future[None]] = deque()
         self._is_idle_step = False
@@ -131,15 +143,14 @@ class CudaBlockCopier(BlockCopier):
         self._is_idle_step = not plan.scheduled
         if not (plan.demotes or plan.restores):
             return
-        compute_stream = torch.cuda.current_stream(self._pool.device)
-        self._stream.wait_stream(compute_stream)
-        if plan.demotes:
-            pairs = [(self.host[host_block], self._pool[block]) for block, host_block in plan.demotes]
-            began, done = self._queue(pairs)
-            compute_stream.wait_event(done)
-            copies = self.add_copies(len(plan.demotes))
-            self._tasks.append(self._thread.submit(self._finish_demotes, plan.demotes, copies, began, done))
+        num_staged = len(self._staging[0])
+        for first in range(0, len(plan.demotes), num_staged):
+            pairs = plan.demotes[first : first + num_staged]
+            began, done = self._queue_demotes(pairs)
+            copies = self.add_copies(len(pairs))
+            self._tasks.append(self._thread.submit(self._finish_demotes, pairs, copies, began, done))
         if plan.restores:
+            self._restores.wait_stream(torch.cuda.current_stream(self._pool.device))
             copies = self.add_copies(len(plan.restores))
             self._tasks.append(self._thread.submit(self._restore, plan.restores, copies))
 
@@ -151,14 +162,22 @@ class CudaBlockCopier(BlockCopier):
             self._tasks.popleft().result()  # raises the task's exception
         return super().report_copies()
 
-    def _queue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Queue copies of (target, source). Returns events before the first and after the last."""
-        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._stream):
-            began.record(self._stream)
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            done.record(self._stream)
+    def _queue_demotes(self, pairs: Pairs) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Gather blocks into a staging buffer on the compute stream, and queue their copies to the host."""
+        compute_stream = torch.cuda.current_stream(self._pool.device)
+        staging, last_read = self._staging.pop(0), self._staging_read.pop(0)
+        if last_read is not None:
+            compute_stream.wait_event(last_read)
+        staged = staging[: len(pairs)]
+        blocks = upload([block for block, _ in pairs], torch.int64, self._pool.device)
+        # Eight bytes at a time: every BlockLayout allows it.
+        torch.index_select(self._pool.view(torch.int64), 0, blocks, out=staged.view(torch.int64))
+        self._demotes.wait_stream(compute_stream)
+        began, done = _queue(
+            self._demotes, [(self.host[host_block], staged[index]) for index, (_, host_block) in enumerate(pairs)]
+        )
+        self._staging.append(staging)
+        self._staging_read.append(done)
         return began, done
 
     def _finish_demotes(
@@ -176,9 +195,24 @@ class CudaBlockCopier(BlockCopier):
         is_intact = (sum_blocks(self.host, host_blocks) == self._checksums[host_blocks]).tolist()
         checksum_seconds = time.perf_counter() - started
         intact = [pair for pair, is_good in zip(pairs, is_intact, strict=True) if is_good]
-        began, done = self._queue([(self._pool[block], self.host[host_block]) for host_block, block in intact])
+        began, done = _queue(
+            self._restores, [(self._pool[block], self.host[host_block]) for host_block, block in intact]
+        )
         done.synchronize()
         self.record_restores(copies, is_intact, checksum_seconds + _seconds_between(began, done))
+
+
+def _queue(
+    stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Queue copies of (target, source). Returns events before the first and after the last."""
+    began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        began.record(stream)
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        done.record(stream)
+    return began, done
 
 
 def _split_pairs(pairs: Pairs) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,8 @@ class CudaGraphs:
             architecture, reason = self._model.spec.architecture, str(error).partition("\n")[0]
             _log.warning("no CUDA graphs, so each decode step launches every kernel: %s (%s)", architecture, reason)
             self.sizes, self._plans = (), {}
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # no step begins beside what the stream of the capture still runs
 
     def _capture_all(self) -> dict[int, Callable[[], object]]:
         """The largest comes first, so that the smaller graphs reuse its memory."""

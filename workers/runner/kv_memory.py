@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from coatcheck.kernels import huge_pages
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.proto.errors import InvalidConfig
@@ -24,7 +25,12 @@ _TORCH_DTYPES: Final = {
 
 
 def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """uint8 [num_blocks, bytes_per_block], zeroed, so that every page is allocated."""
+    """uint8 [num_blocks, bytes_per_block], zeroed, so that every page is allocated.
+
+    On CPU it lies on huge pages: a decode step reads blocks that lie anywhere.
+    """
+    if device.type == "cpu":
+        return huge_pages.empty((num_blocks, layout.bytes_per_block), torch.uint8).zero_()
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)
 
 

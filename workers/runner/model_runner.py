@@ -88,6 +88,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Compute a plan. On a GPU, return once the kernels are queued."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # Triton launches on the thread's GPU, which is 0 in a new thread
         self.steps += 1
         self._grammar_compiler.start_compiling(plan)
         if self._copier is not None:
@@ -255,7 +257,7 @@ class ModelRunner:
             block_size=size,
         ):
             self.launch(plan).wait()
-        self.model.compile_experts()
+        self.model.compile_products()
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
         self.graphs.capture()

@@ -35,7 +35,7 @@ class GroupReport:
     """What a group is, and its engine's counts as protobuf messages.
 
     `ranks`: their status after the warm-up. `count_late_compiles`: returns how many kernels were compiled since then.
-    `started_at`: of time.monotonic.
+    `expert_tokens`: returns how many tokens chose each expert. `started_at`: of time.monotonic.
     """
 
     registration: wire.Registration
@@ -43,6 +43,8 @@ class GroupReport:
     kernels: str = ""
     bytes_per_block: int = 0
     count_late_compiles: Callable[[], int] = int
+    replicates_latents: bool = False
+    expert_tokens: Callable[[], Sequence[int]] = tuple
     started_at: float = field(default_factory=time.monotonic)
 
     def build_status(self, stats: EngineStats, address: str) -> public.GroupStatus:
@@ -63,6 +65,8 @@ class GroupReport:
             restored_bytes=stats.restores * copied_bytes,
             bytes_per_block=self.bytes_per_block,
             late_compiles=self.count_late_compiles(),
+            replicates_latents=self.replicates_latents,
+            expert_tokens=self.expert_tokens(),
             uptime_seconds=time.monotonic() - self.started_at,
             demote_bytes_per_second=self.bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
             restore_bytes_per_second=self.bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,

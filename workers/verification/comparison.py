@@ -51,7 +51,7 @@ class Difference:
 def find_difference(
     checkpoint: Path, *, progress: Callable[[str], None] = lambda case: None, seed: int = 0
 ) -> Difference | None:
-    """The first difference in four cases, or None. `progress`: is told each case before it is computed.
+    """The first difference in four cases, or None. `progress`: called with the name of each case that begins.
 
     Raises InvalidModel for a checkpoint that is not served, NoReference if there is nothing to compare with.
     """

@@ -53,7 +53,9 @@ _FIRST_LAYERS: Final = ("max_window_layers", "first_k_dense_replace", "num_dense
 def shrink_config(config: Any) -> Any:
     """A config of the same class with a few layers. Raises InvalidModel if the class refuses the small values."""
     try:
-        return type(config).from_dict(_Shrinker(config).shrink())
+        values = _Shrinker(config).shrink()
+        values.pop("quantization_config", None)  # the copy's random weights are plain
+        return type(config).from_dict(values)
     except Exception as error:  # transformers' validators raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(f"{config.model_type}: no small copy of its config can be made ({reason[:300]})") from error

@@ -16,15 +16,19 @@ from typing import Any, Final
 
 # Fields of config.json that do not change what the model computes.
 _UNUSED_FIELDS: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config")
+# Below a file no folder can be made.
+_NO_FOLDER: Final = Path(os.devnull)
 
 
 def record_of(config: Mapping[str, Any]) -> Path:
-    """The file that exists if a model with this config.json was verified."""
+    """The file that exists if a model with this config.json was verified. A user without a home has no such files, and
+    verifies at each start."""
     used = {name: value for name, value in config.items() if name not in _UNUSED_FIELDS}
     versions = [metadata.version(package) for package in ("coatcheck", "torch", "transformers")]
     key = hashlib.blake2b(json.dumps([used, versions], sort_keys=True).encode(), digest_size=16).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return cache / "coatcheck" / "verified" / f"{key}.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache) if os.path.isabs(cache) else _NO_FOLDER
+    return folder / "coatcheck" / "verified" / f"{key}.json"
 
 
 def write_record(record: Path, about: Mapping[str, Any]) -> None:

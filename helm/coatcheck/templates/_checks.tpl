@@ -1,6 +1,7 @@
 {{- /* Checks values that depend on each other, which the schema cannot do. Each message says what to change. */ -}}
 {{- define "coatcheck.check" -}}
 {{- include "coatcheck.checkName" . }}
+{{- include "coatcheck.checkImage" . }}
 {{- include "coatcheck.checkGroups" . }}
 {{- include "coatcheck.checkScaling" . }}
 {{- include "coatcheck.checkModel" . }}
@@ -15,6 +16,16 @@
 {{- $name := include "coatcheck.name" . }}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
   {{- fail (printf "the release %s gives Services the name %s, which must begin with a letter and have no dot; set fullnameOverride" .Release.Name $name) }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.checkImage" -}}
+{{- $image := .Values.image }}
+{{- if not (regexMatch "^([a-zA-Z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*$" $image.repository) }}
+  {{- fail (printf "image.repository %s is no name of an image; give it without tag and digest, which are image.tag and image.digest" $image.repository) }}
+{{- end }}
+{{- if not (regexMatch "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$" $image.tag) }}
+  {{- fail (printf "image.tag %s is no tag; it may have letters, digits, _ . and -" $image.tag) }}
 {{- end }}
 {{- end }}
 
@@ -51,7 +62,8 @@
 
 {{- define "coatcheck.checkModel" -}}
 {{- $path := .Values.model.name }}{{ $mount := .Values.storage.mountPath -}}
-{{- range $taken := list "/tmp" "/cache" "/dev" "/etc" "/opt" "/usr" "/bin" "/lib" "/proc" "/sys" "/var/run" }}
+{{- if has $mount (list "/opt" "/var" "/home" "/root") }}{{ fail (printf "storage.mountPath %s would hide files of the image; choose another, such as /models" $mount) }}{{ end }}
+{{- range $taken := list "/tmp" "/cache" "/dev" "/etc" "/opt/coatcheck" "/usr" "/bin" "/sbin" "/lib" "/lib64" "/proc" "/sys" "/run" "/var/run" }}
   {{- if hasPrefix (printf "%s/" $taken) (printf "%s/" $mount) }}{{ fail (printf "storage.mountPath %s would hide files of the image or of the chart in %s; choose another, such as /models" $mount $taken) }}{{ end }}
 {{- end }}
 {{- if and .Values.model.inImage (not (hasPrefix "/" $path)) }}{{ fail (printf "model.inImage needs an absolute path in model.name, not %s" $path) }}{{ end }}
@@ -91,6 +103,9 @@
 {{- range $where, $resources := $all }}
   {{- $limits := default dict $resources.limits }}
   {{- range $name, $request := default dict $resources.requests }}
+    {{- if and (or (contains "/" $name) (hasPrefix "hugepages-" $name)) (ne (toString $request) (toString (get $limits $name))) }}
+      {{- fail (printf "%s requests %v %s, of which Kubernetes takes no request without the same limit; set it in limits alone" $where $request $name) }}
+    {{- end }}
     {{- if hasKey $limits $name }}
       {{- $limit := get $limits $name }}
       {{- if gt (include "coatcheck.amount" $request | float64) (include "coatcheck.amount" $limit | float64) }}
@@ -112,7 +127,45 @@
 {{- end }}
 {{- end }}
 
+{{- /* `.`: the rendered RayCluster. The operator makes its pods long after Helm has said that all is well. */ -}}
+{{- define "coatcheck.checkPods" -}}
+{{- $spec := get (fromYaml .) "spec" }}
+{{- include "coatcheck.checkPod" (dict "role" "head" "template" $spec.headGroupSpec.template) }}
+{{- range $spec.workerGroupSpecs }}
+  {{- include "coatcheck.checkPod" (dict "role" .groupName "template" .template) }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.checkPod" -}}
+{{- $role := .role }}{{ $spec := .template.spec }}{{ $volumes := list -}}
+{{- range $name, $_ := .template.metadata.labels }}
+  {{- if hasPrefix "ray.io/" $name }}{{ fail (printf "%s.podLabels has %s, which the KubeRay operator sets; remove it" $role $name) }}{{ end }}
+{{- end }}
+{{- range $spec.volumes }}
+  {{- if has .name $volumes }}{{ fail (printf "%s.volumes names %s, and the pod has a volume of that name already; rename it" $role .name) }}{{ end }}
+  {{- $volumes = append $volumes .name }}
+{{- end }}
+{{- /* The operator adds two containers. */}}
+{{- $containers := list "autoscaler" "wait-gcs-ready" }}
+{{- range concat (default list $spec.initContainers) $spec.containers }}
+  {{- $container := .name }}{{ $paths := list }}{{ $variables := list }}
+  {{- if has .name $containers }}{{ fail (printf "two containers of the %s's pod are named %s; rename that in %s.sidecars or %s.initContainers" $role .name $role $role) }}{{ end }}
+  {{- $containers = append $containers .name }}
+  {{- range .volumeMounts }}
+    {{- if not (has .name $volumes) }}{{ fail (printf "the container %s mounts the volume %s, which the pod does not have; add it to %s.volumes" $container .name $role) }}{{ end }}
+    {{- if has (trimSuffix "/" .mountPath) $paths }}{{ fail (printf "two volumes are mounted at %s in the container %s; choose another mountPath in %s.volumeMounts" .mountPath $container $role) }}{{ end }}
+    {{- $paths = append $paths (trimSuffix "/" .mountPath) }}
+  {{- end }}
+  {{- range .env }}
+    {{- if has .name $variables }}{{ fail (printf "the container %s of the %s's pod has the variable %s twice; remove one" $container $role .name) }}{{ end }}
+    {{- $variables = append $variables .name }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "coatcheck.checkAccess" -}}
+{{- if and .Values.serviceAccount.create (eq (include "coatcheck.serviceAccount" .) "default") }}{{ fail "serviceAccount.create cannot create the account `default`, which every namespace has; set serviceAccount.create to false, or give another name" }}{{ end }}
+{{- if and .Values.redis.password.name (not .Values.redis.address) }}{{ fail "redis.password needs redis.address" }}{{ end }}
 {{- if and .Values.tls.clientCaKey (not .Values.tls.secretName) }}{{ fail "tls.clientCaKey needs tls.secretName: it is an entry of that secret" }}{{ end }}
 {{- if and .Values.apiKeys.name (not .Values.adminKey.name) }}{{ fail "apiKeys needs adminKey, a key with the role admin: the chart drains the router with it" }}{{ end }}
 {{- if and .Values.apiKeys.name .Values.serviceMonitor.enabled (not .Values.monitorKey.name) }}

@@ -1,8 +1,11 @@
+{{- /* KubeRay makes names and labels from the RayCluster's name, so it has at most 40 characters. A longer one is cut, and
+ends in a hash: two long release names may differ in their last characters alone. */ -}}
 {{- define "coatcheck.name" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
 {{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
-{{- else if contains $name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
-{{- else }}{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}{{ end -}}
+{{- else if gt (len $full) 40 }}{{ printf "%s-%s" ($full | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) }}
+{{- else }}{{ $full }}{{ end -}}
 {{- end }}
 
 {{- /* A version may have a "+", which no label may. */ -}}
@@ -14,6 +17,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" | quote }}
 {{- end }}
 
+{{- /* The chart's labels with those of `more`, which replace the chart's of the same name. */ -}}
+{{- define "coatcheck.labelsWith" -}}
+{{- mergeOverwrite (include "coatcheck.labels" .root | fromYaml) (deepCopy (default dict .more)) | toYaml }}
+{{- end }}
+
 {{- /* The labels that the KubeRay operator puts on the pods of a worker group. */ -}}
 {{- define "coatcheck.pods" -}}
 ray.io/cluster: {{ include "coatcheck.name" .root }}
@@ -21,7 +29,8 @@ ray.io/group: {{ .group }}
 {{- end }}
 
 {{- define "coatcheck.image" -}}
-{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}
+{{- else }}:{{ default (.Chart.AppVersion | replace "+" "_") .Values.image.tag }}{{ end }}
 {{- end }}
 
 {{- define "coatcheck.serviceAccount" -}}

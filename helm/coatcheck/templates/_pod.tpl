@@ -6,10 +6,12 @@ capabilities: {drop: [ALL]{{ with . }}, add: {{ toJson . }}{{ end }}}
 
 {{- define "coatcheck.podSecurity" -}}
 runAsNonRoot: true
+{{- if .Values.security.setUser }}
 runAsUser: {{ .Values.security.runAsUser }}
 runAsGroup: {{ .Values.security.runAsUser }}
 fsGroup: {{ .Values.security.runAsUser }}
 fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 {{- with .Values.security.supplementalGroups }}
 supplementalGroups: {{ toJson . }}
 {{- end }}
@@ -20,17 +22,17 @@ seccompProfile: {type: RuntimeDefault}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
+  {{- if kindIs "map" . }}
+  - name: {{ .name | quote }}
+  {{- else }}
   - name: {{ . | quote }}
+  {{- end }}
   {{- end }}
 {{- end }}
 {{- end }}
 
 {{- define "coatcheck.podMetadata" -}}
-labels:
-  {{- include "coatcheck.labels" .root | nindent 2 }}
-  {{- with .role.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+labels: {{- include "coatcheck.labelsWith" (dict "root" .root "more" .role.podLabels) | nindent 2 }}
 {{- with .role.podAnnotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -39,6 +41,8 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- /* The root file system is read-only: all files are written below /tmp or /cache. */ -}}
 {{- define "coatcheck.ownEnv" -}}
 - {name: HOME, value: /cache}
+# A user that the platform assigns is in no /etc/passwd, and torch before 2.13 then needs a name from here.
+- {name: USER, value: coatcheck}
 - {name: HF_HOME, value: /cache/hub}
 - {name: TRITON_CACHE_DIR, value: /cache/triton}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
@@ -51,6 +55,15 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .extra }}
 {{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* The operator gives the token to Ray's own containers only; `serve` needs it too. */ -}}
+{{- define "coatcheck.tokenEnv" -}}
+{{- if .Values.ray.tokenAuth }}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "coatcheck.name" . }}, key: auth_token}}
 {{- end }}
 {{- end }}
 
@@ -105,6 +118,12 @@ envFrom: {{- toYaml . | nindent 2 }}
 {{- with .role.volumes }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{- /* Where each pod downloads into its own disk, `serve` refuses a checkpoint that does not fit: the pods would be evicted
+again and again. */ -}}
+{{- define "coatcheck.maxDownload" -}}
+{{- if and (eq .Values.hubCache.kind "pod") (not (hasPrefix "/" .Values.model.name)) }} --max-download {{ include "coatcheck.amount" .Values.storage.cacheSize | float64 | int64 }}{{ end }}
 {{- end }}
 
 {{- /* Claims of a pod or a node are for workers: the others read a few small files of the model. */ -}}

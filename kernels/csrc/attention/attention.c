@@ -96,6 +96,18 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
     }
 }
 
+/* The keys behind a chunk: those of the same item or of the next one. Null `item`: none. */
+typedef struct {
+    const Item *item;
+    int64_t from, to;
+} Behind;
+
+#define AHEAD 4 /* keys prefetched at once: more of them would hold up the reads of the chunk that is being packed */
+
+static void prefetch_some(const Behind *b, int64_t done) {
+    if (b->item) prefetch(b->item, b->from + done, min_i64(b->from + done + AHEAD, b->to));
+}
+
 /* Where dimension d of a chunk's packed value or pair of values begins. d: a multiple of the vector. */
 INLINE int64_t value_at(int64_t dim, int64_t pair, int64_t d) {
     return HAS_TILES ? d * (CHUNK / PAIR) + pair * LANES : pair * dim + d;
@@ -138,7 +150,9 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     const int64_t value_dim = a->value_dim, size = cache->block_size;
     const int64_t dim = cache->dim, rope_dim = a->rope_dim, words = key_words(a);
     const int32_t *table = a->tables + it->seq * a->table_stride;
-    const int64_t next_from = next ? first_key(next) / CHUNK * CHUNK : 0, next_to = next ? end_key(next) : 0;
+    const Behind behind = chunk + CHUNK < to ? (Behind){it, chunk + CHUNK, to}
+                          : next             ? (Behind){next, first_key(next) / CHUNK * CHUNK, end_key(next)}
+                                             : (Behind){0};
     const uint32_t *k[CHUNK], *v[CHUNK], *rope[CHUNK];
     const int64_t count = min_i64(CHUNK, to - chunk);
     for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < count; block++, offset = 0) {
@@ -174,13 +188,14 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
                 memset(s->v + value_at(value_dim, part * PART / PAIR, d), 0, (HAS_TILES ? LANES : value_dim) * PART / PAIR * 4);
             continue;
         }
-        const int64_t ahead = chunk + CHUNK + part * PART;
-        if (ahead < to) prefetch(it, ahead, min_i64(ahead + PART, to));
-        else if (next) prefetch(next, next_from + part * PART, min_i64(next_from + part * PART + PART, next_to));
+        prefetch_some(&behind, part * PART);
         pack_keys(k + part * PART, dim, to_k);
+        prefetch_some(&behind, part * PART + AHEAD);
         if (rope_dim) pack_keys(rope + part * PART, rope_dim, to_k + row_words(dim) * PART);
-        for (int64_t j = 0; j < PART; j += PAIR)
+        for (int64_t j = 0; j < PART; j += PAIR) {
+            if (j % (2 * AHEAD) == AHEAD) prefetch_some(&behind, part * PART + 2 * AHEAD + j / (2 * AHEAD) * AHEAD);
             pack_values(v + part * PART + j, value_dim, (part * PART + j) / PAIR, s->v);
+        }
     }
 }
 

@@ -60,3 +60,13 @@ def test_a_full_queue_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ages(seconds: float, text: str) -> None:
     """One unit, rounded down."""
     assert describe_age(seconds) == text
+
+
+def test_weights_latents_and_the_busiest_expert_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights of each rank, that every rank stores the latents, and how uneven the experts' load is."""
+    rank = RankStatus(healthy=True, weight_bytes=5 << 20)
+    groups = [GroupStatus(ranks=[rank], replicates_latents=True, expert_tokens=tokens) for tokens in ([1, 2], [2, 7])]
+    _print(StatusResponse(groups=[*groups, GroupStatus()]))
+    out = capsys.readouterr().out
+    assert "5 MiB" in out and ", latents on every rank)" in out
+    assert "experts: expert 1 of 2 is the busiest, with 1.50 times the mean of tokens" in out

@@ -10,34 +10,11 @@ from coatcheck.cluster.config.derived_config import group_config, router_config
 from coatcheck.cluster.config.exposure import (
     check_credentials,
     describe_exposure,
-    is_loopback,
     needs_cluster_certificates,
 )
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_ca import sign_certificates
 from coatcheck.proto.errors import InvalidConfig
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.9.1", True),
-        ("localhost", True),
-        ("::1", True),
-        ("[::1]", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("[::]", False),
-        ("10.0.0.1", False),
-        ("router.example", False),
-        ("127.0.0.1.example", False),
-    ],
-)
-def test_what_loopback_is(host: str, loopback: bool) -> None:
-    """An address that only this host reaches; a name may lead anywhere."""
-    assert is_loopback(host) == loopback
-
 
 _TLS = {"tls_cert": "c", "tls_key": "k"}
 

@@ -132,6 +132,9 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
         ("kv_memory: true", "kv-memory is True"),
         ("host_kv_memory: on", "host-kv-memory is True"),
         ("http_port: true", "http-port is True"),
+        ("grpc_port: 8000", "grpc-port and http-port are both 8000; choose another"),  # HTTP's is the default
+        ("grpc_port: 8000\ngrpc_host: '::1'\nhttp_host: '[::1]'", "grpc-port and http-port are both 8000"),
+        ("grpc_port: 8000\ngrpc_host: '[::]'\ninsecure: true", "grpc-port and http-port are both 8000"),
         ("max_model_len: false", "max-model-len is False"),
         ("served_model_name: ''", "served-model-name is ''"),
         ("served_model_name: ' '", "served-model-name is ' '"),

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.local.local_cluster import LocalCluster
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
 from tests.cluster.command_line import run_here
 from tests.cluster.running_server import coatcheck, until
 from tests.cluster.serving import END_SECONDS, Serving, kill, lives, still_running
@@ -73,7 +75,7 @@ def test_a_lost_rank_is_started_again(serving: Serving, number: signal.Signals) 
     os.kill(former[1], number)
     until(lambda: serving.group("group-0").get("restarts", 0) > restarts, "the group is started again")
     until(lambda: serving.group("group-0").get("state") == "serving", "the group is back")
-    assert serving.wait_line("group-0 is serving again; last restart: ") or True
+    serving.wait_line("group-0 is serving again; last restart: ")  # fails if the line does not come
     until(lambda: not any(lives(pid) for pid in former), "the former ranks have ended")
     after = serving.generate(PROMPT, max_tokens=6, seed=3)
     assert after.choices[0].text == before.choices[0].text
@@ -131,4 +133,20 @@ def test_a_taken_port_ends_the_start(tiny_model: Path) -> None:
         last = serving.rest().splitlines()[-1]
         assert serving.process.wait(MAX_WAIT_SECONDS) == 2
     assert last.startswith("error: cannot listen on 203.0.113.1:0")
-    assert tempfile.gettempdir()  # the log folder stays there
+
+
+async def test_it_says_why_the_router_does_not_use_a_group(tmp_path: Path) -> None:
+    """While a group serves that the router cannot reach, the command has the router's reason."""
+
+    class OneGroup:
+        """A router whose connection to its group fails."""
+
+        async def status(self) -> StatusResponse:
+            return StatusResponse(
+                groups=[GroupStatus(name="group-0", state="connecting", reason="UNAVAILABLE: no way")]
+            )
+
+    cluster = LocalCluster(ServeConfig.build({"model": "m/m", "no_ray": True, "device": "cpu"}), tmp_path)
+    assert await cluster.find_missing_connection() == ""
+    cluster._router = OneGroup()  # type: ignore[assignment]  # of a router only `status` is called
+    assert await cluster.find_missing_connection() == "the router does not use group-0: UNAVAILABLE: no way"

@@ -1,14 +1,15 @@
-"""A plan for CPUs counts quantised weights as a loaded model holds them."""
+"""A plan counts quantised weights as a loaded model holds them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
-from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
+from tests.workers.checkpoint.claimed_gpu import cpu_as_gpu
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS
 
@@ -21,12 +22,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_bytes_of_a_quantised_checkpoint_are_those_loaded(kind: str, dtype: str, source: Path, tmp_path: Path) -> None:
-    """Of every served format the planned bytes are exactly those that a rank reports."""
+    """Of every served format the planned bytes are exactly those that a rank reports, on a CPU and on a GPU."""
     path = tmp_path / "quantised"
     FORMATS[kind](source, path)
-    spec = load_model(path, communicator=Communicator(), dtype=dtype, device="cpu").spec
-    planned = Sizing.of(PlanSettings(model=str(path), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
-    assert planned.weight_bytes == spec.weight_bytes < spec.num_weights * (4 if dtype == "float32" else 2) + 1
+    for device in ("cpu", "cuda") if dtype == "bfloat16" else ("cpu",):
+        with cpu_as_gpu() if device == "cuda" else nullcontext():
+            spec = load_model(path, communicator=Communicator(), dtype=dtype, device="cpu").spec
+        planned = Sizing.of(PlanSettings(model=str(path), dtype=dtype, device=device))  # type: ignore[arg-type]
+        assert planned.weight_bytes == spec.weight_bytes < spec.num_weights * (4 if dtype == "float32" else 2) + 1
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "fp8"])
@@ -38,8 +41,8 @@ def test_bytes_of_weights_quantised_at_load_are_those_loaded(quantization: str, 
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "deepseek-v3"])
-def test_experts_are_held_plain(kind: str, tmp_path: Path) -> None:
-    """Of a mixture of experts everything but the experts is quantised, in the plan and on the rank."""
+def test_experts_are_quantised_at_load(kind: str, tmp_path: Path) -> None:
+    """Experts are quantised with the linears, in the plan and on the rank."""
     path = tiny_checkpoint(kind, tmp_path)
     model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization="int8")
     settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization="int8")
@@ -52,9 +55,3 @@ def test_latent_attention_keeps_its_projections_plain(tmp_path: Path) -> None:
     model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization="int8")
     settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization="int8")
     assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes < 2 * model.spec.num_weights
-
-
-def test_quantising_at_load_on_gpus_is_refused(source: Path) -> None:
-    """A plan for GPUs refuses what a server on GPUs would."""
-    with pytest.raises(InvalidConfig, match="int4 at load is for CPUs; on GPUs serve a quantised checkpoint"):
-        Sizing.of(PlanSettings(model=str(source), quantization="int4"))

@@ -197,3 +197,19 @@ def test_a_models_text_part_is_what_counts(tmp_path: Path) -> None:
     found = size(tmp_path, dict(model_type="gemma3", text_config=LLAMA | dict(model_type="gemma3_text")))
     assert found["bytes_per_token"] == 131_072
     assert any("only the text part is counted" in note for note in found["notes"])
+
+
+def test_whole_experts_on_a_rank(tmp_path: Path) -> None:
+    """With --expert-parallel a rank holds its share of the experts whole: as many bytes as a part of each. Their
+    number must divide, where without it their size must, and a model without experts is refused."""
+    with pytest.raises(InvalidConfig, match="inner size"):
+        size(tmp_path, DEEPSEEK, config=dict(moe_intermediate_size=2048 + 8), tp=16)
+    found = size(tmp_path, DEEPSEEK, expert_parallel=True, config=dict(n_shared_experts=0), tp=16)
+    assert (
+        found["rank_weight_bytes"]
+        == size(tmp_path, DEEPSEEK, config=dict(n_shared_experts=0), tp=16)["rank_weight_bytes"]
+    )
+    with pytest.raises(InvalidConfig, match="the experts, as --expert-parallel needs"):
+        size(tmp_path, DEEPSEEK, expert_parallel=True, config=dict(n_routed_experts=250), tp=16)
+    with pytest.raises(InvalidConfig, match="has no experts; leave --expert-parallel out"):
+        size(tmp_path, expert_parallel=True)

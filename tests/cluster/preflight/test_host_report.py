@@ -45,7 +45,12 @@ def test_nothing_is_wrong_with_a_good_host() -> None:
 def test_a_host_without_gpus_computes_on_cpus() -> None:
     """That is no fault, and neither NCCL nor a compiler is missed."""
     torch = TorchFacts("2.13.0+cpu")
-    assert not faults(replace(GOOD, has_gpu_file=False, torch=torch, driver="", infiniband=(), compiler=""))
+    cpus = replace(GOOD, has_gpu_file=False, torch=torch, driver="", infiniband=(), compiler="")
+    assert not faults(cpus)
+    small = replace(cpus, shared_memory=64 * 2**20)
+    assert not faults(small, ranks=30)
+    (finding,) = faults(small, ranks=40)
+    assert finding.change.startswith("give it 81 MiB, 3 MiB for each rank (Docker: --shm-size")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +59,12 @@ def test_a_host_without_gpus_computes_on_cpus() -> None:
         ({"torch": TorchFacts("2.13.0+cpu")}, "GPU", "error", "is a CPU build", "PyTorch's CUDA build"),
         ({"torch": TorchFacts("2.13.0", "13.0")}, "GPU", "error", "sees no GPU", "update the driver"),
         ({"torch": TorchFacts(problem="driver too old")}, "GPU", "error", "driver too old", "update the driver"),
-        ({"torch": replace(TORCH, gpus=(replace(H100, capability=(7, 5)),))}, "GPU 0", "warning", "7.5", "8.0"),
+        ({"torch": replace(TORCH, gpus=(replace(H100, capability=(7, 5)), H100))}, "GPU 0", "warning", "7.5", "8.0"),
+        ({"torch": replace(TORCH, gpus=(H100,))}, "GPUs", "error", "1 for 2 ranks", "--tp of at most 1"),
         ({"torch": replace(TORCH, nccl="")}, "NCCL", "error", "none", "--tp above 1 needs it"),
         ({"has_verbs": False}, "InfiniBand", "error", "no libibverbs", "install libibverbs1"),
         ({"locked_memory": 65536}, "InfiniBand", "warning", "65,536 bytes", "LimitMEMLOCK=infinity"),
-        ({"shared_memory": 64 * 2**20}, "shared memory", "warning", "0.1 GiB", "--shm-size"),
+        ({"shared_memory": 64 * 2**20}, "shared memory", "warning", "has 64 MiB", "--shm-size"),
         ({"compiler": ""}, "C compiler", "error", "none", "install gcc"),
         ({"ray": ""}, "Ray", "error", "not installed", "coatcheck[node]"),
         ({"ray": "2.9.3"}, "Ray", "error", "2.9.3", "install Ray 2.50 or later"),
@@ -82,11 +88,11 @@ def test_the_least_ray_is_that_of_the_package() -> None:
 
 
 def test_facts_of_this_host() -> None:
-    """A port where something listens is named with the reason; one that is free is not."""
+    """A port where something listens, or that is given twice, is named with the reason; one that is free is not."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        facts = read_facts((port,))
-        assert facts.busy_ports == {port: "Address already in use"}
+        facts = read_facts((port, 9, 9))
+        assert facts.busy_ports == {port: "Address already in use", 9: "given twice"}
     assert facts.ray and facts.torch.version and not facts.torch.problem
 
 

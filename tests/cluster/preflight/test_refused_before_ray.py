@@ -1,8 +1,10 @@
 """What cannot be served is refused before Ray starts, with the reason and what to change."""
 
+import errno
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +15,10 @@ from typing import Any
 import pytest
 
 from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
-from coatcheck.cluster.preflight.machine import check_gpus
+from coatcheck.cluster.preflight.download import check_download
+from coatcheck.cluster.preflight.machine import check_gpus, check_ports
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.model import known_architectures
@@ -48,6 +52,26 @@ def refused(model: Path, folder: Path, *flags: str, seconds: float = 110) -> str
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: "), done.stderr
     return last
+
+
+def test_a_download_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a model id are counted by its config.json. Quantised ones are not, and no hub is no fault."""
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    values: dict[str, Any] = {"model_type": "llama", "intermediate_size": 28672, "vocab_size": 128256, **sizes}
+    values |= {"torch_dtype": "bfloat16", "max_position_embeddings": 8192}
+    config = ServeConfig.build({"model": "org/llama-70b"})
+    monkeypatch.setattr(ModelConfig, "open", lambda model: ModelConfig(model, values))
+    with pytest.raises(InvalidModel, match="org/llama-70b take 131 GiB, and a download may take 100 GiB"):
+        check_download(config, "100GiB")
+    check_download(config, "140GiB")
+    check_download(config, None)
+    with pytest.raises(InvalidConfig, match="--max-download is 'lots'"):
+        check_download(config, "lots")
+    values["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    check_download(config, "100GiB")
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    check_download(config, "100GiB")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +135,7 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (partial(edit_config, model_type="novel"), {}, "'novel', which transformers [0-9.]+ does not know; install"),
         (partial(edit_config, model_type="novel", auto_map={}), {}, "code that comes with a checkpoint is never run"),
         (partial(edit_config, model_type="clip"), {}, "has no causal language model of that type"),
+        (partial(edit_config, model_type=["llama"]), {}, r"\['llama'\]\", which transformers [0-9.]+ does not know"),
         (partial(edit_config, quantization_config={"quant_method": "hqq"}), {}, "quantised with 'hqq', which is not"),
         (partial(edit_config, text_config={}), {}, "is multimodal"),
         (partial(edit_config, is_encoder_decoder=True), {}, "is an encoder-decoder"),
@@ -322,3 +347,29 @@ def test_the_tested_model_types_are_those_of_the_parity_tests() -> None:
     """A type whose model is not built beforehand is one whose tiny model the tests compare with transformers."""
     tested = {model_type for model_type, _ in ARCHITECTURES.values()}
     assert tested == known_architectures.TESTED_MODEL_TYPES
+
+
+def test_ports_of_ipv6_addresses_are_checked() -> None:
+    """A taken port of an IPv6 host is named with its address in brackets; a free one is accepted."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        for host in ("::1", "[::1]"):
+            config = ServeConfig.build({"model": "m/m", "grpc_host": host, "grpc_port": port})
+            with pytest.raises(InvalidConfig, match=rf"cannot listen on \[::1\]:{port}: Address already in use"):
+                check_ports(config)
+    check_ports(ServeConfig.build({"model": "m/m", "grpc_host": "::1", "grpc_port": port, "http_port": "0"}))
+
+
+def test_a_host_whose_loopback_interface_is_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a router would wait for its groups without end. A cluster on other hosts is not concerned."""
+
+    def fail(*args: object, **named: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    config = {"model": "m/m", "grpc_port": 0, "http_port": "0"}
+    with pytest.raises(InvalidConfig, match="at 127.0.0.1: Network is unreachable; bring the loopback interface up"):
+        check_ports(ServeConfig.build(config))
+    check_ports(ServeConfig.build({**config, "ray_address": "10.0.0.1:6379"}))

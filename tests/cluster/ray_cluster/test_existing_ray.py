@@ -72,7 +72,8 @@ def test_the_niceness_of_ranks_is_told(cluster: JoinedCluster) -> None:
 
 
 def test_a_router_returns_at_its_port_under_another_supervisor(cluster: JoinedCluster) -> None:
-    """A router that is killed together with the supervisor answers again at the same ports, which the system chose."""
+    """A router that is killed together with the supervisor answers again at the same ports, which the system chose.
+    The loss of the router alone is said, and that it serves again."""
     supervisor, router = cluster.head.actor("Supervisor"), cluster.head.actor("RouterActor")
     kill(supervisor)
     kill(router)
@@ -80,6 +81,11 @@ def test_a_router_returns_at_its_port_under_another_supervisor(cluster: JoinedCl
     until(lambda: cluster.serving.group("group-0").get("state") == "serving", "the router answers at its port")
     with urllib.request.urlopen(f"{cluster.serving.url}/health", timeout=MAX_WAIT_SECONDS) as answer:
         assert answer.status == 200
+    kill(cluster.head.actor("RouterActor"))
+    assert cluster.serving.wait_line("router-0 is lost") == "router-0 is lost: its process died\n"
+    again = cluster.serving.wait_line("router-0 is serving again")
+    assert again == "router-0 is serving again; last restart: its process died\n"
+    until(lambda: cluster.serving.group("group-0").get("state") == "serving", "the router has its group")
 
 
 def test_a_cluster_outlives_its_command(cluster: JoinedCluster) -> None:

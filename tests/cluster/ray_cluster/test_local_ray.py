@@ -1,6 +1,7 @@
 """The token of a local Ray is found by commands of the same user on the same host, and by nobody else."""
 
 import os
+import pwd
 import socket
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from coatcheck.cluster.ray_cluster import ray_address
-from coatcheck.cluster.ray_cluster.local_ray import delete_stale_tokens, find_local_rays, publish_token, read_token
+from coatcheck.cluster.ray_cluster.local_ray import (
+    delete_stale_tokens,
+    find_local_rays,
+    publish_token,
+    ray_folder,
+    read_token,
+)
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.cluster.ray_cluster.ray_environment import configure_local_ray, environment_token
 from coatcheck.proto.errors import InvalidConfig, Unavailable
@@ -156,3 +163,28 @@ def test_a_token_is_made_if_ray_will_ask_for_one(
     monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": mode} if mode else {})
     configure_local_ray()
     assert ("RAY_AUTH_TOKEN" in os.environ) is has_token and bool(environment_token()) is has_token
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's folder is below TMPDIR unless its sockets' paths would be too long: then it is below /tmp. A RAY_TMPDIR
+    that is too long is refused."""
+    long = f"/var/{'x' * 40}"
+    for given, folder in (("/var/tmp", "/var/tmp/ray"), (long, "/tmp/ray")):
+        monkeypatch.setattr(os, "environ", {"TMPDIR": given})
+        assert str(ray_folder()) == folder
+        configure_local_ray()
+        assert str(ray_folder()) == folder and os.environ.get("RAY_TMPDIR") == (None if given != long else "/tmp")
+    monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": long})
+    with pytest.raises(InvalidConfig, match="too long for the paths of Ray's sockets; set it to a shorter folder"):
+        configure_local_ray()
+
+
+def test_a_user_without_a_home_has_no_token_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as users without HOME and without an entry in /etc/passwd."""
+
+    def fail(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", fail)
+    monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": "token"})
+    assert environment_token() == ""

@@ -39,7 +39,7 @@ class FakeRouterActor:
         self.missing: tuple[str, ...] = ()
         self.reports = 0
         self._groups: dict[str, GroupEndpoint] = {}
-        self.is_dead = self.has_stopped = False
+        self.is_dead = self.has_stopped = self.is_draining = False
         self.waiting = 0
         self.configuration = ""
         self.drained: set[str] = set()
@@ -89,13 +89,16 @@ class FakeRouterActor:
         if self.is_dead:
             raise RayActorError
         self.reports += 1
-        return RouterReport(Heartbeat(0.0, 0.0), self.held, self.missing)
+        return RouterReport(Heartbeat(0.0, 0.0), self.held, self.missing, self.is_draining)
 
     async def _announce_drain(self) -> None:
         self.calls.append("announce_drain")
 
     async def _drain(self, timeout_seconds: float | None) -> bool:
+        if self.is_dead:
+            raise RayActorError
         self.calls.append("drain")
+        self.is_draining = True
         return True
 
     async def _stop(self) -> None:

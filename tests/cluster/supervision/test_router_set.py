@@ -9,7 +9,8 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch, ray_kv
-from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
+from coatcheck.cluster.session.serve_lines import Notice, RouterNotices
 from coatcheck.cluster.supervision import router_set, router_supervisor
 from coatcheck.cluster.supervision.router_set import RouterSet, busy_groups, missing_connection
 from coatcheck.cluster.supervision.versioned_group_list import make_endpoint
@@ -193,6 +194,47 @@ async def test_each_node_has_a_router_while_it_is_there(
     assert started[2].config.name == "router-cccccccc" and not started[1].is_dead
 
 
+async def test_what_happens_to_a_router_is_said(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve` prints a line, and records an event, for a router that is lost, serves again, drains, ends, comes, or is
+    gone with its node. A supervisor that does not know the nodes yet has lost no router."""
+    nodes = ["a" * 12, "b" * 12]
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: nodes)
+    routers = await supervise(router_per_node=True, ray_address="h:1", grpc_port=0)
+    notices = RouterNotices(ClusterState(routers=routers.states))
+    said: list[Notice] = []
+
+    async def until_said(reason: str, line: str, *, is_warning: bool = False) -> None:
+        def is_said() -> bool:
+            said.extend(notices.describe_changes(ClusterState(routers=routers.states)))
+            return any(notice.reason == reason for notice in said)
+
+        await until(is_said)
+        assert said[-1] == Notice(line, reason, is_warning), said
+        said.clear()
+
+    monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.5)  # each state lasts until it is read
+    started[0].is_dead = True
+    await until_said("RouterLost", "router-aaaaaaaa is lost: its process died", is_warning=True)
+    await until_said("RouterServing", "router-aaaaaaaa is serving again; last restart: its process died")
+    assert notices.describe_changes(ClusterState(routers=None)) == []
+    started[1].is_draining = True
+    await until_said("RouterDraining", "router-bbbbbbbb is draining")
+    started[1].is_dead = True
+    await until_said("RouterEnded", "router-bbbbbbbb has ended while it drained")
+    nodes[:] = ["a" * 12]
+    await until_said("RouterRemoved", "router-bbbbbbbb is gone with its node")
+    nodes.append("c" * 12)
+    await until_said("RouterServing", "another router at host:5000")
+    nodes.pop()
+    await until_said("RouterRemoved", "router-cccccccc is gone with its node", is_warning=True)
+    restart = asyncio.create_task(routers.restart_router("host:5000", 0.0))
+    await until_said("RouterEnded", "router-aaaaaaaa has ended while it drained")
+    await until_said("RouterServing", "router-aaaaaaaa is serving again")
+    await restart
+
+
 async def test_one_router_of_several_is_restarted_in_steps(
     supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +260,36 @@ async def test_one_router_of_several_is_restarted_in_steps(
     waits.clear()
     await routers.restart_router(routers.addresses[0], 0.0)
     assert started[-2].calls == ["drain"] and router_set._ANNOUNCE_SECONDS not in waits
+
+
+async def test_a_router_that_is_lost_while_it_announces_its_drain(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart fails with the reason, and the roll-out of settings tries again. The next process serves, and is not
+    drained."""
+    is_lost, has_failed = asyncio.Event(), asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def lose_router(seconds: float) -> None:
+        if seconds == router_set._ANNOUNCE_SECONDS:
+            started[0].is_dead = True
+            await is_lost.wait()
+        elif seconds == router_supervisor._RESTART_SECONDS:
+            is_lost.set()
+            await has_failed.wait()
+        else:
+            await sleep(seconds)
+
+    monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.02)
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: ["a" * 12, "b" * 12])
+    routers = await supervise(router_per_node=True, ray_address="h:1", grpc_port=0)
+    monkeypatch.setattr(asyncio, "sleep", lose_router)
+    with pytest.raises(Unavailable, match="aaaa was lost before it had drained: its process died; try again"):
+        await routers.restart_router(routers.addresses[0], 0.0)
+    has_failed.set()
+    await until(lambda: len(started) == 3 and routers.all_serve)
+    assert routers.states and [router.state for router in routers.states] == ["serving", "serving"]
+    assert started[0].calls == ["announce_drain"] and not started[2].calls
 
 
 def test_which_connection_is_missing() -> None:

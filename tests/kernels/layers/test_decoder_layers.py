@@ -116,13 +116,25 @@ def test_an_attention_sublayer_is_its_operations_in_a_row(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
 def test_an_mlp_sublayer_is_its_operations_in_a_row(dtype: torch.dtype, activation: str, tokens: int) -> None:
-    """The output and the new residual have the same bits as after the separate operations."""
+    """The output and the new residual have the same bits as after the separate operations, whether or not the inner
+    features fill whole tiles."""
     torch.manual_seed(tokens)
-    gate_up, down, before = linear(2 * 200, HIDDEN, dtype, True), linear(HIDDEN, 200, dtype), norm(HIDDEN, dtype)
     x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
-    out, total = MlpSublayer(before, gate_up, down, activation)(x, residual)
-    h, want_total = before.add_and_norm(x, residual)
-    assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
+    before = norm(HIDDEN, dtype)
+    for inner, kind in ((200, None), (160, None), (160, CodeKind.INT8)):
+        gate_up, down = linear(2 * inner, HIDDEN, dtype, True, kind), linear(HIDDEN, inner, dtype, kind=kind)
+        out, total = MlpSublayer(before, gate_up, down, activation)(x, residual)
+        h, want_total = before.add_and_norm(x, residual)
+        assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
+
+
+def test_an_mlp_sublayer_of_many_rows_is_its_operations_in_a_row() -> None:
+    """The bits are those of the separate operations also where the rows fill several blocks of tiles."""
+    gate_up, down = linear(128, 2100, torch.bfloat16), linear(100, 64, torch.bfloat16)
+    before = norm(2100, torch.bfloat16)
+    x = torch.randn(1000, 2100).bfloat16()
+    out, _ = MlpSublayer(before, gate_up, down, "silu")(x, None)
+    assert torch.equal(out, down(silu_mul(gate_up(before(x)), "silu")))
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.decoder_layers import ExpertsSublayer
 from coatcheck.kernels.layers.experts import PackedExperts, activate
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
+from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing, route, route_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from tests.kernels.cpu_classes import each_class
+from tests.kernels.layers.quantised_weights import random_weight
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
@@ -123,8 +127,50 @@ def test_two_ranks_add_up_to_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", CodeKind)
+def test_quantised_experts_give_the_products_of_their_dequantised_weights(dtype: torch.dtype, kind: CodeKind) -> None:
+    """Experts that stay quantised give the bits of their dequantised weights, or, where the processor does not round
+    these to bfloat16, results as near as a rounded sum can be. They take the bytes of their codes."""
+    scales = torch.uint8 if kind is CodeKind.FP4 else torch.float16
+    has_zeros = kind in (CodeKind.INT8, CodeKind.INT4)
+
+    def experts(rows: int, columns: int, group: int) -> QuantisedExperts:
+        shape = (EXPERTS * rows, columns, group, dtype)
+        return QuantisedExperts(EXPERTS, random_weight(kind, *shape, scales=scales, has_zeros=has_zeros))
+
+    gate_up, down = experts(2 * INNER, HIDDEN, 24), experts(HIDDEN, INNER, 8)
+    bias = torch.randn(EXPERTS, 2 * INNER).to(dtype)
+    quantised = PackedExperts(gate_up, down, top_k=TOP_K, gate_up_bias=bias)
+    plain = PackedExperts(gate_up.dequantise(), down.dequantise(), top_k=TOP_K, gate_up_bias=bias)
+    assert len(quantised.parts[0]) == 2 + has_zeros and quantised.parts[0][0].nbytes < plain.parts[0][0].nbytes / 1.5
+    library = native.library()
+    is_rounded = dtype == torch.float32 or (library is not None and library.cpu_class in ("avx512_bf16", "amx"))
+    for tokens in (1, 90):
+        x = torch.randn(tokens, HIDDEN).to(dtype) / 8
+        ids, factors = torch.rand(tokens, EXPERTS - 2).topk(TOP_K).indices.int(), torch.rand(tokens, TOP_K)
+        got, wanted = quantised(x, ids, factors), plain(x, ids, factors)
+        if is_rounded:
+            assert torch.equal(got, wanted)
+        else:
+            largest = float(wanted.float().abs().max())
+            torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=largest / 32)
+
+
+def test_choices_are_counted_by_the_id_of_the_expert() -> None:
+    """With the number of the layer's experts, each rank counts the choices of all of them, also of those it lacks."""
+    weights = Weights(torch.float32)
+    part = slice(0, EXPERTS // 2)
+    experts = PackedExperts(weights.gate_up[part], weights.down[part], top_k=TOP_K, num_experts=EXPERTS)
+    ids = torch.tensor([[0, 1, 11], [1, 5, 11]], dtype=torch.int32)
+    for _ in range(2):
+        experts(torch.randn(2, HIDDEN), ids, torch.ones(2, TOP_K))
+    assert experts.chosen is not None
+    assert experts.chosen.tolist() == [2, 4, 0, 0, 0, 2, 0, 0, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wide_router", [False, True])
-@pytest.mark.parametrize("shared", [0, 24])
+@pytest.mark.parametrize("shared", [0, 24, 32])  # 32 fill whole tiles
 @pytest.mark.parametrize("tokens", [1, 200])
 def test_a_sublayer_is_its_operations_in_a_row(dtype: torch.dtype, wide_router: bool, shared: int, tokens: int) -> None:
     """The output and the new residual have the same bits as after the separate operations."""

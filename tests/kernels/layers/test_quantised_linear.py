@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from coatcheck.kernels import native
+from coatcheck.kernels.layers import quantised_linear
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from tests.kernels.cpu_classes import each_class
@@ -86,10 +87,19 @@ def test_a_packed_weight_takes_the_bytes_of_its_codes() -> None:
     assert sum(part.nbytes for part in linear.parts) == weight.nbytes
 
 
+def test_codes_for_gpus_are_packed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed codes do not depend on how many rows are unpacked at once."""
+    weight = random_weight(CodeKind.INT4, 50, 96, 32, torch.bfloat16)
+    whole = quantised_linear.pack_codes(weight).codes
+    monkeypatch.setattr(quantised_linear, "_UNPACKED_ROWS", 16)
+    assert torch.equal(quantised_linear.pack_codes(weight).codes, whole)
+    assert whole.shape == (50, 64)  # two runs of 64 columns, the last one half full
+
+
 def test_groups_that_words_of_codes_cut_are_dequantised() -> None:
     """A group that is no multiple of eight columns cannot stay quantised, and still gives its product."""
     weight = random_weight(CodeKind.INT8, 64, 60, 12, torch.float32)
-    assert not holds_quantised(weight)
+    assert not holds_quantised(weight, weight.device)
     x = torch.randn(3, 60)
     torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight.dequantise()), rtol=1e-4, atol=1e-4)
 

@@ -8,6 +8,9 @@ import torch
 
 from tests.kernels.triton.interpreted_attention import attention, batch_invariant, long, matrix, quantised
 from tests.kernels.triton.interpreted_experts import products, routes
+from tests.kernels.triton.interpreted_latents import latents
+from tests.kernels.triton.interpreted_linears import quantised_linears
+from tests.kernels.triton.interpreted_ranks import ranks
 from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
 from tests.kernels.triton.mended_bfloat16 import mend
@@ -23,6 +26,8 @@ def bfloat16() -> None:
     stores((torch.bfloat16,))
     rows((torch.bfloat16,))
     products((torch.bfloat16,))
+    quantised_linears((torch.bfloat16,))
+    latents((torch.bfloat16,))
 
 
 GROUPS: dict[str, Callable[[], None]] = {
@@ -36,8 +41,11 @@ GROUPS: dict[str, Callable[[], None]] = {
     "stores": stores,
     "rows": rows,
     "empty": empty,
+    "ranks": ranks,
     "routes": routes,
     "products": products,
+    "linears": quantised_linears,
+    "latents": latents,
     "sampling": sampling,
     "filters": filters,
     "probabilities": probabilities,

@@ -9,7 +9,10 @@ from torch import Tensor
 from coatcheck.kernels.gpu_properties import gpu_properties
 from coatcheck.kernels.layers import grouped_gemm
 from coatcheck.kernels.layers.experts import PackedExperts, activate
+from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
+from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.route import Routing, route, route_reference
+from tests.kernels.layers.quantised_weights import random_weight
 from tests.kernels.triton.agreement import agree
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 72, 40
@@ -48,6 +51,9 @@ def products(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> 
                 product(dtype, tokens, activation)
         for batch_invariant in (False, True):
             neighbours(dtype, batch_invariant)
+        for kind, group, scales in _CODES if dtype == dtypes[0] else _CODES[:1]:
+            is_high = kind is CodeKind.INT4 and dtype == dtypes[0]
+            quantised_product(dtype, kind, group, scales, tokens=32 * EXPERTS // TOP_K + 1 if is_high else 5)
     experts = experts_of(torch.float32)[0]
     none = torch.zeros(0, HIDDEN)
     assert experts(none, torch.zeros(0, TOP_K, dtype=torch.int32), torch.zeros(0, TOP_K)).shape == (0, HIDDEN)
@@ -68,6 +74,40 @@ def product(dtype: torch.dtype, tokens: int, activation: str) -> None:
         want += ((ids == expert) * factors).sum(1, keepdim=True) * y
     agree_on_sums(experts(x, ids, factors), want.to(dtype))
     agree_on_sums(experts(x, ids, factors, shared, gate), (want + shared.float() * gate.float().sigmoid()).to(dtype))
+
+
+_CODES = (
+    (CodeKind.INT4, 32, torch.float16),
+    (CodeKind.INT8, 72, torch.float32),
+    (CodeKind.FP8, 16, torch.float32),
+    (CodeKind.FP4, 32, torch.uint8),
+)
+
+
+def quantised_product(dtype: torch.dtype, kind: CodeKind, group: int, scales: torch.dtype, tokens: int) -> None:
+    """Experts over codes give what experts over the dequantised weights give; one group of a row, or several."""
+    gate_up, down = (
+        random_weight(
+            kind, rows * EXPERTS, columns, min(group, columns), dtype, scales=scales, has_zeros=kind is CodeKind.INT4
+        )
+        for rows, columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )
+    both = [
+        QuantisedExperts(EXPERTS, replace(weight, scales=weight.scales if scales == torch.uint8 else weight.scales / 8))
+        for weight in (gate_up, down)
+    ]
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
+    x, factors = torch.randn(tokens, HIDDEN).to(dtype), torch.rand(tokens, TOP_K)
+    settings = dict(top_k=TOP_K, activation="clamped_swiglu", alpha=1.7, limit=1.5)
+    biases = dict(
+        gate_up_bias=torch.randn(EXPERTS, 2 * INNER).to(dtype), down_bias=torch.randn(EXPERTS, HIDDEN).to(dtype)
+    )
+    quantised = PackedExperts(both[0], both[1], **settings, **biases)  # type: ignore[arg-type]
+    plain = PackedExperts(both[0].dequantise(), both[1].dequantise(), **settings, **biases)  # type: ignore[arg-type]
+    assert len(quantised.parts[0]) > 1 == len(plain.parts[0])  # codes with scales beside the weight itself
+    have, want = quantised(x, ids, factors).float(), plain(x, ids, factors).float()
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    assert (have - want).norm() < bound * want.norm()
 
 
 def agree_on_sums(have: Tensor, want: Tensor) -> None:

@@ -45,11 +45,17 @@ def probabilities() -> None:
 
 
 def filters() -> None:
-    """Floors keep exactly the reference's set: ties, forbidden tokens, strides, and every filter alone and together."""
+    """Floors keep exactly the reference's set: ties, forbidden tokens, strides, and every filter alone and together.
+
+    With 40,000 tokens the row of two values has more ties than there are places for candidates, and the flat ones have
+    more tokens above top_p than candidates: both need the whole row again.
+    """
     torch.manual_seed(2)
-    for vocab in (1, 5, 5000):
+    for vocab in (1, 5, 5000, 40_000):
         logits = (torch.randn(12, vocab + 3) * 3)[:, :vocab]
         logits[:6] = logits[:6].round()  # ties
+        logits[4] = (logits[4] > 2).float()
+        logits[[0, 8]] *= 0.01
         if vocab > 1:
             logits[3, vocab // 2 :] = -torch.inf
         temperature = torch.tensor([1.0, 0.5, 2.0, 1.0] * 3)

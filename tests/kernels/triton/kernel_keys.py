@@ -12,10 +12,19 @@ from typing import Any, NamedTuple
 
 import triton
 
-from coatcheck.kernels.attention import attention_plan, paged_tiles, rotary, tile_launch
+from coatcheck.kernels.attention import attention_plan, latent_tiles, paged_tiles, rotary, tile_launch
 from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv import copy_blocks, store_kv
-from coatcheck.kernels.layers import grouped_gemm, rms_norm, route, silu_mul
+from coatcheck.kernels.layers import (
+    all_reduce_norm,
+    grouped_gemm,
+    latent_rotary,
+    quantised_linear,
+    rms_norm,
+    route,
+    silu_mul,
+)
+from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
 
 Keys = Callable[[GpuProperties], "Key"]
@@ -89,6 +98,58 @@ def tiles(
     return Key(paged_tiles._tiles, arguments, constants, launch.num_warps, launch.num_stages)
 
 
+def quantised_experts(
+    kernel: Any, kind: CodeKind, tokens: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64
+) -> Key:
+    """A product of 128 quantised experts, 8 for each token."""
+    launch = grouped_gemm.pick_launch(8 * tokens, 128, 4 if dtype == "fp32" else 2, gpu)
+    constants: dict[str, Any] = dict(
+        KIND=int(kind), CONVERT=gpu.convert, STEP=step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None, zeros=None,
+    )  # fmt: skip
+    floats = ""
+    if kernel is grouped_gemm._quantised_gate_up:
+        constants |= dict(TOP_K=8, ACTIVATION=0)
+        floats = "fp32 fp32"
+    scales = "u8" if kind is CodeKind.FP4 else dtype
+    arguments = f"*{dtype} *u8 *{scales} *{dtype} *i32 *i32 *i32 i32 i32 i32 i32 i32 {floats}"
+    stages = min(launch.num_stages, grouped_gemm._MAX_QUANTISED_STAGES)
+    return Key(kernel, arguments, constants, launch.num_warps, stages)
+
+
+def latent(kind: str, pool: Pool, heads: int, gpu: GpuProperties) -> Key:
+    """`kind`: short, wide, or batch-invariant; latents of 512 with rotary keys of 64, as DeepSeek's."""
+    invariant = kind == "batch-invariant"
+    tiles = latent_tiles.pick_latent_tiles(
+        heads, 512, element_size=pool.q_bytes, pool_bits=pool.bits, gpu=gpu, batch_invariant=invariant
+    )
+    launch = tiles.short if kind == "short" else tiles.wide
+    scales = "*fp16 *fp16 " if pool.quantised else ""
+    arguments = (
+        f"*{pool.q} *{pool.element} *{pool.element} {scales}*i32 *i32 *i32 *{pool.q} *fp32 *fp32 *fp32 "
+        "i32 i32 i32 i32 i32 i32 fp32"
+    )
+    constants = dict(
+        HEADS=heads, PACK=launch.pack, RANK=512, ROPE=64, SIZE=16, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        BLOCK_D=launch.block_d, BLOCK_R=64, PRECISION="ieee" if pool.q == "fp32" else "tf32", KIND=pool.quantised,
+        CONVERT=launch.convert, UNIT=attention_plan.INVARIANT_UNIT if invariant else 0,
+        **({} if pool.quantised else dict(latent_scales=None, rope_scales=None)),
+    )  # fmt: skip
+    return Key(latent_tiles._latent_tiles, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def latent_store(pool: Pool, gpu: GpuProperties) -> Key:
+    element = f"*{pool.element}"
+    scales = "*fp16 *fp16 " if pool.quantised else ""
+    q = f"*{pool.q}"
+    arguments = f"{q} {q} {q} {q} *fp32 *fp32 {element} {element} {scales}*i64 i32 i32 i32 i32 i32 i32 i32 i32 i32"
+    constants = dict(
+        HEADS=128, ROWS=latent_rotary._HEADS, RANK=512, ROPE=64, SIZE=16, KIND=pool.quantised, HALF=32, BLOCK=512,
+        ROPE_BLOCK=64, **({} if pool.quantised else dict(latent_scales=None, rope_scales=None)),
+    )  # fmt: skip
+    return Key(latent_rotary._latent_rotary, arguments, constants, 4)
+
+
 def merge(dim: int, gpu: GpuProperties, *, parts: int = 16) -> Key:
     constants = dict(HEADS=32, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), PARTS=parts, SINKS=True)
     return Key(paged_tiles._merge, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16", constants, 4)
@@ -132,6 +193,23 @@ def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bo
     return Key(kernel, arguments, constants, launch.num_warps, launch.num_stages)
 
 
+def linear(
+    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64, has_zeros: bool = False,
+    is_ordered: bool = False,
+) -> Key:  # fmt: skip
+    """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes."""
+    launch = quantised_linear.pick_launch(rows, 4096, step, 4 if dtype == "fp32" else 2, gpu)
+    scales = "u8" if kind is CodeKind.FP4 else dtype
+    zeros, order = "*i8 " if has_zeros else "", "*i32 " if is_ordered else ""
+    constants: dict[str, Any] = dict(
+        KIND=int(kind), CONVERT=gpu.convert, STEP=step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None,
+        **({} if has_zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
+    )  # fmt: skip
+    arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} i32 i32 i32 i32 i32"
+    return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages)
+
+
 def same(*parts: Any) -> Keys:
     """A key that does not depend on the processor."""
     key = Key(*parts)
@@ -151,6 +229,10 @@ KEYS: dict[str, Keys] = {
         rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
         dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
     ),
+    "all_reduce_norm": same(
+        all_reduce_norm._all_reduce_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 *i64 *i64 *i32 i32 i32 i32 fp32 fp32",
+        dict(SIZE=8, PADDED=8, CAST_FIRST=True, BLOCK=8192), 16,
+    ),
     "silu_mul": same(silu_mul._silu_mul, "*bf16 *bf16 i32 i32", dict(GELU=False, BLOCK=1024)),
     "store_kv": same(
         store_kv._store_kv, "*bf16 *bf16 *bf16 *bf16 *i64 i32 i32 i32 i32", dict(HEADS=8, DIM=128, SIZE=16, BLOCK=1024)
@@ -158,8 +240,21 @@ KEYS: dict[str, Keys] = {
     "store_quantised": partial(store_quantised, 128, POOLS["fp8"]),
     "copy_blocks": same(copy_blocks._copy_blocks, "*i64 *i64 *i64 i32 i32", dict(BLOCK=2048)),
     "rotary": partial(rotary_store, 128, POOLS["bf16"]),
+    "lane_maxima": same(
+        filter_floor._lane_maxima, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32",
+        dict(SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, BLOCK=2048), 8,
+    ),
+    "collect": same(
+        filter_floor._collect, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 *fp32 *i32 *fp32 i32 i32",
+        dict(
+            SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, PLACES=filter_floor.PLACES,
+            WANTED=filter_floor._WANTED, BLOCK=2048,
+        ),
+        8,
+    ),
     "filter_floor": same(
-        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32", dict(BLOCK=4096), 16
+        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 *fp32 *i32 *fp32 *fp32 i32 i32",
+        dict(SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, PLACES=filter_floor.PLACES, BLOCK=4096), 16,
     ),
     "draw": same(
         sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i32 i32", dict(BITS=False, BLOCK=2048), 8
@@ -186,6 +281,12 @@ KEYS: dict[str, Keys] = {
     "weighted_sum": same(
         grouped_gemm._weighted_sum, "*bf16 *i32 *fp32 *bf16 *bf16 *bf16 i32 i32 i32", dict(TOP_K=8, BLOCK=1024)
     ),
+    "linear, int4, few": partial(linear, CodeKind.INT4, 8, has_zeros=True),
+    "linear, fp8, many": partial(linear, CodeKind.FP8, 8192),
+    "gate_up, int4, many": partial(quantised_experts, grouped_gemm._quantised_gate_up, CodeKind.INT4, 8192),
+    "down, fp8, few": partial(quantised_experts, grouped_gemm._quantised_down, CodeKind.FP8, 8),
+    "latent": partial(latent, "short", POOLS["bf16"], 128),
+    "latent_rotary": partial(latent_store, POOLS["bf16"]),
 }  # fmt: skip
 
 
@@ -211,6 +312,29 @@ def _others() -> Iterator[tuple[str, Keys]]:
         for tokens, count in ((8192, "many"), (8, "few")):
             yield f"{title}, {count}, fp32", partial(grouped, kernel, "fp32", tokens)
             yield f"{title}, {count}, gpt-oss", partial(grouped, kernel, "bf16", tokens, oss=True)
+    for rows, count in ((8, "few"), (64, "some"), (8192, "many")):
+        for code in CodeKind:
+            name = f"linear, {code.name.lower()}, {count}"
+            if name not in KEYS:
+                yield name, partial(linear, code, rows, step=32 if code is CodeKind.FP4 else 64)
+        yield f"linear, int4, {count}, act-order", partial(linear, CodeKind.INT4, rows, has_zeros=True, is_ordered=True)
+        yield f"linear, int4, {count}, fp32", partial(linear, CodeKind.INT4, rows, dtype="fp32")
+    for title, product in (("gate_up", grouped_gemm._quantised_gate_up), ("down", grouped_gemm._quantised_down)):
+        for tokens, count in ((8192, "many"), (8, "few")):
+            for code in CodeKind:
+                if (name := f"{title}, {code.name.lower()}, {count}") not in KEYS:
+                    step = 32 if code is CodeKind.FP4 else 64
+                    yield name, partial(quantised_experts, product, code, tokens, step=step)
+            yield (
+                f"{title}, int4, {count}, fp32",
+                partial(quantised_experts, product, CodeKind.INT4, tokens, dtype="fp32"),
+            )
+    for name, pool in POOLS.items():
+        for kind, heads in (("short", 128), ("short", 16), ("wide", 16), ("batch-invariant", 16)):
+            if (name, kind, heads) != ("bf16", "short", 128):
+                yield f"latent, {kind}, {name}, {heads} heads", partial(latent, kind, pool, heads)
+        if name != "bf16":
+            yield f"latent_rotary, {name}", partial(latent_store, pool)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coatcheck.kernels.attention.latent_tiles import pick_latent_tiles
 from coatcheck.kernels.attention.tile_launch import TileLaunch, pick_tiles
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_120, GpuProperties
 from coatcheck.kernels.layers import grouped_gemm
@@ -39,6 +40,24 @@ def check(launch: TileLaunch, width: int, element_size: int, gpu: GpuProperties)
     # The number of a block takes stages beside the rows that it leads to.
     staged = (launch.num_stages + 1) // 2 * 2 * launch.block_n * launch.block_d * element_size
     assert launch.num_stages == 1 or staged <= gpu.shared
+
+
+@pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_tiles_of_latents_fit_the_processor(element_size: int, gpu: GpuProperties) -> None:
+    """Tiles of DeepSeek's latents hold whole queries, or a part of the heads of one, and fit shared memory."""
+    for heads in (128, 16, 5, 1):
+        for pool_bits in (8 * element_size, 8, 4):
+            for batch_invariant in (False, True):
+                tiles = pick_latent_tiles(
+                    heads, 512, element_size=element_size, pool_bits=pool_bits, gpu=gpu, batch_invariant=batch_invariant
+                )
+                assert len(set(tiles[:3])) == 1 or not batch_invariant
+                for tile in tiles[:3]:
+                    assert tile.shape.queries * tile.pack <= tile.block_m and tile.shape.head_tiles * tile.pack == heads
+                    rows = tile.block_n * (2 if tile.num_stages == 5 else 1)
+                    rows += 0 if gpu is GFX942 else tile.block_m  # AMD's compiler keeps queries in registers
+                    assert rows * 576 * element_size <= gpu.shared
 
 
 def test_long_chunks_take_large_tiles_where_the_processor_has_room() -> None:

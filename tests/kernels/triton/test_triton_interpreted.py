@@ -20,12 +20,13 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
     "groups",
     [
         "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities",
-        "routes products",
+        "routes products linears latents ranks",
         "bfloat16",
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
-    """Attention, stores, copies, norm, rotary, activation, filters, penalties and draw agree with the references."""
+    """Attention, stores, copies, norm, rotary, activation, experts, linears, filters, penalties and draw agree with the
+    references."""
     run(groups.split(), MAX_WAIT_SECONDS)
 
 

@@ -12,10 +12,10 @@ import pytest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.access.key_holders import SEARCH, write_keys
-from tests.router.fake_group import FakeGroup
+from tests.router.fake_group import EOS, FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.openai.scripted_chat import allows, saying
-from tests.router.tiny_tokenizer import write_model
+from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[tool {{ tool | tojson }}]{% endfor %}"
@@ -195,3 +195,70 @@ async def test_x_api_key_is_a_key(start_http_router: StartHttpRouter, model: Tok
     async with client_of(router, "wrong") as client:
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
             await client.messages.create(model="tiny", max_tokens=5, messages=HELLO)
+
+
+async def test_the_answer_goes_on_from_the_assistant_s_text(
+    start_http_router: StartHttpRouter, model: TokenizerJson
+) -> None:
+    """A last message of the assistant is the beginning of the answer; after a call of a tool the answer is a new
+    message."""
+    router = await start_http_router(saying("blue"), tokenizer=model)
+    async with client_of(router) as client:
+        asked: dict[str, Any] = dict(model="tiny", max_tokens=9, thinking=OFF)
+        begun = [*HELLO, {"role": "assistant", "content": "The sky is"}]
+        answer = await client.messages.create(**asked, messages=begun)
+        assert answer.content[0].text == "blue" and (await prompt_of(router)).endswith("<assistant>The sky is")
+        call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+        parts = [{"type": "text", "text": "so"}, call]
+        await client.messages.create(**asked, messages=[*HELLO, {"role": "assistant", "content": parts}])
+        assert (await prompt_of(router)).endswith("</tool_call><think></think>")
+
+
+async def test_documents_are_texts(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """Plain documents and search results reach the model, also in the result of a tool."""
+    router = await start_http_router(saying("yes"), tokenizer=model)
+    source = {"type": "text", "media_type": "text/plain", "data": "it rains"}
+    document = {"type": "document", "source": source, "title": "Weather", "citations": {"enabled": False}}
+    found = {"type": "search_result", "source": "a.org", "title": "Bonn", "content": [{"type": "text", "text": "wet"}]}
+    content: list[Any] = [
+        {"type": "tool_result", "tool_use_id": "t", "content": [found]}, document, {"type": "text", "text": "why?"}
+    ]  # fmt: skip
+    async with client_of(router) as client:
+        await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": content}])
+    assert "<tool>Bonn (a.org)\nwet<user>Weather\nit rains\nwhy?" in await prompt_of(router)
+
+
+async def test_too_long_is_said_in_anthropic_s_words(start_http_router: StartHttpRouter) -> None:
+    """Its clients match these words, and shorten the conversation or lower max_tokens."""
+    router = await start_http_router(FakeGroup())
+    async with client_of(router) as client:
+        with pytest.raises(anthropic.BadRequestError, match=r"exceed context limit: \d+ \+ 300 > 256, decrease"):
+            await client.messages.create(model="tiny", max_tokens=300, messages=HELLO)
+        long: Any = [{"role": "user", "content": "a fox " * 200}]
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 255 maximum"):
+            await client.messages.create(model="tiny", max_tokens=5, messages=long)
+
+
+async def test_the_client_runs_tools(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """Its tool runner asks the server to keep the conversation, and sends all of it when that is refused."""
+    ids = [*byte_level_tokenizer().encode(f"<think>hm</think>so{CALL}").ids, EOS]
+    end = [*byte_level_tokenizer().encode("It rains.").ids, EOS]
+    group = saying("")
+    group.token = lambda submit, choice, position: (ids if len(group.submits) == 1 else end)[position]
+    router = await start_http_router(group, tokenizer=model)
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Now."""
+        return f"rain in {city}"
+
+    async with client_of(router) as client:
+        runner = client.beta.messages.tool_runner(model="tiny", max_tokens=99, messages=HELLO, tools=[weather])
+        last = await runner.until_done()
+    assert last.content[-1].text == "It rains."
+    prompt = await prompt_of(router)
+    assert "<user>hello<assistant><think>hm</think>so<tool_call>" in prompt and "<tool>rain in Bonn" in prompt
+    status, _, text = await router.request(
+        "POST", "/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": HELLO, "thread": {"type": "create"}}
+    )
+    assert status == 400 and json.loads(text)["error"]["details"]["error_code"] == "thread_unsupported_request"

@@ -12,7 +12,7 @@ from openai import BadRequestError
 
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.serving.embed_service import _read_pooling
-from tests.router.fake_group import FakeGroup, fake_embedding
+from tests.router.fake_group import EOS, FakeGroup, fake_embedding
 from tests.router.http_router import StartHttpRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 
@@ -50,6 +50,9 @@ async def test_openai_s_client_gets_embeddings(start_http_router: StartHttpRoute
     [
         ({"input": ["a", ""]}, "empty"),
         ({"input": []}, "empty"),
+        ({}, "give either input or messages"),
+        ({"input": "a", "messages": []}, "give either input or messages"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1 or at least 1"),
         ({"input": "a", "dimensions": 10}, "the model's embeddings have 9"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "pooling": "max"}, "pooling"),
@@ -62,6 +65,34 @@ async def test_wrong_bodies_are_refused(start_http_router: StartHttpRouter, body
     """Each is refused with a message that names what is wrong."""
     router = await start_http_router(FakeGroup())
     assert message in (await router.expect_refusal("/v1/embeddings", body))["message"]
+
+
+async def test_prompts_are_cut(start_http_router: StartHttpRouter) -> None:
+    """truncate_prompt_tokens keeps the first tokens of each text, or the last; -1 keeps what the context has."""
+    router = await start_http_router(FakeGroup())
+    group, ids = router.groups[0], byte_level_tokenizer().encode("one two three").ids
+    for given, side, kept in ((2, "right", ids[:2]), (2, "left", ids[-2:]), (-1, "right", ids), (999, "left", ids)):
+        for body in ({"input": "one two three"}, {"input": ids}):
+            options = {"truncate_prompt_tokens": given, "truncation_side": side}
+            assert (await router.request("POST", "/v1/embeddings", body | options))[0] == 200
+            assert list(group.submits[-1].prompt_token_ids) == kept
+    assert (await router.request("POST", "/v1/embeddings", {"input": "a " * 900, "truncate_prompt_tokens": -1}))[
+        0
+    ] == 200
+    assert len(group.submits[-1].prompt_token_ids) == 255
+    pair = {"text_1": "one two", "text_2": "one three", "truncate_prompt_tokens": 1}
+    score = json.loads((await router.request("POST", "/score", pair))[2])["data"][0]["score"]
+    assert score == pytest.approx(1.0)
+
+
+async def test_a_chat_has_an_embedding(start_http_router: StartHttpRouter) -> None:
+    """`messages` in place of `input`: the chat as the template writes it, without the beginning of an answer."""
+    router = await start_http_router(FakeGroup())
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    for more, text in (({}, "<|user|>hello"), ({"add_generation_prompt": True}, "<|user|>hello<|assistant|>")):
+        assert (await router.request("POST", "/v1/embeddings", chat | more))[0] == 200
+        ids = [token for token in router.groups[0].submits[-1].prompt_token_ids if token != EOS]
+        assert byte_level_tokenizer().decode(ids) == text
 
 
 async def test_an_unknown_model_is_refused(start_http_router: StartHttpRouter) -> None:

@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"messages": HELLO, "tools": [WEATHER]}, "does not support tools"),
     "strict": (
         {"messages": HELLO, "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
-        "strict tools need tool_choice 'required' or a named function with this model",
+        "does not support tools",
     ),
     "tool choice": ({"messages": HELLO, "tool_choice": "required"}, "tool_choice needs tools"),
     "overridden": ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "must not set 'messages'"),

@@ -15,7 +15,7 @@ from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.access.key_holders import EYES, OPS, SEARCH, write_keys
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
-from tests.router.tiny_tokenizer import byte_level_tokenizer
+from tests.router.tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
 
 
 async def test_the_model_is_listed(start_http_router: StartHttpRouter) -> None:
@@ -275,6 +275,23 @@ async def test_a_chat_template_of_the_request(start_http_router: StartHttpRouter
     for wrong in ("{% if %}", "x" * 70_000):
         error = await trusting.expect_refusal("/v1/chat/completions", own | {"chat_template": wrong})
         assert error["param"] == "chat_template"
+
+
+async def test_tokenizer_info(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
+    """GET /tokenizer_info returns the tokenizer's settings, special tokens as texts, and the chat template. It needs a
+    setting, which the error names, and a key where keys are required."""
+    router = await start_http_router(FakeGroup())
+    status, _, text = await router.request("GET", "/tokenizer_info")
+    assert status == 404 and "--enable-tokenizer-info-endpoint" in text
+    model = TokenizerJson.load(str(write_model(tmp_path / "model")))
+    keys = write_keys(tmp_path / "keys.json")
+    told = await start_http_router(FakeGroup(), tokenizer=model, enable_tokenizer_info_endpoint=True, key_file=keys)
+    assert (await told.request("GET", "/tokenizer_info"))[0] == 401
+    headers = {"authorization": f"Bearer {SEARCH}"}
+    status, _, text = await told.request("GET", "/tokenizer_info", None, headers)
+    assert (status, json.loads(text)) == (200, {
+        "tokenizer_class": None, "bos_token": "<s>", "eos_token": "</s>", "pad_token": None, "chat_template": TEMPLATE,
+    })  # fmt: skip
 
 
 async def test_an_admin_resets_the_caches(start_http_router: StartHttpRouter, tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ CHAT_WORKS: dict[str, list[Any]] = {
     "reasoning_effort": ["low"], "metadata": [{"a": "b"}], "modalities": [["text"]], "store": [False, True],
     "service_tier": ["auto", "flex"], "safety_identifier": ["me"], "prediction": [{"type": "content", "content": "a"}],
     "prompt_cache_key": ["a"], "prompt_cache_options": [{"mode": "implicit"}], "prompt_cache_retention": ["24h"],
-    "verbosity": ["medium"], "functions": [[]], "function_call": ["none", "auto"],
+    "verbosity": ["low", "medium", "high"], "functions": [[]], "function_call": ["none", "auto"],
 }  # fmt: skip
 CHAT_REFUSED: dict[str, list[Any]] = {
     "audio": [{"voice": "a", "format": "wav"}], "modalities": [["text", "audio"]],
-    "web_search_options": [{}], "moderation": [{"model": "a"}], "verbosity": ["low", "high"],
+    "web_search_options": [{}], "moderation": [{"model": "a"}], "verbosity": ["long"],
     "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "n": [0, -1], "top_logprobs": [2],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}], "stream_options": [{}],
     "response_format": [{"type": "structural_tag"}], "tools": [[{"type": "web_search"}]],

@@ -1,6 +1,7 @@
 """Reasoning in /v1/chat/completions: split off, streamed, and before structured output."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,39 @@ async def test_reasoning_is_split_off(start_http_router: StartHttpRouter, thinke
         answer = await router.openai.chat.completions.create(**asked, extra_body={option: False})
         message = answer.choices[0].message
         assert (message.content, message.reasoning_content) == (content, None)  # type: ignore[attr-defined]
+
+
+async def test_usage_counts_reasoning_tokens(start_http_router: StartHttpRouter, thinker: TokenizerJson) -> None:
+    """reasoning_tokens is the number of tokens with text between the markers: whole, streamed, for several choices, cut
+    by max_tokens, in Responses, and 0 without reasoning."""
+    router = await start_http_router(saying(THOUGHT), tokenizer=thinker)
+    ids = thinker.encode(THOUGHT)
+    ends = [len(thinker.decode(ids[:size])) for size in range(len(ids) + 1)]
+    first, last = len("<think>"), THOUGHT.index("</think>")
+    count = sum(start < last and stop > first for start, stop in pairwise(ends))
+    assert 1 < count < len(ends) - 1
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO)
+
+    async def counted(**options: Any) -> int:
+        status, _, text = await router.request("POST", "/v1/chat/completions", {**asked, **options})
+        assert status == 200, text
+        events = text.split("data: ") if options.get("stream") else [text]
+        usage = next(json.loads(event)["usage"] for event in reversed(events) if '"completion_tokens_details"' in event)
+        return int(usage["completion_tokens_details"]["reasoning_tokens"])
+
+    assert await counted() == await counted(include_reasoning=False) == count
+    assert await counted(stream=True, stream_options={"include_usage": True}) == count
+    assert await counted(n=3) == 3 * count
+    for max_tokens in range(1, len(ends)):
+        is_closed = ends[max_tokens] >= last + len("</think>")
+        stop_at = last if is_closed else ends[max_tokens]  # a part of the end marker is shown as reasoning
+        cut = sum(start < stop_at and stop > first for start, stop in pairwise(ends[: max_tokens + 1]))
+        assert await counted(max_tokens=max_tokens) == cut
+    assert await counted(separate_reasoning=False) == 0
+    assert await counted(chat_template_kwargs={"enable_thinking": False}) == 0
+    for stream in (False, True):
+        status, _, text = await router.request("POST", "/v1/responses", {"input": "hello", "stream": stream})
+        assert status == 200 and f'"reasoning_tokens":{count}' in text.replace(" ", "")
 
 
 async def test_content_is_null_if_all_is_reasoning(start_http_router: StartHttpRouter, thinker: TokenizerJson) -> None:

@@ -9,11 +9,13 @@ from llguidance import LLMatcher, LLTokenizer
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.router.event_loop.message_limits import MAX_TOOLS
-from coatcheck.router.openai.strict_calls import strict_calls_grammar
-from coatcheck.router.openai.tools import Function, named_call_grammar, required_calls_grammar
+from coatcheck.router.openai.chat_response import join_calls
+from coatcheck.router.openai.tools import Function
 from coatcheck.router.parsing.output_format import OutputFormat
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import ToolCallDelta
+from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
+from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 from tests.router.fake_group import EOS
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 
@@ -230,10 +232,114 @@ def test_calls_fit_their_schemas_and_are_read(case: str) -> None:
     assert [json.loads(call.arguments) for call in calls] == [{"n": 5}, {"n": 5}]
 
 
-@pytest.mark.parametrize(
-    "tool_format", ["llama3_json", "pythonic", "glm45", "qwen3_coder", "minimax_m2", "openai", "mistral", "kimi_k2"]
-)
-def test_formats_that_no_grammar_enforces_are_refused(tool_format: str) -> None:
-    """So are formats whose markers are not special tokens of the tokenizer."""
+HARMONY = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"type": "array", "items": {"$ref": "#/$defs/Day"}},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"Day": {"type": "integer"}},
+}  # fmt: skip
+PLACES = [
+    Function(name="f", parameters=PLACE, strict=True),
+    Function(name="g", parameters={"type": "object", "additionalProperties": False}, strict=True),
+    Function(name="free", parameters=PLACE),
+]
+BONN = {"city": "Bonn", "days": [1, 2]}
+# name -> (tool format, special tokens, texts with the call f(BONN), other texts that are allowed, texts that are not)
+ARGUMENT_FORMATS: dict[str, tuple[str, tuple[str, ...], list[str], list[str], list[str]]] = {
+    "llama": (
+        "llama3_json", ("<|python_tag|>",),
+        ['{"name": "f", "parameters": {"city": "Bonn", "days": [1, 2]}}',
+         'so <|python_tag|>{"name": "f", "arguments": {"city": "Bonn", "days": [1, 2]}}'],
+        ['{"name": "g", "parameters": {}}; {"name": "free", "parameters": {"x": 1}}', "so { no call }", ""],
+        ['{"name": "f", "parameters": {"city": 5', '{"name": "h"', "[5]", '{"a": 1}']),
+    "llama without its token": (
+        "llama3_json", (), ['[{"name": "f", "parameters": {"city": "Bonn", "days": [1, 2]}}]'], ["a <|python_ta"],
+        ["so <|python_tag|>"]),
+    "pythonic": (
+        "pythonic", (), ['[f(city="Bonn", days=[1, 2])]'],
+        ['[g(), free(x=true, y={"a": null})]', '[f(city="B", unit="C", days=[])]', "so f(", "a [1]"],
+        ['[f(city=5', '[f(days=[1]', '[f(city="B")', "[h(", "[g(x", "[1]", "<|python_start|>so"]),
+    "qwen3 coder": (
+        "qwen3_coder", (),
+        ["so <tool_call>\n<function=f>\n<parameter=city>\nBonn\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>"
+         "\n</function>\n</tool_call>"],
+        ["<function=g>\n</function>\n<function=free>\n<parameter=x>\n1\n</parameter>\n</function> and more",
+         "<function=f><parameter=city>a < b</parameter><parameter=unit>C</parameter><parameter=days>[]</parameter>"],
+        ["<function=f>\n</function>", "<function=h", "<function=f><parameter=days>",
+         "<function=f><parameter=city>x</parameter><parameter=unit>K",
+         "<function=f><parameter=city>x</parameter><parameter=days>\n[1.5"]),
+    "minimax m2": (
+        "minimax_m2", ("<minimax:tool_call>", "</minimax:tool_call>"),
+        ['<minimax:tool_call><invoke name="f"><parameter name="city">Bonn</parameter><parameter name="days">[1, 2]'
+         "</parameter></invoke></minimax:tool_call>"],
+        ['<invoke name="g"></invoke>'],
+        ['<invoke name="h', '<invoke name="f"><parameter name="city">x</parameter></i']),
+    "glm": (
+        "glm45", (),
+        ["<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n<arg_key>days</arg_key>\n<arg_value>"
+         "[1, 2]</arg_value>\n</tool_call>"],
+        ["<tool_call>g\n</tool_call>", "<tool_call>free<arg_key>x</arg_key><arg_value>1</arg_value></tool_call> so"],
+        ["<tool_call>h", "<tool_call>f</tool_call>", "<tool_call>f<arg_key>days"]),
+    "gpt-oss": (
+        "openai", HARMONY,
+        ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+         '<|constrain|>json<|message|>{"city": "Bonn", "days": [1, 2]}<|call|>',
+         ' to=functions.f<|channel|>commentary json<|message|>{"city": "Bonn", "days": [1, 2]}'],
+        ["<|channel|>final<|message|>only text", '<|channel|>commentary to=functions.free<|message|>{"x": 1}<|call|>'],
+        ['<|channel|>commentary to=functions.f<|message|>{"city": 5', "<|channel|>commentary to=functions.h", "text"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENT_FORMATS)
+def test_arguments_in_other_forms_fit_their_schemas(case: str) -> None:
+    """Formats that write calls as texts, as Python or with tags: calls that fit are allowed, and read by the format's
+    parser; others are not, and neither is a text that the parser would take for a call."""
+    tool_format, special, called, allowed, refused = ARGUMENT_FORMATS[case]
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(list(special))
+    ids = {marker: tokenizer.token_to_id(marker) or 0 for marker in special}
+    grammar = strict_calls_grammar(PLACES, tool_format, ids)
+    plan = ParsingPlan(OutputFormat(tool_format), tool_mode="auto", schemas={"f": PLACE})
+    for text in (*called, *allowed):
+        assert allows(grammar, special, text), text
+    for text in called:
+        (one,) = join_calls(OutputParser(plan).feed_delta(text, is_last=True))
+        assert (one.name, json.loads(one.arguments)) == ("f", BONN), text
+    for text in refused:
+        assert not allows(grammar, special, text), text
+
+
+@pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3"])
+def test_formats_without_their_tokens_are_refused(tool_format: str) -> None:
+    """Formats whose markers must be special tokens of the tokenizer."""
     with pytest.raises(InvalidRequest, match="strict tools need tool_choice"):
         strict_calls_grammar(FUNCTIONS, tool_format, {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({**PLACE, "anyOf": [PLACE]}, "'anyOf' at their root"),
+        ({"properties": {"a>b": {}}}, "the name 'a>b'"),
+        ({"properties": {"a": {"$ref": "#"}}}, "the reference '#'"),
+        ({"properties": {"a": True}}, "properties that are no schemas"),
+        ({"properties": {"a": {}}, "required": 5}, "'required' that is no list"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, "'required' that is no list"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "'required' that is no list of names of properties"),
+        (
+            {"properties": {f"a{i}": {"$ref": "#/$defs/x"} for i in range(99)}, "$defs": {"x": {"title": "y" * 50000}}},
+            "each argument of a strict function may need a copy",
+        ),
+    ],
+)
+@pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
+def test_schemas_that_cannot_be_taken_apart_are_refused(tool_format: str, schema: dict[str, Any], words: str) -> None:
+    """The error names the function and what of its schema is not enforced."""
+    with pytest.raises(InvalidRequest, match=words):
+        strict_calls_grammar([Function(name="f", parameters=schema, strict=True)], tool_format, {})

@@ -21,7 +21,8 @@ THINK = ReasoningFormat("<think>", "</think>")
 
 
 def read(plan: ParsingPlan, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """(reasoning, content, (name, arguments) of each call) of a text in pieces."""
+    """(reasoning, content, (name, arguments) of each call) of a text in pieces. The parser's spans must have the
+    reasoning."""
     parser = OutputParser(plan)
     parts: list[Part] = []
     for piece in pieces:
@@ -29,6 +30,9 @@ def read(plan: ParsingPlan, pieces: list[str]) -> tuple[str, str, list[tuple[str
     parts += parser.finish()
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     content = "".join(part.text for part in parts if isinstance(part, Content))
+    if plan.shows_reasoning:
+        text = "".join(pieces)
+        assert "".join(text[start:stop] for start, stop in parser.reasoning_spans).strip() == reasoning.strip()
     return reasoning, content, join_named_calls(parts)
 
 

@@ -144,8 +144,9 @@ async def test_a_response_that_max_tokens_cuts(start_http_router: StartHttpRoute
     cut = await router.openai.responses.create(**asked)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens"
-    events = [event async for event in await router.openai.responses.create(**asked, stream=True)]
+    events: list[Any] = [event async for event in await router.openai.responses.create(**asked, stream=True)]
     assert events[-1].type == "response.incomplete"
+    assert events[-2].item == events[-1].response.output[0] and events[-2].item.status == "incomplete"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -154,7 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "their tool": ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     "image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
     "truncation": ({"truncation": "auto"}, "truncation"),
-    "scores": ({"top_logprobs": 2}, "top_logprobs"),
+    "scores": ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     "limit": ({"max_output_tokens": 0}, "max_output_tokens"),
     "no schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     "nothing": ({"input": []}, "input"),
@@ -207,3 +208,62 @@ async def test_vllm_s_sampling_fields(start_http_router: StartHttpRouter) -> Non
     sampling = group.submits[-1].sampling
     assert (sampling.top_k, sampling.min_p, sampling.seed, sampling.repetition_penalty) == (7, 0.25, 5, 1.5)
     assert group.submits[-1].priority == 3
+
+
+async def test_texts_have_log_probabilities(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """With `include` each token of the text has its own and the alternatives', whole and streamed; reasoning, markers
+    and calls have none."""
+    group = saying(f"<think>hm</think>so fine{CALL}")
+    group.with_tops = True
+    router = await start_http_router(group, tokenizer=model)
+    asked: dict[str, Any] = dict(model="tiny", input="hello", tools=[WEATHER], max_output_tokens=200)
+    scored: dict[str, Any] = {**asked, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = await router.openai.responses.create(**scored)
+    (text,) = (part for item in whole.output if item.type == "message" for part in item.content)
+    assert text.type == "output_text" and text.logprobs is not None
+    assert "".join(token.token for token in text.logprobs) == text.text == "so fine"
+    assert [len(token.top_logprobs) for token in text.logprobs] == [2] * len(text.logprobs)
+    events: list[Any] = [event async for event in await router.openai.responses.create(**scored, stream=True)]
+    for kind in ("response.output_text.delta", "response.output_text.done"):
+        tokens = [token.token for event in events if event.type == kind for token in event.logprobs]
+        assert "".join(tokens) == "so fine"
+    assert events[-1].response.output[1].content == [text]
+    plain = await router.openai.responses.create(**asked, top_logprobs=2, include=["web_search_call.results"])
+    assert all(part.logprobs == [] for item in plain.output if item.type == "message" for part in item.content)  # type: ignore[union-attr]
+
+
+async def test_items_may_be_sent_by_reference(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """An item of a response that is kept stands for itself; another tenant's or a dropped one is refused."""
+    router = await start_http_router(saying(f"<think>hm</think>so{CALL}"), tokenizer=model)
+    first = await router.openai.responses.create(model="tiny", input="hello", tools=[WEATHER])
+    history: list[Any] = [{"role": "user", "content": "hello"}]
+    history += [{"type": "item_reference", "id": item.id} for item in first.output]
+    history += [{"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}]  # type: ignore[union-attr]
+    second = await router.openai.responses.create(model="tiny", input=history, tools=[WEATHER])
+    said = '<assistant><think>hm</think>so<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+    assert f"<user>hello{said}<tool>rain" in await prompt_of(router)
+    counted = await router.openai.responses.input_tokens.count(model="tiny", input=history, tools=[WEATHER])
+    assert second.usage is not None and counted.input_tokens == second.usage.input_tokens
+    twice: list[Any] = [history[1], history[1]]
+    with pytest.raises(openai.BadRequestError, match="refers to an item more than once; send the further copies"):
+        await router.openai.responses.create(model="tiny", input=twice)
+    beyond: list[Any] = [{"type": "item_reference", "id": f"{first.output[0].id}9"}]
+    with pytest.raises(openai.BadRequestError, match="does not keep"):
+        await router.openai.responses.create(model="tiny", input=beyond)
+    await router.openai.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="does not keep; send the item itself"):
+        await router.openai.responses.create(model="tiny", input=history)
+
+
+async def test_allowed_tools_and_verbosity(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """The model sees only the allowed tools; the response repeats both fields."""
+    router = await start_http_router(saying("yes"), tokenizer=model)
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    tools: Any = [WEATHER, {**WEATHER, "name": "clock"}]
+    made = await router.openai.responses.create(
+        model="tiny", input="hello", tools=tools, tool_choice=choice, text={"verbosity": "low"}
+    )
+    prompt = await prompt_of(router)
+    assert "[tool weather]" in prompt and "[tool clock]" not in prompt
+    assert made.text is not None and made.text.verbosity == "low"
+    assert getattr(made.tool_choice, "mode", None) == "auto"

@@ -115,6 +115,12 @@ def test_ties_are_broken_at_random() -> None:
     assert set(counts) == set("abcd") and all(900 < count < 1100 for count in counts.values())
 
 
+def test_no_term_is_printed_below_zero() -> None:
+    """A group with free blocks evicts nothing: the term is 0, not -0, which `explain` would print as "-0.000"."""
+    (cost,) = choose_group([a_group("free")], 1000, DICE).costs
+    assert "-" not in f"{cost.eviction_seconds:.3f}"
+
+
 def test_a_session_breaks_ties_and_nothing_else() -> None:
     """Of equal groups, one session always uses the same, and many sessions use all. A cheaper group wins over the
     session's."""

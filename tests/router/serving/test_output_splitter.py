@@ -2,11 +2,13 @@
 
 import json
 
+import grpc
 import pytest
 
+from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.openai.scripted_chat import WEATHER, saying
+from tests.router.openai.scripted_chat import WEATHER, allows, saying
 from tests.router.router_under_test import StartRouter
 from tests.router.tiny_tokenizer import write_model
 
@@ -86,3 +88,61 @@ async def test_a_resumed_stream_goes_on_where_it_was(start_router: StartRouter, 
         pieces = [piece for delta in whole for piece in delta.tool_calls]
         assert [piece.name for piece in pieces if piece.name] == ["weather"] * 2
         assert json.loads("".join(piece.arguments for piece in pieces if piece.index == 1)) == {"city": "Bonn"}
+
+
+async def test_tool_choice_over_grpc(start_router: StartRouter, thinker: TokenizerJson) -> None:
+    """ "required" and a name constrain the output to calls, "none" hides the tools, and calls of strict tools fit their
+    schemas; calls come in fields of their own."""
+    call = '{"name": "weather", "arguments": {"city": "Bonn"}}'
+    # tool_choice, what the model says, and what the grammar allows and refuses
+    cases: list[tuple[str, str, str, str]] = [
+        ("required", f"<think>hm</think>[{call}, {call}]", f"[{call}, {call}]", "text"),
+        ("weather", '<think>hm</think>{"city": "Bonn"}', '{"city": "Bonn"}', "[{"),
+        ("auto", f"so <tool_call>\n{call}\n</tool_call>", "only text", '<tool_call>\n{"name": "clock"'),
+    ]
+    strict = json.dumps({**WEATHER, "function": {**WEATHER["function"], "strict": True}})
+    for choice, said, allowed, refused in cases:
+        router = await start_router(saying(said), tokenizer=thinker)
+        asked = asking()
+        asked.chat.tool_choice = choice
+        asked.chat.tools[0] = strict
+        (made,) = (await router.generation.Generate(asked)).choices
+        assert [(one.name, one.arguments) for one in made.tool_calls][:1] == [("weather", '{"city": "Bonn"}')], choice
+        grammar = Grammar.from_message(router.groups[0].submits[-1].sampling.structured)
+        assert allows(grammar, allowed) and not allows(grammar, refused), choice
+        if choice == "required":
+            asked.chat.parallel_tool_calls = False
+            assert len((await router.generation.Generate(asked)).choices[0].tool_calls) == 1
+            asked.chat.tool_choice = "none"
+            hidden = await router.generation.Generate(asked)
+            assert hidden.choices[0].text.startswith("[{") and not hidden.choices[0].tool_calls
+            shown = await router.generation.Detokenize(
+                pb.DetokenizeRequest(token_ids=router.groups[0].submits[-1].prompt_token_ids)
+            )
+            assert "[tool" not in shown.text
+            counted = await router.generation.Tokenize(pb.TokenizeRequest(chat=asked.chat))
+            assert counted.token_ids == router.groups[0].submits[-1].prompt_token_ids
+
+
+async def test_a_tool_choice_that_cannot_be_met_is_refused(start_router: StartRouter, thinker: TokenizerJson) -> None:
+    """Each error names the field and what to change."""
+    router = await start_router(saying("yes"), tokenizer=thinker)
+    schema = pb.StructuredOutput(json_schema="{}")
+    wrong = {"function": {"name": "a b", "parameters": {}}}
+    for choice, tools, structured, words in (
+        ("required", [], None, "tool_choice needs tools"),
+        ("clock", [WEATHER], None, "tool_choice names 'clock', which is not among the tools"),
+        ("weather", [WEATHER], schema, "does not go with structured"),
+        ("required", [WEATHER, WEATHER], None, "two functions named 'weather'"),
+        ("required", [wrong], None, "has the name 'a b'"),
+        ("required", [{"function": {"name": "f", "parameters": {"$ref": "#/x"}}}], None, "schemas that cannot be"),
+    ):
+        asked = asking(with_tools=False)
+        asked.chat.tool_choice = choice
+        asked.chat.tools.extend(map(json.dumps, tools))
+        if structured is not None:
+            asked.sampling.structured.CopyFrom(structured)
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
+            await router.generation.Generate(asked)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not router.groups[0].submits

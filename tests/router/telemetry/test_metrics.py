@@ -24,8 +24,8 @@ from coatcheck.proto.stubs.worker_pb2 import Load
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
 from coatcheck.router.telemetry.request_metrics import RecentOutcomes, RequestMetrics
 from tests.router.fake_group import FakeGroup
-from tests.router.metric_lint import complaints
 from tests.router.router_under_test import RouterUnderTest, StartRouter
+from tests.router.telemetry.metric_lint import complaints
 
 STATUS = GroupStatus(
     running=2,
@@ -48,7 +48,8 @@ STATUS = GroupStatus(
     integrity_failures=1,
     preemptions=6,
     late_compiles=2,
-    ranks=[RankStatus(rank=0, healthy=True, node="a", steps=12, peak_memory_bytes=1000)],
+    ranks=[RankStatus(rank=0, healthy=True, node="a", steps=12, peak_memory_bytes=1000, weight_bytes=500)],
+    expert_tokens=[3, 4],
 )
 
 
@@ -117,10 +118,33 @@ async def test_what_groups_report_is_there(start_router: StartRouter) -> None:
     assert value(router, "coatcheck_group_state", {**there, "state": "serving"}) == 1
     assert value(router, "coatcheck_rank_healthy", {**there, "rank": "0", "node": "a"}) == 1
     assert value(router, "coatcheck_rank_steps_total", {**there, "rank": "0"}) == 12
+    assert value(router, "coatcheck_rank_weight_bytes", {**there, "rank": "0"}) == 500
+    assert value(router, "coatcheck_expert_tokens_total", {"expert": "1"}) == 4
     assert value(router, "coatcheck_queued_requests") == 3 and value(router, "coatcheck_running_requests") == 2
     assert value(router, "coatcheck_kv_utilization_ratio") == pytest.approx(10 / 64)
     assert value(router, "coatcheck_kv_block_size_tokens") == 4 and value(router, "coatcheck_kv_blocks") == 64
     assert value(router, "coatcheck_cache_config_info", {"block_size": "4", "num_gpu_blocks": "64"}) == 1
+
+
+def test_counts_of_experts_never_fall() -> None:
+    """The sum over the groups keeps the tokens of a group that is lost, and adds those of a group that has restarted.
+    A group that comes back with its counts is not counted twice."""
+    first, second = GroupStatus(name="a", expert_tokens=[3, 4]), GroupStatus(name="b", expert_tokens=[10, 20])
+    status = StatusResponse()
+    shown = PrometheusPage(lambda: status, CollectorRegistry())
+    for groups, sums in (
+        ([first, second], (13, 24)),
+        ([first], (13, 24)),
+        ([first, second], (13, 24)),
+        ([first, GroupStatus(name="b", expert_tokens=[1, 0])], (14, 24)),
+        ([first, GroupStatus(name="b", expert_tokens=[2, 5])], (15, 29)),
+        ([GroupStatus(name="a")], (15, 29)),
+    ):
+        status.ClearField("groups")
+        status.groups.extend(groups)
+        lines = shown.render().decode().splitlines()
+        for expert, tokens in enumerate(sums):
+            assert f'coatcheck_expert_tokens_total{{expert="{expert}"}} {tokens}' in lines, groups
 
 
 async def test_each_request_is_measured(start_router: StartRouter) -> None:

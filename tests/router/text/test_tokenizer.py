@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import regex
 
 from coatcheck.proto.errors import InvalidModel, InvalidRequest, NeverFits
 from coatcheck.router.text import tokenizer as tokenizer_module
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
+from tests.workers.checkpoint.published_checkpoints import write_tiktoken
 
 USER = [{"role": "user", "content": "hi <b>"}]
 
@@ -145,3 +147,60 @@ def test_a_template_of_another_kind_is_refused(tmp_path: Path, template: object)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(InvalidModel, match="chat_template"):
         TokenizerJson.load(str(tmp_path))
+
+
+def test_kimis_byte_pairs_are_read_without_its_code(tmp_path: Path) -> None:
+    """The ids of texts equal those of the definition: split by the pattern, then merge the pair of lowest rank until
+    none is left. Special tokens have their ids, and texts come back as they were."""
+    ranks = {token: rank for rank, token in enumerate(write_tiktoken(tmp_path))}
+    tokenizer = TokenizerJson.load(str(tmp_path))
+
+    def merge(piece: bytes) -> list[int]:
+        parts = [bytes([byte]) for byte in piece]
+        while True:
+            pairs = [(ranks.get(parts[place] + parts[place + 1], 1 << 30), place) for place in range(len(parts) - 1)]
+            if not pairs or min(pairs)[0] == 1 << 30:
+                return [ranks[part] for part in parts]
+            place = min(pairs)[1]
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+
+    for text in (
+        "the quick fox's 12345 and THE FOXing", "你好 the你好and", " é\n\n  ...the", "  \t x\r\n\n y ", "Ünï'S étéand",
+    ):  # fmt: skip
+        pieces = regex.findall(_KIMI_PATTERN, text, regex.V1)
+        assert "".join(pieces) == text
+        assert tokenizer.encode(text) == [token for piece in pieces for token in merge(piece.encode())]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("<|im_user|>the<|im_end|>") == [387, ranks[b"the"], 386]
+    assert tokenizer.special_ids["<|reserved_token_639|>"] == 639 and tokenizer.vocab_size == 640
+    (tmp_path / "tiktoken.model").write_text("!!! 0\n")
+    with pytest.raises(InvalidModel, match="tiktoken.model or tokenizer_config.json is broken"):
+        TokenizerJson.load(str(tmp_path))
+
+
+def test_code_that_reads_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that only the repository's code reads is refused, without a question at the terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen"}))
+    (tmp_path / "qwen.tiktoken").write_text("AA== 0\n")
+    settings = {"tokenizer_class": "QWenTokenizer", "auto_map": {"AutoTokenizer": ["ours.QWenTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "ours.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(InvalidModel, match="brings code to read its tokenizer, and code .* is never run; add a"):
+        TokenizerJson.load(str(tmp_path))
+
+
+def test_a_sentencepiece_model_names_the_package_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sentencepiece a tokenizer.model alone is refused with the package to install."""
+    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(InvalidModel, match=r"is tokenizer.model, which the package sentencepiece reads: pip install"):
+        TokenizerJson.load(str(tmp_path))
+
+
+_KIMI_PATTERN = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]&&[^\p{Han}]]*"
+    r"[[\p{Ll}\p{Lm}\p{Lo}\p{M}]&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?"
+    r"[[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]&&[^\p{Han}]]+[[\p{Ll}\p{Lm}\p{Lo}\p{M}]&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)

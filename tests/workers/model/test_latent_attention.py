@@ -12,7 +12,6 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model import latent_attention
 from coatcheck.workers.model.latent_attention import LatentDims, prefers_expanded
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.model.model_rules import check_latent_device
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.cluster.broken_models import set_fields
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
@@ -119,13 +118,6 @@ def test_a_config_that_transformers_computes_otherwise_is_refused(
     set_fields(tmp_path, changes)
     with pytest.raises(InvalidModel, match=message):
         load(tmp_path)
-
-
-def test_a_gpu_is_refused() -> None:
-    """There are no GPU kernels for latents: the message says what to set instead."""
-    with pytest.raises(InvalidModel, match="served on CPUs only: set --device cpu"):
-        check_latent_device("deepseek", "cuda")
-    check_latent_device("deepseek", "cpu")
 
 
 def test_weights_quantised_at_load(checkpoint_directory: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,6 +20,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_capture_size
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.quantised_checkpoints import FORMATS
 from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
 
 
@@ -107,10 +109,17 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
 
 
 @pytest.mark.full  # test_simulated_gpu.py runs the Triton kernels and the graphs of one model in `make test`
-@pytest.mark.parametrize(("arch", "kv_dtype"), [("llama", "auto"), ("qwen3", "int8")])
-def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "kv_dtype", "quantised"),
+    [("llama", "auto", ""), ("qwen3", "int8", ""), ("llama", "auto", "gptq-act-order"), ("qwen3-moe", "auto", "awq")],
+)
+def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_dtype: str, quantised: str) -> None:
     """With the Triton kernels in the interpreter, plain and padded steps sample the tokens of the CPU path."""
-    path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=1)
+    sizes: dict[str, Any] = dict(moe_intermediate_size=64) if arch == "qwen3-moe" else {}
+    path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=1, **sizes)
+    if quantised:
+        FORMATS[quantised](path, tmp_path / quantised)
+        path = tmp_path / quantised
     want = padded_beside_plain(load(path), kv_dtype, short=True)[0]
     done = subprocess.run(
         [sys.executable, "-m", "tests.workers.runner.padded_steps", str(path), kv_dtype, json.dumps(want)],

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from safetensors.torch import load_file, save_file
 
 from coatcheck.kernels.compile_watch import CompileWatch
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.quantised_checkpoints import FORMATS, Weights
 from tests.workers.ranks import run_ranks
 from tests.workers.runner.recorded_keys import ClaimedGpu, record
 
@@ -20,20 +22,38 @@ from tests.workers.runner.recorded_keys import ClaimedGpu, record
         ("llama", "bfloat16", "auto"),
         ("gemma2", "float16", "int4"),
         ("qwen3-moe", "bfloat16", "auto"),
+        ("qwen3-moe as awq", "float16", "auto"),
+        ("deepseek-v3", "bfloat16", "fp8"),
         pytest.param("qwen3", "bfloat16", "fp8", marks=pytest.mark.full),
         pytest.param("olmo2", "float32", "int8", marks=pytest.mark.full),  # transformers' own modules, without graphs
     ],
 )
 def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
-    checkpoint_directory: Path, arch: str, dtype: str, kv_dtype: str
+    checkpoint_directory: Path, tmp_path: Path, arch: str, dtype: str, kv_dtype: str
 ) -> None:
-    """Random steps of chunks, decodes, samplings and copies launch only kernels with a key of the warm-up."""
-    path = tiny_checkpoint(arch, checkpoint_directory)
+    """Random steps of chunks, decodes, samplings and copies launch only kernels with a key of the warm-up, also where
+    the experts of one layer are plain and those of the other quantised."""
+    family, _, quantised = arch.partition(" as ")
+    if quantised:
+        path = tmp_path / quantised
+        plain = FORMATS[quantised](tiny_checkpoint(family, tmp_path, moe_intermediate_size=64), path)
+        _restore_experts(path / "model.safetensors", "model.layers.0.mlp.experts.", plain)
+    else:
+        path = tiny_checkpoint(family, checkpoint_directory)
     ((warmed, served),) = run_ranks(1, record, (path, dtype, kv_dtype))
     assert served <= warmed, served - warmed
-    asked = {"_tiles", "_merge", "_draw", "_filter_floor", "_count_tokens", "_penalise", "_copy_blocks",
-             "_token_mask"}  # fmt: skip
+    attention = "_latent_tiles" if family.startswith("deepseek") else "_tiles"
+    asked = {attention, "_merge", "_draw", "_filter_floor", "_count_tokens", "_penalise", "_copy_blocks", "_token_mask"}
     assert {key.split()[0] for key in warmed} >= asked and served
+    for kernel in ("_quantised_linear", "_quantised_gate_up", "_quantised_down"):
+        assert any(key.startswith(kernel) for key in served) == bool(quantised)
+
+
+def _restore_experts(file: Path, prefix: str, plain: Weights) -> None:
+    """Replace the quantised weights below `prefix` by plain ones."""
+    stored = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(prefix)}
+    stored |= {name: tensor.contiguous() for name, tensor in plain.items() if name.startswith(prefix)}
+    save_file(stored, file, {"format": "pt"})
 
 
 def test_a_late_compilation_is_counted() -> None:

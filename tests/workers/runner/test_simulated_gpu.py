@@ -16,6 +16,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.simulated_gpu.simulated_run import make, serve
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
+from tests.workers.quantised_checkpoints import FORMATS
 from tests.workers.rank_client import generate
 from tests.workers.rank_group import RankGroup
 from tests.workers.ranks import free_address
@@ -31,6 +32,8 @@ full = pytest.mark.full
         pytest.param("qwen3", "fp8", "deterministic", marks=full),
         pytest.param("granite", "auto", "", marks=full),  # transformers' own modules
         pytest.param("mixtral", "auto", "", marks=full),
+        pytest.param("deepseek-v3", "auto", "", marks=full),
+        pytest.param("deepseek-v2", "fp8", "deterministic", marks=full),
     ],
 )
 def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: str, more: str) -> None:
@@ -61,14 +64,22 @@ def test_a_rank_from_start_to_end(tmp_path: Path) -> None:
     assert simulated("simulated_rank", str(path))[-1] == " ".join(map(str, want))
 
 
-@full
-def test_two_ranks_of_one_gpu(tmp_path: Path) -> None:
-    """Two ranks, each with half of the heads and a host tier, give the tokens of one rank."""
+@pytest.mark.parametrize(
+    ("has_peer_memory", "rounds", "more"),
+    [pytest.param(False, 3, "", marks=full), (True, 1, ""), pytest.param(True, 3, "graphs", marks=full)],
+)
+def test_two_ranks_of_one_gpu(tmp_path: Path, has_peer_memory: bool, rounds: int, more: str) -> None:
+    """Two ranks, each with half of the heads and a host tier, give the tokens of one rank.
+
+    With peer memory the all-reduces before a norm are one kernel with it, and CUDA graphs can contain them.
+    """
     path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
-    want, _ = serve(make(path, torch.device("cpu"), "auto"))
+    want, _ = serve(make(path, torch.device("cpu"), "auto"), None, rounds)
     address = free_address()
     with ThreadPoolExecutor(2) as ranks:
-        both = [ranks.submit(simulated, "simulated_ranks", str(rank), address, str(path)) for rank in range(2)]
+        folder = str(tmp_path) if has_peer_memory else ""
+        words = address, str(path), folder, str(rounds), *more.split()
+        both = [ranks.submit(simulated, "simulated_ranks", str(rank), *words) for rank in range(2)]
         assert json.loads(both[0].result()[-1]) == want
         both[1].result()
 
@@ -79,11 +90,12 @@ def test_the_pool_takes_what_the_largest_step_leaves(tmp_path: Path) -> None:
     assert simulated("simulated_memory", str(path)) == ["agreed"]
 
 
-def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
-    """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices. Latent
-    attention is refused on GPUs."""
-    served = [arch for arch in ARCHITECTURES if not arch.startswith("deepseek")]
-    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in served]
+def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path, tmp_path: Path) -> None:
+    """No forward pass, also none of the probes, mixes tensors of the GPU with tensors of other devices."""
+    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in ARCHITECTURES]
+    for name in ("awq", "gptq-act-order"):
+        FORMATS[name](tiny_checkpoint("llama", checkpoint_directory), tmp_path / name)
+        paths.append(str(tmp_path / name))
     assert len(simulated("simulated_load", *paths)) == len(paths)
 
 

@@ -69,6 +69,12 @@ def test_switches_and_kinds_stay() -> None:
     assert (small.attention_multiplier, small.embedding_multiplier, small.attention_bias) == (0.0078125, 12.0, True)
 
 
+def test_a_copy_of_a_quantised_model_is_plain() -> None:
+    """The copy has random weights, so it is not quantised, whatever config.json says."""
+    config = config_of("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    assert not hasattr(shrink_config(config), "quantization_config")
+
+
 def test_heads_wider_than_the_hidden_size_stay_wider() -> None:
     """Heads that together differ from hidden_size differ in the copy, and those that equal it are equal."""
     wide = shrink_config(config_of("qwen3", hidden_size=1024, num_attention_heads=16, head_dim=128))

@@ -1,0 +1,216 @@
+"""Absorbed latent attention on a GPU: see latent_attention.py for the formula and attention_plan.py for how a step is
+divided.
+
+All heads read the same rows, so a tile has BLOCK_M rows: up to 32 heads of one query, or of several queries if there
+are fewer heads. A tile of latents is read once, as keys and as values. Quantised rows are multiplied by their scale and
+rounded to the dtype of the queries. Items, slots and merges are those of paged_tiles.py, whose `_merge` combines the
+slots. In batch-invariant mode every range of UNIT keys starts anew, and ranges are combined in order.
+"""
+
+# Triton device functions take pointers and constexprs, which mypy cannot type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels.attention.attention_plan import INVARIANT_UNIT, TileShape
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan, _fold, merge_parts, split_plan
+from coatcheck.kernels.attention.tile_launch import TileLaunch, Tiles
+from coatcheck.kernels.gpu_properties import GpuProperties
+from coatcheck.kernels.kv.latent_cache import LatentCache
+from coatcheck.kernels.kv.quantise import KINDS, _nibbles, _places, _widened
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_PROGRAMS = 2  # for each processor
+_LEAST_SHARED = 80 << 10  # bytes with which a tile of 32 queries or keys fits
+
+
+def pick_latent_tiles(
+    heads: int, rank: int, *, element_size: int, pool_bits: int, gpu: GpuProperties, batch_invariant: bool = False
+) -> Tiles:
+    """`rank`: elements of a latent. `element_size`: bytes of a query's element. `pool_bits`: of an element in the pool.
+
+    With more than 32 queries of 512 sums, or fewer where results or rows take more registers, Triton 3.7.1 spills on
+    sm_90. In batch-invariant mode two results are held at once. The times on a GPU are not measured yet.
+    """
+    block_d: int = max(16, triton.next_power_of_2(rank))
+    is_small = element_size == 4 or gpu.shared < _LEAST_SHARED
+    most = 16 if is_small or batch_invariant or pool_bits == 4 else 32
+    block_n = 16 if is_small or (pool_bits == 8 and most == 32) else 32
+    num_warps = 4 if gpu.convert == 0 else 8  # AMD's warps have 64 threads
+    row = (block_d + 64) * element_size
+
+    def tile(block_m: int) -> TileLaunch:
+        # The numbers of blocks take stages beside the rows that they lead to, so rows are prefetched from five on.
+        left = gpu.shared - 4096 - block_m * row
+        stages = 5 if left >= 2 * block_n * row and not is_small else 2 if element_size == 2 else 1
+        pack = max(pack for pack in range(1, block_m + 1) if heads % pack == 0)
+        shape = TileShape(block_m // pack, heads // pack, gpu.processors * _PROGRAMS)
+        stages = min(stages, gpu.max_stages)
+        return TileLaunch(block_m, block_n, block_d, num_warps, stages, pack, False, gpu.convert, False, shape)
+
+    wide = tile(most)
+    short = wide if batch_invariant else tile(min(most, max(16, triton.next_power_of_2(heads))))
+    return Tiles(short, wide, wide, batch_invariant)
+
+
+def launch_latent_attention(
+    q: Tensor, cache: LatentCache, block_tables: Tensor, plan: AttentionPlan, scale: float, out: Tensor
+) -> None:
+    """Compute the queries of `plan` into `out`. Other rows of `out` are not written."""
+    heads, tiles = q.shape[1], plan.tiles
+    counts, items, merges, slots = split_plan(plan, heads, cache.rank, q.device)
+    strides = (
+        q.stride(0), cache.latent.stride(0), cache.rope_keys.stride(0), *cache.scales_strides, block_tables.stride(0)
+    )  # fmt: skip
+    wide = tiles.medium if plan.is_medium else tiles.wide
+    for index, (tile, num_items) in enumerate(((tiles.short, plan.space.short), (wide, plan.space.wide))):
+        if not num_items:
+            continue
+        _latent_tiles[(min(num_items * tile.shape.head_tiles, tile.shape.programs),)](
+            q, cache.latent_bytes, cache.rope_bytes, cache.latent_scales, cache.rope_scales, block_tables,
+            counts[index:], items[index], out, *slots, *strides, scale * _LOG2_E.value,
+            HEADS=heads, PACK=tile.pack, RANK=cache.rank, ROPE=cache.rope_dim, SIZE=cache.block_size,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=tile.block_d,
+            BLOCK_R=max(16, triton.next_power_of_2(cache.rope_dim)),
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", KIND=KINDS.get(cache.dtype, 0),
+            CONVERT=tile.convert, UNIT=INVARIANT_UNIT if tiles.batch_invariant else 0,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    merge_parts(plan, counts, merges, slots, None, out)
+
+
+@triton.jit(do_not_specialize=["counts", "items", "table_stride"])
+def _latent_tiles(
+    q, latents, rope_keys, latent_scales, rope_scales, tables, counts, items, out, mid, peaks, sums,
+    q_stride, latent_stride, rope_stride, latent_scales_stride, rope_scales_stride, table_stride, scale,
+    HEADS: tl.constexpr, PACK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """UNIT: in batch-invariant mode the keys after which a range starts anew, else 0. `scale` includes log2(e)."""
+    TILES: tl.constexpr = HEADS // PACK
+    rows = tl.arange(0, BLOCK_M)
+    dims, in_dims = _dims(RANK, BLOCK_D, KIND)
+    rope_dims, in_rope = _dims(ROPE, BLOCK_R, KIND)
+    for work in range(tl.program_id(0), tl.load(counts) * TILES, tl.num_programs(0)):
+        item = items + work // TILES * 8
+        seq, first_token, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        first_position, first_key, end, slot = (
+            tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        )  # fmt: skip
+        query, heads = rows // PACK, work % TILES * PACK + rows % PACK
+        in_rows, position = query < count, first_position + query
+        tokens = (first_token + query).to(tl.int64)
+        at_query = q + (tokens * q_stride + heads * (RANK + ROPE))[:, None]
+        queries = tl.load(at_query + dims[None], in_rows[:, None] & in_dims[None], other=0.0)
+        rope_queries = tl.load(at_query + RANK + rope_dims[None], in_rows[:, None] & in_rope[None], other=0.0)
+        table = tables + seq.to(tl.int64) * table_stride
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        start = first_key // BLOCK_N * BLOCK_N
+        if UNIT > 0:
+            for base in range(first_key // UNIT * UNIT, end, UNIT):
+                more_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                more_total = tl.zeros([BLOCK_M], tl.float32)
+                more = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                more, more_peak, more_total = _attend_latents(
+                    tl.maximum(start, base), tl.minimum(base + UNIT, end), queries, rope_queries, position,
+                    more, more_peak, more_total, latents, rope_keys, latent_scales, rope_scales, table,
+                    latent_stride, rope_stride, latent_scales_stride, rope_scales_stride, scale,
+                    RANK, ROPE, SIZE, BLOCK_N, BLOCK_D, BLOCK_R, PRECISION, KIND, CONVERT,
+                )  # fmt: skip
+                peak, total, keep, add = _fold(peak, total, more_peak, more_total)
+                acc = tl.fma(acc, keep[:, None] + tl.zeros_like(acc), more * add[:, None])
+        else:
+            acc, peak, total = _attend_latents(
+                start, end, queries, rope_queries, position, acc, peak, total, latents, rope_keys, latent_scales,
+                rope_scales, table, latent_stride, rope_stride, latent_scales_stride, rope_scales_stride, scale,
+                RANK, ROPE, SIZE, BLOCK_N, BLOCK_D, BLOCK_R, PRECISION, KIND, CONVERT,
+            )  # fmt: skip
+        mask = in_rows[:, None] & in_dims[None]
+        if slot >= 0:
+            at = (slot + query).to(tl.int64) * HEADS + heads
+            tl.store(peaks + at, peak, in_rows)
+            tl.store(sums + at, total, in_rows)
+            tl.store(mid + at[:, None] * RANK + dims[None], acc, mask)
+        else:
+            y = acc / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out + ((tokens * HEADS + heads) * RANK)[:, None] + dims[None], y.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _dims(DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    """(the element of a row at each place of a block, whether there is one). int4 rows have their halves in the halves
+    of the block."""
+    place = tl.arange(0, BLOCK)
+    if KIND == 3:
+        half = place % (BLOCK // 2)
+        dims, inside = half + place // (BLOCK // 2) * (DIM // 2), half < DIM // 2
+    else:
+        dims, inside = place, place < DIM
+    return dims, inside
+
+
+@triton.jit
+def _attend_latents(
+    start, end, queries, rope_queries, position, acc, peak, total, latents, rope_keys, latent_scales, rope_scales,
+    table, latent_stride, rope_stride, latent_scales_stride, rope_scales_stride, scale,
+    RANK: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr,
+):  # fmt: skip
+    """(acc, peak, total) with the keys from `start` to `end`: weighted latents, running maximum and sum of exp2."""
+    across = tl.arange(0, BLOCK_N)
+    for first in range(start, end, BLOCK_N):
+        keys = first + across
+        held = keys < end
+        nth, row = _places(first, across, SIZE, BLOCK_N)
+        block = tl.load(table + nth, held, other=0).to(tl.int64)
+        latent = _rows(
+            latents, latent_scales, block * latent_stride, block * latent_scales_stride, row, held, queries.dtype, RANK,
+            BLOCK_D, KIND, CONVERT,
+        )  # fmt: skip
+        rope_key = _rows(
+            rope_keys, rope_scales, block * rope_stride, block * rope_scales_stride, row, held, queries.dtype, ROPE,
+            BLOCK_R, KIND, CONVERT,
+        )  # fmt: skip
+        score = tl.dot(rope_queries, tl.trans(rope_key), input_precision=PRECISION)
+        score = tl.dot(queries, tl.trans(latent), score, input_precision=PRECISION) * scale
+        score = tl.where(held[None] & (keys[None] <= position[:, None]), score, float("-inf"))
+        top = tl.maximum(peak, tl.max(score, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weight, decay = tl.exp2(score - base[:, None]), tl.exp2(peak - base)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weight.to(queries.dtype), latent, acc, input_precision=PRECISION)
+        peak = top
+    return acc, peak, total
+
+
+@triton.jit
+def _rows(
+    pool, scales, block, scales_block, row, held, dtype: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, CONVERT: tl.constexpr,
+):  # fmt: skip
+    """[keys, BLOCK] rows of the pool in `dtype`; zeros for keys that are not held, which could be NaN."""
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
+    PLACES: tl.constexpr = BLOCK // 2 if KIND == 3 else BLOCK
+    place = tl.arange(0, PLACES)
+    at = pool + (block + row * WIDTH)[:, None] + place[None]
+    own = tl.load(at, held[:, None] & (place < WIDTH)[None], other=0)
+    if KIND == 0:
+        return own.to(dtype)
+    else:
+        scale = tl.load(scales + scales_block + row, held, other=0.0).to(tl.float32)[:, None]
+        if KIND == 3:
+            low, high = _nibbles(own, CONVERT, tl.float32, True)
+            halves = tl.permute(tl.join(low, high), (0, 2, 1))
+            wide = tl.reshape(halves, (own.shape[0], BLOCK))
+        else:
+            wide = _widened(own, KIND, CONVERT, tl.float32, True)
+        return (wide * scale).to(dtype)

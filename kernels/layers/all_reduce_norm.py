@@ -1,0 +1,95 @@
+"""One-shot all-reduce of a row-parallel linear's output, with the residual add and RMSNorm behind it, in one kernel.
+
+    s = cast(sum over ranks r = 0, 1, ... of x_r)      (float32, rounded once)
+    h, y = s + residual, norm(s + residual)            (as rms_norm.py)
+
+Shapes: x, residual [T, hidden] dense, y and h like them. Every rank reads the parts of all ranks and adds them in the
+order of ranks, so all ranks get the same bits. Program p of P computes the rows p, p + P, ...: it copies them into its
+rank's buffer, meets program p of the other ranks (peer_memory.py), and reads. It meets them again before it ends:
+until then they may read.
+"""
+
+# Triton device functions take pointers and constexprs, which mypy cannot type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, once_per_geometry, refuse
+from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
+from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, meet_peers
+
+
+@triton.jit(do_not_specialize=["rank", "rows"])
+def _all_reduce_norm(
+    x, residual, weight, out, total, buffers, signals, epochs, rank, rows, width, eps, offset,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first, step = tl.program_id(0), tl.num_programs(0)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    element = out.dtype.element_ty
+    stride = width.to(tl.int64)
+    own = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(element)), 16)
+    for row in range(first, rows, step):
+        start = row * stride
+        tl.store(own + start + at, tl.load(x + start + at, mask), mask)
+    meet_peers(signals, epochs, rank, SIZE, PADDED)
+    w = tl.load(weight + at, mask, other=0.0).to(tl.float32) + offset
+    for row in range(first, rows, step):
+        start = row * stride
+        h = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(SIZE):
+            part = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(element)), 16)
+            # Not from the first-level cache, which may hold what an earlier call has read.
+            h += tl.load(part + start + at, mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        more = tl.load(residual + start + at, mask, other=0.0).to(tl.float32)
+        rounded = (h.to(element).to(tl.float32) + more).to(element)
+        tl.store(total + start + at, rounded, mask)
+        h = rounded.to(tl.float32)
+        h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
+        if CAST_FIRST:
+            h = h.to(element).to(tl.float32)
+        tl.store(out + start + at, (h * w).to(element), mask)
+    meet_peers(signals, epochs, rank, SIZE, PADDED)
+
+
+def all_reduce_add_norm(x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerMemory) -> tuple[Tensor, Tensor]:
+    """(norm(s + residual), s + residual), where s is the sum of all ranks' `x`. Every rank calls it with one shape.
+
+    `x` must fit into `peers.nbytes`. For CUDA tensors, and in Triton's interpreter.
+    """
+    _check(x, residual, norm.weight, peers.nbytes)
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    rows, width = x.shape
+    if rows:
+        block = triton.next_power_of_2(width)
+        _all_reduce_norm[(min(rows, MAX_PROGRAMS),)](
+            x, residual, norm.weight, out, total, peers.buffers, peers.signals, peers.epochs,
+            peers.rank, rows, width, norm.eps, norm.offset,
+            SIZE=peers.size, PADDED=triton.next_power_of_2(peers.size), CAST_FIRST=norm.offset == 0.0, BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
+    return out, total
+
+
+@once_per_geometry
+def _check(x: Tensor, residual: Tensor, weight: Tensor, nbytes: int) -> None:
+    check_dtype("x", x, *FLOATS)
+    check_dense("x", x, (None, None), x.dtype, x.device)
+    check_dense("residual", residual, tuple(x.shape), x.dtype, x.device)
+    check_dense("weight", weight, (x.shape[1],), x.dtype, x.device)
+    if x.nbytes > nbytes:
+        refuse("x", f"at most {nbytes} bytes, the ranks' buffers", x.nbytes)
+
+
+def all_reduce_add_norm_reference(parts: list[Tensor], residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    """`parts`: x of every rank, in rank order."""
+    wide = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        wide += part.float()
+    return rms_norm_reference(wide.to(residual.dtype), norm.weight, norm.eps, residual, norm.offset)

@@ -1,0 +1,72 @@
+"""tagged_arguments(): strict calls in the formats that have a tag for each argument; see XmlToolParser.
+
+A string is written as it is, up to the tag's end, and any other value as JSON. Arguments come in the order of the
+schema. Of the constraints on strings only `enum` and `const` are enforced.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
+from coatcheck.router.tool_grammars.call_grammar import FunctionSchema
+from coatcheck.router.tool_grammars.properties import Property, properties_of
+from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
+
+_NAMES: Final = re.compile(r'[^<>"\s]+')
+_ANY_NAME: Final = r'/[^<>"\s]+/'
+_BREAK: Final = r"/\n?/"
+
+
+def tagged_arguments(functions: Sequence[FunctionSchema], form: XmlCallFormat, rules: Rules) -> str:
+    """The body of the start rule: text with calls in it. Raises InvalidRequest for a schema that cannot be enforced."""
+    tags = _Tags(form, rules)
+    calls = [tags.call(index, function) for index, function in enumerate(functions)]
+    opening = rules.text_until("opening", form.trigger)
+    around = [f"{ANY_TEXT} {rules.marker(marker)}" for marker in form.dropped if rules.has(marker)]
+    piece = rules.rule("piece", " | ".join([*around, f"{opening} ({' | '.join(calls)})"]))
+    return f"{piece}* {ANY_TEXT}"
+
+
+class _Tags:
+    def __init__(self, form: XmlCallFormat, rules: Rules) -> None:
+        self._form = form
+        self._rules = rules
+        self._any_value = rules.text_until("any_value", form.argument_end)
+
+    def call(self, index: int, function: FunctionSchema) -> str:
+        """The rule for a call of function number `index`, behind the trigger."""
+        form, rules = self._form, self._rules
+        properties = properties_of(function, _NAMES)
+        if properties is None:
+            arguments = f"({self._opening(_ANY_NAME)} {self._any_value} {_BREAK})*"
+        else:
+            arguments = " ".join(map(self._argument, properties))
+        head = quote(form.call_start.removeprefix(form.trigger) + function.name + form.name_end)
+        return rules.rule(f"call_{index}", f"{head} {_BREAK} {arguments} {rules.marker(form.call_end)}")
+
+    def _argument(self, one: Property) -> str:
+        end = self._rules.marker(self._form.argument_end)
+        opening = self._opening(quote(one.name))
+        choices = _choices(one.schema)
+        if choices:
+            value = f"{_BREAK} ({' | '.join(map(quote, choices))}) {_BREAK} {end}"
+        elif one.schema.get("type") == "string":
+            value = self._any_value
+        else:
+            value = f"{_BREAK} {self._rules.schema(one.document)} {_BREAK} {end}"
+        return f"({opening} {value} {_BREAK}){'' if one.is_required else '?'}"
+
+    def _opening(self, name: str) -> str:
+        """What comes before a value. `name`: of the argument, as a part of a rule."""
+        form, rules = self._form, self._rules
+        value = f"{_BREAK} {rules.marker(form.value_start)}" if form.value_start else ""
+        return f"{rules.marker(form.argument_start)} {name} {rules.marker(form.key_end)} {value}"
+
+
+def _choices(schema: dict[str, Any]) -> list[str]:
+    """The only texts that a string may be; none if it may be any."""
+    if schema.get("type") != "string":
+        return []
+    found = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+    return [text for text in found if isinstance(text, str) and text]

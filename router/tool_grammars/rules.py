@@ -1,0 +1,72 @@
+"""Rules: the rules of one grammar in llguidance's dialect of Lark, whose markers may be special tokens.
+
+No text of a grammar matches a special token. So a marker is written as a token if it is one, else as text.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import MAX_BYTES
+
+ANY_TEXT: Final = "/(?s:.*)/"
+# Bytes of all documents that are written, equal ones too. Each argument may repeat the definitions of its function, so
+# a body of a few megabytes could become gigabytes of documents.
+_MAX_DOCUMENT_BYTES: Final = 16 * MAX_BYTES
+
+
+class Rules:
+    """`special_ids`: the ids of special tokens by their text. Names of functions need no escape: see FunctionSchema."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self._special_ids = special_ids
+        self._rules: list[str] = []
+        self._schemas: dict[str, str] = {}
+        self._document_bytes = 0
+
+    def has(self, *markers: str) -> bool:
+        """Whether all markers are special tokens."""
+        return all(marker in self._special_ids for marker in markers)
+
+    def marker(self, marker: str) -> str:
+        """A marker in a rule, as a special token or as text."""
+        return f"<[{self._special_ids[marker]}]>" if marker in self._special_ids else quote(marker)
+
+    def between(self, start: str, inner: str, end: str) -> str:
+        """`inner` between two markers, if the tokenizer has these."""
+        return f"{self.marker(start)} {inner} {self.marker(end)}" if self.has(start, end) else inner
+
+    def rule(self, name: str, body: str) -> str:
+        """Adds a rule; returns its name."""
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def schema(self, document: dict[str, Any]) -> str:
+        """The rule for a JSON value that fits a schema. `document`: see schema_document. Raises InvalidRequest if the
+        documents together are too long."""
+        text = json.dumps(document)
+        self._document_bytes += len(text)
+        if self._document_bytes > _MAX_DOCUMENT_BYTES:
+            raise InvalidRequest(
+                f"the schemas of the tools have over {_MAX_DOCUMENT_BYTES} bytes, where each argument of a strict "
+                "function may need a copy of $defs; send fewer tools or shorter schemas, or remove strict"
+            )
+        if text not in self._schemas:
+            self._schemas[text] = self.rule(f"schema_{len(self._schemas)}", f"%json {text}")
+        return self._schemas[text]
+
+    def text_until(self, name: str, marker: str) -> str:
+        """The rule for any text up to and with the next `marker`."""
+        if marker in self._special_ids:
+            return self.rule(name, f"{ANY_TEXT} {self.marker(marker)}")
+        return self.rule(f"{name}[lazy]", f"{ANY_TEXT} {quote(marker)}").removesuffix("[lazy]")
+
+    def written(self, start: str) -> str:
+        """The grammar, whose first rule has the body `start`."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+
+def quote(text: str) -> str:
+    """A text in a rule; nothing for an empty one."""
+    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,0 +1,135 @@
+"""strict_calls_grammar(): lets a model write any text, and calls of its tools only as their schemas say.
+
+In the formats hermes and minimax a call stands between tags, which are text. In mistral, deepseek_v3 and kimi_k2 its
+markers are special tokens: a model whose tokenizer lacks these tokens has no such grammar. For llama3_json and pythonic
+a text that begins like a call is one, and for formats with a tag for each argument see argument_tags.py.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from llguidance import StructTag
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import Grammar
+from coatcheck.router.parsing.output_format import TOOL_FORMATS
+from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
+from coatcheck.router.tool_grammars.argument_tags import tagged_arguments
+from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, make_grammar, schema_document
+from coatcheck.router.tool_grammars.keyword_arguments import keyword_arguments
+from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules
+
+_TAGS: Final = {"hermes": "tool_call", "minimax": "tool_calls"}
+_PYTHON_TAG: Final = "<|python_tag|>"
+_PYTHON_MARKERS: Final = ("<|python_start|>", "<|python_end|>")
+_HARMONY: Final = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")
+
+
+def strict_calls_grammar(
+    functions: Sequence[FunctionSchema], tool_format: str, special_ids: Mapping[str, int], prefix: str = ""
+) -> Grammar:
+    """Any text in which each call is of one of `functions`, and fits its schema if it is strict. `special_ids`: the ids
+    of special tokens by their text. `prefix`: rules for what an answer may have before, such as reasoning. Raises
+    InvalidRequest for a format, or a schema in it, that no grammar enforces."""
+    if tag := _TAGS.get(tool_format):
+        return make_grammar(_tagged_calls(functions, tag), prefix)
+    rules = Rules(special_ids)
+    if isinstance(form := TOOL_FORMATS[tool_format], XmlCallFormat):
+        return make_grammar(rules.written(tagged_arguments(functions, form, rules)), prefix)
+    match tool_format:
+        case "llama3_json":
+            return make_grammar(rules.written(_json_texts(functions, rules)), prefix)
+        case "pythonic":
+            return make_grammar(rules.written(_python_list(functions, rules)), prefix)
+        case "openai" if rules.has(*_HARMONY):
+            return make_grammar(rules.written(_harmony_messages(functions, rules)))  # reasoning is a message too
+        case "mistral" if rules.has("[TOOL_CALLS]", "[ARGS]"):
+            call = _calls(rules, functions, lambda name, schema: f'"{name}" {rules.marker("[ARGS]")} {schema}')
+            section = f"({rules.marker('[TOOL_CALLS]')} {call})+"
+        case "mistral" if rules.has("[TOOL_CALLS]"):
+            call = _calls(rules, functions, _object("arguments"))
+            section = f'{rules.marker("[TOOL_CALLS]")} "[" {call} (", " {call})* "]"'
+        case "deepseek_v3" if rules.has("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"):
+            separator = rules.marker("<｜tool▁sep｜>")
+            call = _calls(
+                rules,
+                functions,
+                lambda name, schema: f'"{name}" {separator} {schema}',
+                lambda name, schema: f'"function" {separator} "{name}\\n```json\\n" {schema} "\\n```"',
+            )
+            one = f"{rules.marker('<｜tool▁call▁begin｜>')} {call} {rules.marker('<｜tool▁call▁end｜>')}"
+            section = rules.between("<｜tool▁calls▁begin｜>", rf"{one} (/\n?/ {one})*", "<｜tool▁calls▁end｜>")
+        case "kimi_k2" if rules.has("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"):
+            begin = rules.marker("<|tool_call_argument_begin|>")
+            call = _calls(rules, functions, lambda name, schema: f'"functions.{name}:" /[0-9]{{1,4}}/ {begin} {schema}')
+            one = f"{rules.marker('<|tool_call_begin|>')} {call} {rules.marker('<|tool_call_end|>')}"
+            section = rules.between("<|tool_calls_section_begin|>", f"({one})+", "<|tool_calls_section_end|>")
+        case _:
+            raise InvalidRequest(
+                "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
+                "remove strict"
+            )
+    return make_grammar(rules.written(f"{ANY_TEXT} ({section} {ANY_TEXT})?"), prefix)
+
+
+def _tagged_calls(functions: Sequence[FunctionSchema], tag: str) -> str:
+    tags = [
+        StructTag(
+            trigger=f"<{tag}>",
+            begin=f'<{tag}>\n{{"name": {json.dumps(function.name)}, "arguments": ',
+            grammar=schema_document(function.parameters if function.strict else None),
+            end=f"}}\n</{tag}>",
+        )
+        for function in functions
+    ]
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _json_texts(functions: Sequence[FunctionSchema], rules: Rules) -> str:
+    """Calls in JSON are all of the text, or follow <|python_tag|>. Other text does not begin like one."""
+    call = _calls(rules, functions, _object("parameters"), _object("arguments"))
+    calls = rules.rule("calls", rf'/\s{{0,8}}/ ({call} (/[;,] ?/ {call})* | "[" {call} (", " {call})* "]")')
+    if rules.has(_PYTHON_TAG):
+        text = rules.rule("text", r"/\s*[^\s\[{](?s:.*)/")
+        return f"{text}? | {text}? {rules.marker(_PYTHON_TAG)} {calls} | {calls}"
+    text = rules.rule("TEXT", r"/\s*[^\s\[{](?s:.*)/ & ~/(?s:.*)<\|python_tag\|>(?s:.*)/")
+    return f"{text}? | {calls}"
+
+
+def _python_list(functions: Sequence[FunctionSchema], rules: Rules) -> str:
+    """A list of calls is all of the text. Other text does not begin like one."""
+    text = rules.rule("TEXT", r"/\s*[^\s\[](?s:.*)/ & ~/\s*<\|python_start\|>(?s:.*)/")
+    arguments = [keyword_arguments(index, function, rules) for index, function in enumerate(functions)]
+    alternatives = [f'"{function.name}(" {one} ")"' for function, one in zip(functions, arguments, strict=True)]
+    call = rules.rule("call", " | ".join(alternatives))
+    calls = f'"[" {call} (", " {call})* "]"'
+    return f"{text}? | {calls} | {rules.marker(_PYTHON_MARKERS[0])} {calls} {rules.marker(_PYTHON_MARKERS[1])}"
+
+
+def _harmony_messages(functions: Sequence[FunctionSchema], rules: Rules) -> str:
+    """Messages in channels. One to a function is a call, with which the answer ends."""
+    start, end, channel, message, constrain, call_end = map(rules.marker, _HARMONY)
+    body = f'" "? ({constrain} "json" | "json")? " "? {message}'
+    call = _calls(
+        rules,
+        functions,
+        lambda name, schema: f'{channel} "commentary to=functions.{name}" {body} {schema}',
+        lambda name, schema: f'" to=functions.{name}" {channel} "commentary" {body} {schema}',
+    )
+    told = rules.rule("told", f'{channel} ("analysis" | "commentary" | "final") {message} {ANY_TEXT}')
+    return f'({told} {end} {start} "assistant")* ({told} | {call} {call_end}?)?'
+
+
+def _object(field: str) -> Callable[[str, str], str]:
+    """A call as an object whose arguments are in `field`."""
+    return lambda name, schema: f'"{{\\"name\\": \\"{name}\\", \\"{field}\\": " {schema} "}}"'
+
+
+def _calls(rules: Rules, functions: Sequence[FunctionSchema], *forms: Callable[[str, str], str]) -> str:
+    """The rule for a call in one of `forms`, each of which takes the name and the rule of the arguments."""
+    alternatives = []
+    for function in functions:
+        schema = rules.schema(schema_document(function.parameters if function.strict else None))
+        alternatives += [form(function.name, schema) for form in forms]
+    return rules.rule("call", " | ".join(alternatives))

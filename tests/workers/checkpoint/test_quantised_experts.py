@@ -1,0 +1,85 @@
+"""Experts of published checkpoints stay quantised in memory, and give the tokens of their dequantised weights."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from coatcheck.cluster.planner.plan_settings import PlanSettings
+from coatcheck.cluster.planner.sizing import Sizing
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
+from tests.workers.checkpoint.claimed_gpu import cpu_as_gpu
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.quantised_checkpoints import FORMATS, write_mxfp4
+from tests.workers.ranks import run_ranks
+
+GPT_OSS = GptOssConfig(
+    vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+    max_position_embeddings=256, eos_token_id=2, pad_token_id=0,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+)  # fmt: skip
+# (family, format) of published checkpoints; the last has groups of columns in any order, whose experts are decoded.
+PUBLISHED = [
+    ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8-block"), ("deepseek-v3", "packed-int4"), ("qwen3-moe", "fp8-block"),
+    ("qwen3-moe", "awq"), ("qwen3-moe", "gptq"), ("mixtral", "awq"), ("qwen3-moe", "gptq-act-order"),
+]  # fmt: skip
+PROMPT = [3 + 7 * place % 190 for place in range(30)]
+
+
+def write_pair(family: str, kind: str, directory: Path) -> tuple[Path, Path]:
+    """(a quantised checkpoint, one with the weights that its codes stand for)"""
+    config = GPT_OSS if family == "gpt-oss" else None
+    sizes: dict[str, Any] = dict(moe_intermediate_size=64) if family.startswith(("qwen", "deepseek")) else {}
+    if family == "deepseek-v3":
+        sizes["q_lora_rank"] = 32
+    source = tiny_checkpoint(family, directory, config=config, **sizes)
+    quantised, plain = directory / f"{family}-{kind}", directory / f"{family}-{kind}-plain"
+    exact = write_mxfp4(source, quantised) if kind == "mxfp4" else FORMATS[kind](source, quantised)
+    shutil.copytree(source, plain)
+    stored = {name: tensor.contiguous() for name, tensor in exact.items()}
+    save_file(stored, plain / "model.safetensors", {"format": "pt"})
+    return quantised, plain
+
+
+def rank_greedy(communicator: Communicator, argument: tuple[Path, bool]) -> list[int]:
+    """What one rank of a group computes; with the flag it holds whole experts."""
+    path, expert_parallel = argument
+    model = load_model(path, communicator=communicator, dtype="float32", device="cpu", expert_parallel=expert_parallel)
+    return PagedDriver(model).greedy([PROMPT], 8, chunk=16)[0]
+
+
+@pytest.mark.parametrize(("family", "kind"), PUBLISHED)
+def test_tokens_are_those_of_transformers_and_bytes_those_of_the_plan(family: str, kind: str, tmp_path: Path) -> None:
+    """60 greedy tokens equal those of transformers with the dequantised weights. The rank reports the bytes that the
+    plan counts, on a GPU too; they are far below those of plain experts."""
+    quantised, plain = write_pair(family, kind, tmp_path)
+    model = load_model(quantised, communicator=Communicator(), dtype="float32", device="cpu")
+    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    reference.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    wanted = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)  # type: ignore[misc]
+    assert PagedDriver(model).greedy([PROMPT], 60, chunk=16)[0] == wanted[0, 30:].tolist()
+    with cpu_as_gpu():
+        on_gpu = load_model(quantised, communicator=Communicator(), dtype="float32", device="cpu")
+    for device, loaded in (("cpu", model), ("cuda", on_gpu)):
+        planned = Sizing.of(PlanSettings(model=str(quantised), dtype="float32", device=device))  # type: ignore[arg-type]
+        assert planned.weight_bytes == loaded.spec.weight_bytes
+    experts = sum(tensor.nbytes for name, tensor in reference.named_parameters() if ".experts." in name)
+    saved = 4 * model.spec.num_weights - model.spec.weight_bytes
+    assert (saved > 0.6 * experts) == (kind != "gptq-act-order")
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "awq")])
+def test_ranks_hold_their_parts_of_quantised_experts(family: str, kind: str, tmp_path: Path) -> None:
+    """Two ranks give the tokens of one, with a part of each expert, which cuts blocks, and with whole experts."""
+    quantised, _ = write_pair(family, kind, tmp_path)
+    alone = rank_greedy(Communicator(), (quantised, False))
+    for expert_parallel in (False, True):
+        assert run_ranks(2, rank_greedy, (quantised, expert_parallel)) == [alone, alone]

@@ -1,0 +1,187 @@
+"""SymmetricMemory: all-reduces between the GPUs of one host through memory that all ranks have mapped.
+
+A decode step of a model with 80 layers has 160 all-reduces of small tensors, whose time in NCCL is mostly latency. Here
+each rank has one buffer of torch.distributed._symmetric_memory, and torch's kernels (torch.ops.symm_mem) add what lies
+in the buffers; kernels/layers/all_reduce_norm.py adds and normalises in one kernel. all_reduce_choice.py chooses. CUDA
+graphs capture all of them: the buffer lives as long as this object, and `Rank` frees graphs first.
+
+torch's kernels take bfloat16 and float32. Other tensors go to NCCL, and so does everything if the buffers cannot be
+mapped: `connect` then logs one line that says why.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symm_mem
+
+from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, signal_bytes
+from coatcheck.workers.distributed.all_reduce_choice import BUFFER_BYTES, AllReduce, Links, choose_all_reduce
+from coatcheck.workers.distributed.shm_collectives import host_id
+
+_log = logging.getLogger(__name__)
+_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 16
+_SIGNALS_ALIGNMENT = 256
+_REASON_CHARACTERS = 200  # of what goes through all_gather_json
+
+AllGather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+class SymmetricMemory:
+    """One rank's endpoint. Every rank makes the same calls in the same order, with the same shapes and dtypes.
+
+    `links`, `in_rank_order`: see choose_all_reduce.
+    """
+
+    def __init__(self, data: Tensor, peers: PeerMemory, group: str, links: Links, *, in_rank_order: bool) -> None:
+        """`data`: uint8 [BUFFER_BYTES] of this rank's buffer. `group`: the process group's name."""
+        self.peers = peers
+        self.links = links
+        self._data = data
+        self._group = group
+        self._in_rank_order = in_rank_order
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        device: torch.device,
+        all_gather: AllGather,
+        barrier: Callable[[], None],
+        *,
+        in_rank_order: bool,
+    ) -> Self | None:
+        """Allocate and map the ranks' buffers. Returns None on every rank if one of them cannot, and rank 0 logs why.
+
+        `all_gather(value)` returns every rank's value, in rank order.
+        """
+        mine = {"host": host_id(), "gpu": device.index or 0, "reason": find_obstacle(device)}
+        ranks = all_gather(mine)
+        reason = common_obstacle(ranks)
+        memory = None
+        if not reason:
+            try:
+                memory = cls._map(rank, size, device, [each["gpu"] for each in ranks], in_rank_order=in_rank_order)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0][:_REASON_CHARACTERS]
+            reasons = [each["reason"] for each in all_gather({"reason": reason})]
+            reason = next(filter(None, reasons), "")
+            barrier()  # no rank signals before all have cleared their signals
+        if reason:
+            if rank == 0:
+                _log.warning("all-reduces use NCCL alone, which is slower for small tensors: %s", reason)
+            return None
+        assert memory is not None
+        if rank == 0:
+            _log.info("all-reduces of up to %d MiB use peer memory: %s", BUFFER_BYTES >> 20, memory.links)
+        return memory
+
+    @classmethod
+    def _map(cls, rank: int, size: int, device: torch.device, gpus: Sequence[int], *, in_rank_order: bool) -> Self:
+        """Raises RuntimeError for what torch or CUDA refuse."""
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD.group_name
+        start = -(-signal_bytes(size) // _SIGNALS_ALIGNMENT) * _SIGNALS_ALIGNMENT
+        buffer = symm_mem.empty(start + BUFFER_BYTES, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(buffer, group)
+        buffer[:start].zero_()
+        # The buffer may begin behind the address that was mapped.
+        offset = buffer.data_ptr() - handle.buffer_ptrs[rank]
+        mapped = [address + offset for address in handle.buffer_ptrs]
+        peers = PeerMemory(
+            rank,
+            size,
+            BUFFER_BYTES,
+            torch.tensor([address + start for address in mapped], device=device),
+            torch.tensor(mapped, device=device),
+            torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
+        )
+        torch.cuda.synchronize(device)
+        links = Links(has_nvlink(gpus), bool(handle.multicast_ptr))
+        return cls(buffer[start:], peers, group, links, in_rank_order=in_rank_order)
+
+    def choose(self, x: Tensor) -> AllReduce:
+        """How `all_reduce` adds `x`. NCCL: it does not."""
+        row_bytes = x.shape[-1] * x.itemsize if x.dim() else x.itemsize
+        if (
+            x.dtype not in _DTYPES
+            or not x.is_contiguous()
+            or row_bytes % 4
+            or x.storage_offset() * x.itemsize % _ALIGNMENT
+        ):
+            return AllReduce.NCCL
+        return choose_all_reduce(x.nbytes, self.peers.size, self.links, in_rank_order=self._in_rank_order)
+
+    def all_reduce(self, x: Tensor) -> bool:
+        """Write the sum over ranks into `x`. Returns False, and changes nothing, if NCCL has to do it."""
+        if (how := self.choose(x)) is AllReduce.NCCL:
+            return False
+        for part in x.view(-1).split(BUFFER_BYTES // x.itemsize):
+            self._all_reduce(part, how)
+        return True
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether all_reduce_add_norm with `peers` is the best form for `x`.
+
+        Not in rank order: for larger tensors the norm is a kernel of its own, which may add up a row in another order.
+        """
+        return not self._in_rank_order and x.dim() == 2 and self.choose(x) is AllReduce.ONE_SHOT
+
+    def _all_reduce(self, x: Tensor, how: AllReduce) -> None:
+        """`x`: dense [n], at most a buffer."""
+        symmetric = self._data[: x.nbytes].view(x.dtype)
+        if how is AllReduce.ONE_SHOT:  # the kernel copies x into the buffer, and the sum back
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(symmetric, x, "sum", self._group, x)
+            return
+        symmetric.copy_(x)
+        if how is AllReduce.TWO_SHOT:
+            torch.ops.symm_mem.two_shot_all_reduce_out(symmetric, "sum", self._group, x)
+        else:
+            torch.ops.symm_mem.multimem_all_reduce_(symmetric, "sum", self._group)
+            x.copy_(symmetric)
+
+
+def find_obstacle(device: torch.device) -> str:
+    """Why this rank cannot map its peers' memory; "" if nothing is known that prevents it."""
+    if torch.version.hip is not None:
+        return "peer memory was built for NVIDIA GPUs alone"
+    if symm_mem.get_backend(device) is None:
+        return (
+            f"torch {torch.__version__} has no symmetric memory for {device.type}; install torch for CUDA 12.3 or later"
+        )
+    return ""
+
+
+def common_obstacle(ranks: Sequence[dict[str, Any]]) -> str:
+    """Why a group of these ranks cannot map each other's memory; "" if nothing prevents it.
+
+    `ranks`: of each rank its host, its GPU's index on the host, and what `find_obstacle` returned there.
+    """
+    if reason := next((each["reason"] for each in ranks if each["reason"]), ""):
+        return str(reason)
+    hosts = {each["host"] for each in ranks}
+    if len(hosts) > 1:
+        return f"the {len(ranks)} ranks are on {len(hosts)} hosts; place a group on one host, or lower --tp"
+    gpus = sorted({each["gpu"] for each in ranks})
+    for first in gpus:
+        for second in gpus:
+            if first != second and not torch.cuda.can_device_access_peer(first, second):
+                return f"GPU {first} cannot map the memory of GPU {second}; `nvidia-smi topo -p2p r` shows which can"
+    return ""
+
+
+def has_nvlink(gpus: Sequence[int]) -> bool:
+    """Whether NVLink joins every two of these GPUs of this host. False if the driver does not say."""
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
+
+        matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+        return all(matrix[first][second] for first in gpus for second in gpus if first != second)
+    except (ImportError, RuntimeError, IndexError):
+        return False

@@ -1,0 +1,30 @@
+"""Which GPUs a rank sees: those of all ranks of its group on its host, so that they can map each other's memory.
+
+Ray and `serve --no-ray` show a rank its own GPU alone. Then every rank calls its GPU number 0, and torch refuses to map
+the memory of another one, which has the same number.
+"""
+
+import json
+from collections.abc import MutableMapping
+
+from torch._C._distributed_c10d import Store
+
+from coatcheck.workers.distributed.shm_collectives import host_id
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def show_gpus_of_group(store: Store, rank: int, size: int, environment: MutableMapping[str, str]) -> int:
+    """Make the GPUs of all ranks on this host visible, in rank order. Returns the index of this rank's GPU.
+
+    Every rank calls this at once, before CUDA starts. Nothing changes, and the index is 0, if the ranks of this host
+    were not shown one whole GPU each: on CPUs, or with parts of GPUs (MIG), of which a process can use one.
+    """
+    store.set(f"visible GPUs/{rank}", json.dumps({"host": host_id(), "gpus": environment.get(_VARIABLE, "")}))
+    ranks = [json.loads(store.get(f"visible GPUs/{each}")) for each in range(size)]
+    host = ranks[rank]["host"]
+    gpus = [each["gpus"] for each in ranks if each["host"] == host]
+    if len(set(gpus)) < len(gpus) or any(not gpu or "," in gpu or gpu.startswith("MIG") for gpu in gpus):
+        return 0
+    environment[_VARIABLE] = ",".join(gpus)
+    return sum(each["host"] == host for each in ranks[:rank])
