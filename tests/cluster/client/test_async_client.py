@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,34 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, U
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.fake_router import FakeRouter, token
 from tests.router.certificates import TestAuthority
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def serve(answer: Answer, context: ssl.SSLContext | None = None) -> AsyncIterator[asyncio.Server]:
+    """Answer each connection to a local port; end when the last connection has ended.
+
+    gRPC connects again by itself, so the port may have accepted a connection for which asyncio has not called answer
+    yet. Every other task of the loop must have ended when the server is left.
+    """
+
+    async def answer_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            try:
+                await answer(reader, writer)
+            finally:
+                writer.close()
+                await writer.wait_closed()
+
+    async with await asyncio.start_server(answer_and_close, "127.0.0.1", 0, ssl=context) as server:
+        yield server
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.gather(*others)
+
+
+def address_of(server: asyncio.Server) -> str:
+    return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def request(**sampling: object) -> pb.GenerateRequest:
@@ -63,24 +92,21 @@ async def test_lost_stream_goes_on_elsewhere(after: int, n: int) -> None:
 async def test_a_slow_connection_is_waited_for() -> None:
     """The client waits for a router whose first bytes take a third of a second, over a slow network or on a busy
     host."""
-    async with FakeRouter() as router:
 
-        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            _, _, port = router.address.rpartition(":")
-            back, ahead = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.sleep(0.35)  # the line's own slowness, not a wait for something to happen
-            await asyncio.gather(_copy(reader, ahead), _copy(back, writer))
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, ahead = await asyncio.open_connection(*router.address.split(":"))
+        await asyncio.sleep(0.35)  # the line's own slowness, not a wait for something to happen
+        await asyncio.gather(_copy(reader, ahead), _copy(back, writer))
 
-        line = await asyncio.start_server(forward, "127.0.0.1", 0)
-        async with AsyncClient([f"127.0.0.1:{line.sockets[0].getsockname()[1]}"]) as client:
-            events = await gather(client, request(seed=3))
-        line.close()
+    async with serve(forward) as line, FakeRouter() as router, AsyncClient([address_of(line)]) as client:
+        events = await gather(client, request(seed=3))
     assert ids(events) == [token(3, 0, position) for position in range(6)]
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
     writer.close()
 
 
@@ -139,7 +165,6 @@ async def test_each_kind_of_wrong_server_has_its_own_error(tmp_path: Path, trust
         await reader.readline()
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
         await writer.drain()
-        writer.close()
 
     context, access = None, Credentials()
     if trusted:
@@ -148,8 +173,8 @@ async def test_each_kind_of_wrong_server_has_its_own_error(tmp_path: Path, trust
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(leaf.cert, leaf.key)
         access = Credentials.build(str(authorities[trusted].ca), None, None, None)
-    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as http:
-        address = f"127.0.0.1:{http.sockets[0].getsockname()[1]}"
+    async with serve(answer, context) as http:
+        address = address_of(http)
         async with AsyncClient([address], access) as client:
             with pytest.raises(Unavailable, match=said.format(address)):
                 await gather(client, request())
@@ -192,23 +217,13 @@ async def test_only_a_certificate_error_mentions_certificates(
     others = [option for option in async_client.OPTIONS if option[0] != connect_limit]
     monkeypatch.setattr(async_client, "OPTIONS", [*others, (connect_limit, 1000)])
     access = Credentials.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
-    connections = set[asyncio.Task[Any]]()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.add(asyncio.current_task())  # type: ignore[arg-type]  # it is in one
-        with contextlib.suppress(ConnectionError):
-            await behave(reader, writer)
-            writer.close()
-            await writer.wait_closed()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with serve(behave) as server:
+        address = address_of(server)
         if behave is None:
             server.close()
         async with AsyncClient([address], access) as client:
             with pytest.raises(Unavailable) as told:
                 await gather(client, request())
-        await asyncio.gather(*connections)
     assert str(told.value).startswith(said.format(address)) and "certificate" not in str(told.value)
 
 
@@ -220,18 +235,11 @@ async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, forth = await asyncio.open_connection(*router.address.split(":"))
         cut.append(writer.transport)
+        await asyncio.gather(_copy(reader, forth), _copy(back, writer))
 
-        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(ConnectionError):
-                while some := await source.read(1 << 16):
-                    target.write(some)
-            target.close()
-
-        await asyncio.gather(copy(reader, forth), copy(back, writer))
-
-    async with FakeRouter() as router, await asyncio.start_server(relay, "127.0.0.1", 0) as proxy:
+    async with serve(relay) as proxy, FakeRouter() as router:
         router.stalls_after = 2
-        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        address = address_of(proxy)
         async with AsyncClient([address], max_resumes=0) as client:
             stream = client.stream_events(request())
             await anext(stream)
