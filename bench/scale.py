@@ -16,6 +16,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Final
@@ -26,6 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from coatcheck.bench.router_cases.offline_groups import BLOCK_SIZE, MODEL, OfflineGroups, load_report
 from coatcheck.bench.setup.results_file import update_results
+from coatcheck.proto.block_hash import HASH_BYTES
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.worker_pb2 import TIER_HOST, FromGroup
 from coatcheck.router.groups.request import Request
@@ -62,18 +64,20 @@ class _Router:
 
     def fill(self, mixed: int) -> Figures:
         """Stores the blocks that no prompt uses. Then groups store and remove blocks, `mixed` events in all."""
-        memory, seconds = psutil.Process().memory_info().rss, 0.0
+        memory = psutil.Process().memory_info().rss
+        stored = list[float]()
         for place, member in enumerate(self.groups.members):
             while self._stored[place] < self.blocks:
                 message = member.events(self._new_blocks(place, min(_MESSAGE, self.blocks - self._stored[place])))
-                seconds += _seconds(member.receive, message)
+                stored.append(_seconds(member.receive, message))
         memory = psutil.Process().memory_info().rss - memory
-        churned = sum(_seconds(*self._churn()) for _ in range(mixed // _MESSAGE))
+        churned = [_seconds(*self._churn()) for _ in range(mixed // _MESSAGE)]
         return {
             "blocks": self.groups.index.entries,
             "bytes_per_block": memory / self.groups.index.entries,
-            "stored_events_per_second": sum(self._stored) / seconds,
-            "mixed_events_per_second": mixed // _MESSAGE * _MESSAGE / churned,
+            "stored_events_per_second": self.blocks * len(self._stored) / sum(stored),
+            "mixed_events_per_second": mixed // _MESSAGE * _MESSAGE / sum(churned),
+            "longest_message_ms": max(stored + churned) * 1e3,
         }
 
     async def decide(self, requests: Iterator[Request]) -> Figures:
@@ -147,7 +151,7 @@ class _Router:
 
 def _block(place: int, number: int) -> bytes:
     """The hash of a block that no prompt uses."""
-    return place.to_bytes(8, "little") + number.to_bytes(8, "little")
+    return blake2b(place.to_bytes(8, "little") + number.to_bytes(8, "little"), digest_size=HASH_BYTES).digest()
 
 
 def _seconds(receive: Callable[[FromGroup], None], message: FromGroup) -> float:

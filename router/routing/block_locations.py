@@ -8,10 +8,12 @@ bit; a set of groups is an int bitmask. PrefixIndex checks epochs and the order 
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
+from itertools import islice
 from typing import Final
 
 from coatcheck.proto.block_hash import HASH_BYTES
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
+from coatcheck.router.routing.split_table import SplitTable
 
 _TIERS: Final = (TIER_DEVICE, TIER_HOST)
 
@@ -38,11 +40,11 @@ class BlockLocations:
     """`groups_by_block`: for device and host a mapping from block to the groups that hold it there."""
 
     def __init__(self, problems: Counter[EventProblem]) -> None:
-        self.groups_by_block: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
+        self.groups_by_block = (SplitTable(), SplitTable())
         self._problems = problems
-        self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> bitmask of tiers
+        self._held: dict[int, SplitTable] = {}  # group -> block -> bitmask of tiers
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
-        self._leaving: dict[int, dict[bytes, int]] = {}  # as `_held`: what is left to drop of removed groups
+        self._leaving: dict[int, SplitTable] = {}  # as `_held`: what is left to drop of removed groups
 
     @property
     def entries(self) -> int:
@@ -55,9 +57,12 @@ class BlockLocations:
 
     def apply_events(self, bit: int, events: Iterable[KvEvent]) -> None:
         """Applies what a group has stored and removed, in order."""
-        held, problems = self._held.setdefault(bit, {}), self._problems
-        entries = self._entries[bit]
-        on_device, on_host = self.groups_by_block
+        table = self._held.get(bit)
+        if table is None:
+            table = self._held[bit] = SplitTable()
+        problems, entries = self._problems, self._entries[bit]
+        on_device, on_host = (tier.by_first_byte for tier in self.groups_by_block)
+        held_by_first_byte = table.by_first_byte
         # Neighbouring blocks often have the same set of groups before an event, and then after it too. They share one
         # int, which saves memory, and which lets match_chain skip the comparison.
         before = after = 0
@@ -66,7 +71,9 @@ class BlockLocations:
             if tier not in _TIERS or len(block) != HASH_BYTES:
                 problems[EventProblem.MALFORMED] += 1
                 continue
-            groups_by_block, flag = (on_device, 1) if tier == TIER_DEVICE else (on_host, 2)
+            first = block[0]
+            groups_by_block, flag = (on_device[first], 1) if tier == TIER_DEVICE else (on_host[first], 2)
+            held = held_by_first_byte[first]
             tiers = held.get(block, 0)
             if event.stored:
                 if not tiers & flag:
@@ -77,7 +84,7 @@ class BlockLocations:
                             before, after = groups, groups | bit
                         groups_by_block[block] = after
                     entries += 1
-                if (parent := event.parent_hash) and parent not in held:
+                if (parent := event.parent_hash) and parent not in held_by_first_byte[parent[0]]:
                     problems[EventProblem.NO_PARENT] += 1
             elif tiers & flag:
                 _set_or_drop(held, block, tiers & ~flag)
@@ -87,6 +94,8 @@ class BlockLocations:
                 _set_or_drop(groups_by_block, block, after)
                 entries -= 1
         self._entries[bit] = entries
+        for grown in (table, *self.groups_by_block):
+            grown.split_if_large()
 
     @property
     def leaving(self) -> int:
@@ -95,7 +104,7 @@ class BlockLocations:
 
     def remove_group(self, bit: int) -> None:
         """Drops all blocks of a group at once."""
-        held = self._held.pop(bit, {})
+        held = self._held.pop(bit, SplitTable())
         self._drop_blocks(bit, held, len(held))
         del self._entries[bit]
 
@@ -123,19 +132,21 @@ class BlockLocations:
                     assert tiers, "a block in no tier"
                     if tiers >> tier_index & 1:
                         expected[block] = expected.get(block, 0) | bit
-            assert groups_by_block == expected, "the sets of groups and the groups' own blocks disagree"
+            groups_by_block.check()
+            assert dict(groups_by_block.items()) == expected, "the sets of groups and the groups' own blocks disagree"
         for bit, held in self._held.items():
-            assert self._entries[bit] == sum(tiers.bit_count() for tiers in held.values()), "entries miscounted"
+            held.check()
+            assert self._entries[bit] == sum(tiers.bit_count() for _, tiers in held.items()), "entries miscounted"
         assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"
         assert not self._leaving.keys() & self._held.keys(), "the bit of a group that leaves is used again"
 
-    def _drop_blocks(self, bit: int, held: dict[bytes, int], count: int) -> None:
+    def _drop_blocks(self, bit: int, held: SplitTable, count: int) -> None:
         """Drops the last `count` blocks of `held`."""
         before = after = 0  # as in apply_events
-        for _ in range(count):
-            block, tiers = held.popitem()
-            for tier_index, groups_by_block in enumerate(self.groups_by_block):
+        for block, tiers in islice(held.pop_each(), count):
+            for tier_index, tier in enumerate(self.groups_by_block):
                 if tiers >> tier_index & 1:
+                    groups_by_block = tier.by_first_byte[block[0]]
                     groups = groups_by_block[block]
                     if groups is not before or after & bit:
                         before, after = groups, groups & ~bit

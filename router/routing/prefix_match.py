@@ -5,14 +5,14 @@ or twice and compares sets; it never loops over groups. The sets of neighbouring
 the same object, which the walk skips over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Block hash -> set of groups.
-GroupsByBlock: TypeAlias = Mapping[bytes, int]
+from coatcheck.router.routing.split_table import SplitTable
+
 FloatArray: TypeAlias = NDArray[np.float64]
 
 _POWERS_OF_TWO: Final[FloatArray] = np.exp2(np.arange(63, dtype=np.float64))
@@ -30,11 +30,12 @@ class PrefixMatches(NamedTuple):
 def match_chain(
     chain: Sequence[bytes],
     alive: int,
-    on_device: GroupsByBlock,
-    on_host: GroupsByBlock,
+    on_device: SplitTable,
+    on_host: SplitTable,
     expected: Sequence[tuple[int, int]],
 ) -> PrefixMatches:
-    """The match of each group in `alive`; slots of no group match nothing. `expected`: see ExpectedBlocks.match."""
+    """The match of each group in `alive`; slots of no group match nothing. `on_device`, `on_host`: the set of groups
+    that hold each block there. `expected`: see ExpectedBlocks.match."""
     slots = alive.bit_length()
     lengths, host_blocks, expected_blocks = _BlockCounts(alive), _BlockCounts(), _BlockCounts()
     runs = iter((*expected, (len(chain), 0)))
@@ -42,7 +43,7 @@ def match_chain(
     covered: object = _NO_SET  # the device holders of the last block, if they include all of `alive`
     seen: tuple[object, object, int] = _NONE_SEEN
     depth = 0
-    for depth, device in enumerate(map(on_device.get, chain)):
+    for depth, device in enumerate(on_device.get_each(chain)):
         if device is covered:
             continue
         missing = alive if device is None else alive & ~device
@@ -54,7 +55,7 @@ def match_chain(
         covered = _NO_SET
         while depth >= run_end:
             run_end, expecting = next(runs)
-        host = on_host.get(chain[depth], 0)
+        host = on_host.get(chain[depth])
         if device is seen[0] and host is seen[1] and expecting is seen[2]:
             continue
         seen = device, host, expecting

@@ -1,6 +1,7 @@
 """PrefixIndex: groups that come and leave, prompts that were sent to them, and very many of both."""
 
 import time
+from hashlib import blake2b
 
 import pytest
 
@@ -8,6 +9,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     TIER_DEVICE,
     KvEvent,
     KvEvents,
+    SnapshotChunk,
 )
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
 from tests.router.routing.index_events import CHAIN, following, matched_blocks, removed, snapshot, stored
@@ -114,3 +116,24 @@ def test_an_event_takes_as_long_in_a_large_index() -> None:
     after deletions at its front, made this 13 times as long; caches of the processor make it about twice as long."""
     few = max(event_seconds(1000, 20_000) for _ in range(2))
     assert event_seconds(200_000, 200_000) < 6 * few
+
+
+def test_no_dict_of_the_index_holds_more_than_a_small_part_of_many_blocks() -> None:
+    """A dict that grows stops every stream of the router while it copies its entries. So 200,000 blocks, of one group
+    as of all, are divided into dicts of less than 1%, and every block is still found and removed."""
+    index = PrefixIndex()
+    index.add_group("a", "1")
+    blocks = [blake2b(number.to_bytes(4, "big"), digest_size=16).digest() for number in range(200_000)]
+    events = [KvEvent(stored=True, block_hash=block, tier=TIER_DEVICE) for block in blocks]
+    for start in range(0, len(events), 1000):
+        chunk = SnapshotChunk(epoch="1", first=not start, events=events[start : start + 1000])
+        assert index.apply_snapshot("a", chunk) is EventOutcome.APPLIED
+    index.check()
+    (held,) = index._locations._held.values()
+    on_device, _ = index._locations.groups_by_block
+    for table in (held, on_device):
+        assert set(table) == set(blocks)
+        assert max(map(len, table.parts)) < len(blocks) / 100
+    index.apply_snapshot("a", snapshot(events[0]))
+    index.check()
+    assert index.entries == len(on_device) == 1

@@ -16,7 +16,7 @@ from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
 from tests.examples import examples
 from tests.router.routing.index_events import CHAIN, matched_blocks, removed, stored
 
-pytestmark = pytest.mark.usefixtures("slow_removal")
+pytestmark = pytest.mark.usefixtures("slow_removal", "early_split")
 
 TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
 NAMES = st.sampled_from(["a", "b", "c"])

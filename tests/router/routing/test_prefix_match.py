@@ -2,14 +2,18 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import PrefixMatches, match_chain
+from coatcheck.router.routing.split_table import SplitTable
 from tests.examples import examples
 from tests.router.routing.block_chains import chain_of
+
+pytestmark = pytest.mark.usefixtures("early_split")
 
 SLOTS = 70  # more than a machine word has bits
 
@@ -36,6 +40,15 @@ def rows(matches: PrefixMatches) -> list[tuple[float, ...]]:
     return list(zip(*(blocks.tolist() for blocks in matches), strict=True))
 
 
+def table_of(sets: dict[bytes, int]) -> SplitTable:
+    """The same mapping as a table."""
+    table = SplitTable()
+    for block, groups in sets.items():
+        table.by_first_byte[block[0]][block] = groups
+    table.split_if_large()
+    return table
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 60), st.integers(0, 1 << 30), st.sampled_from([0.5, 0.9, 0.99, 1.0]), st.booleans())
 def test_one_walk_finds_what_a_loop_over_groups_finds(blocks: int, seed: int, held: float, alike: bool) -> None:
@@ -56,15 +69,15 @@ def test_one_walk_finds_what_a_loop_over_groups_finds(blocks: int, seed: int, he
     lengths = [rng.randint(0, blocks) if rng.random() < 0.3 else 0 for _ in range(slots)]
     for slot, length in enumerate(lengths):
         prompts.add(1 << slot, slot, chain[:length])
-    found = rows(match_chain(chain, alive, on_device, on_host, prompts.match(chain)))
+    found = rows(match_chain(chain, alive, table_of(on_device), table_of(on_host), prompts.match(chain)))
     by_slot = [match_one_by_one(chain, slot, on_device, on_host, lengths[slot]) for slot in range(slots)]
     assert found == [by_slot[slot] if alive >> slot & 1 else (0, 0, 0) for slot in range(alive.bit_length())]
 
 
 def test_no_chain_and_no_group_match_nothing() -> None:
     """An empty chain matches no block on any group, and without groups there is no slot."""
-    assert rows(match_chain([], 0b101, {}, {}, [])) == [(0, 0, 0)] * 3
-    assert rows(match_chain(chain_of("aa"), 0, {chain_of("a")[0]: 1}, {}, [])) == []
+    assert rows(match_chain([], 0b101, SplitTable(), SplitTable(), [])) == [(0, 0, 0)] * 3
+    assert rows(match_chain(chain_of("aa"), 0, table_of({chain_of("a")[0]: 1}), SplitTable(), [])) == []
 
 
 def test_a_slot_is_used_again() -> None:
