@@ -22,7 +22,7 @@ from coatcheck.cluster.preflight.machine import has_gpu_file
 
 _PROBE_SECONDS: Final = 120.0
 _PROBE: Final = """
-import json, torch
+import json, sys, torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "nccl": "", "problem": ""}
 try:
     for index in range(torch.cuda.device_count()):
@@ -31,7 +31,7 @@ try:
         found["gpus"].append([device.name, device.total_memory, device.major, device.minor])
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if torch.version.cuda and not found["gpus"]:
+    if "gpu" in sys.argv and torch.version.cuda and not found["gpus"]:
         torch.cuda.init()
 except Exception as error:
     found["problem"] = str(error).splitlines()[0]
@@ -84,9 +84,10 @@ def read_facts(ports: Sequence[int]) -> HostFacts:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     infiniband = Path("/sys/class/infiniband")
+    has_gpu = has_gpu_file(Path("/dev"))
     return HostFacts(
-        has_gpu_file=has_gpu_file(Path("/dev")),
-        torch=probe_torch(),
+        has_gpu_file=has_gpu,
+        torch=probe_torch(has_gpu),
         driver=_driver(),
         shared_memory=shm.f_blocks * shm.f_frsize if shm else 0,
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,
@@ -101,10 +102,16 @@ def read_facts(ports: Sequence[int]) -> HostFacts:
     )
 
 
-def probe_torch(python: str = sys.executable) -> TorchFacts:
-    """What torch sees of the GPUs, and whether it can compute there."""
+def probe_torch(has_gpu: bool, python: str = sys.executable) -> TorchFacts:
+    """What torch sees of the GPUs, and whether it can compute there.
+
+    `has_gpu`: whether the host has a GPU's device file. Without one, a CUDA build of torch that finds no driver is no
+    problem: PyPI has no other build for Linux on x86.
+    """
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        done = subprocess.run(
+            [python, "-c", _PROBE, *["gpu"] * has_gpu], capture_output=True, text=True, timeout=_PROBE_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return TorchFacts(problem=f"torch could not be tried: {type(error).__name__}")
     if done.returncode:

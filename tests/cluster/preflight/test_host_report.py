@@ -1,6 +1,7 @@
 """What `coatcheck doctor` says of a host: each fault with what to change."""
 
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +97,29 @@ def test_facts_of_this_host() -> None:
     assert facts.ray and facts.torch.version and not facts.torch.problem
 
 
+def test_a_driver_is_looked_for_where_there_is_a_gpu(tmp_path: Path) -> None:
+    """A CUDA build of torch that finds no driver is a problem on a host with a GPU, and none on a host without."""
+    (tmp_path / "torch.py").write_text(_CUDA_BUILD_WITHOUT_DRIVER)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert probe_torch(True, str(python)).problem == "Found no NVIDIA driver"
+    assert probe_torch(False, str(python)) == TorchFacts("2.13.0+cu130", "13.0")
+
+
+_CUDA_BUILD_WITHOUT_DRIVER = """
+from types import SimpleNamespace
+
+def init():
+    raise RuntimeError("Found no NVIDIA driver")
+
+__version__ = "2.13.0+cu130"
+version = SimpleNamespace(cuda="13.0")
+cuda = SimpleNamespace(device_count=lambda: 0, init=init)
+distributed = SimpleNamespace(is_nccl_available=lambda: False)
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
@@ -108,4 +132,4 @@ def test_a_torch_that_cannot_be_tried(script: str, problem: str, tmp_path: Path)
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    assert problem in probe_torch(str(python)).problem
+    assert problem in probe_torch(True, str(python)).problem

@@ -14,6 +14,7 @@ from tests.kernels.triton.interpreted_ranks import ranks
 from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
 from tests.kernels.triton.mended_bfloat16 import mend
+from tests.kernels.triton.mended_products import mend_products
 
 
 def bfloat16() -> None:
@@ -54,6 +55,7 @@ GROUPS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
+    mend_products()
     for name in sys.argv[1:]:
         GROUPS[name]()
     print("agreed")
