@@ -63,12 +63,15 @@ class EmbeddingRoutes:
         self, request: Request, body: PoolingFields, messages: Sequence[EmbedRequest]
     ) -> list[EmbedResponse]:
         """The embeddings of all messages; the first error cancels the others."""
-        if body.truncate_prompt_tokens is not None:
-            messages = [await self._truncate(body, message) for message in messages]
         trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
         options = CallOptions(request.scope["tenant"], trace_context)
-        calls = [partial(self._service.embed, message, options) for message in messages]
+        calls = [partial(self._embed_one, body, message, options) for message in messages]
         return await while_connected(request.receive, run_all(calls))
+
+    async def _embed_one(self, body: PoolingFields, message: EmbedRequest, options: CallOptions) -> EmbedResponse:
+        if body.truncate_prompt_tokens is not None:
+            message = await self._truncate(body, message)
+        return await self._service.embed(message, options)
 
     async def _truncate(self, body: PoolingFields, message: EmbedRequest) -> EmbedRequest:
         """The message with the tokens of its prompt that are kept, in place of its text or chat."""

@@ -50,7 +50,9 @@ class _Tags:
         opening = self._opening(quote(one.name))
         choices = _choices(one.schema)
         if choices:
-            value = f"{_BREAK} ({' | '.join(map(quote, choices))}) {_BREAK} {end}"
+            texts = " | ".join(quote(text) for text in choices if text)
+            text = f"({texts}){'?' if '' in choices else ''}" if texts else ""
+            value = f"{_BREAK} {text} {_BREAK} {end}"
         elif one.schema.get("type") == "string":
             value = self._any_value
         else:
@@ -69,4 +71,4 @@ def _choices(schema: dict[str, Any]) -> list[str]:
     if schema.get("type") != "string":
         return []
     found = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-    return [text for text in found if isinstance(text, str) and text]
+    return [text for text in found if isinstance(text, str)]

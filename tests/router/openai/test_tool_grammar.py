@@ -315,6 +315,27 @@ def test_arguments_in_other_forms_fit_their_schemas(case: str) -> None:
         assert not allows(grammar, special, text), text
 
 
+@pytest.mark.parametrize(
+    ("choices", "allowed", "refused"),
+    [
+        ({"enum": ["", "C"]}, ("", "C"), ("K", "CC")),
+        ({"enum": [""]}, ("",), ("C",)),
+        ({"const": ""}, ("",), ("C",)),
+        ({}, ("", "C", "K"), ()),
+    ],
+)
+def test_an_empty_text_is_a_choice_like_another(
+    choices: dict[str, Any], allowed: tuple[str, ...], refused: tuple[str, ...]
+) -> None:
+    """An argument that may be the empty text may not be any text."""
+    schema = {"type": "object", "properties": {"unit": {"type": "string", **choices}}, "required": ["unit"],
+              "additionalProperties": False}  # fmt: skip
+    grammar = strict_calls_grammar([Function(name="f", parameters=schema, strict=True)], "qwen3_coder", {})
+    for unit in (*allowed, *refused):
+        call = f"<tool_call>\n<function=f>\n<parameter=unit>\n{unit}\n</parameter>\n</function>\n</tool_call>"
+        assert allows(grammar, (), call) == (unit in allowed), unit
+
+
 @pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3"])
 def test_formats_without_their_tokens_are_refused(tool_format: str) -> None:
     """Formats whose markers must be special tokens of the tokenizer."""
