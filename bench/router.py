@@ -103,7 +103,10 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
         rest = (
             place.to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(blocks // groups - len(own))
         )
-        events = [KvEvent(stored=True, block_hash=block, tier=TIER_DEVICE) for block in (*own, *rest)]
+        pairs = [*zip(own, (b"", *own), strict=False), *((block, b"") for block in rest)]
+        events = [
+            KvEvent(stored=True, block_hash=block, parent_hash=parent, tier=TIER_DEVICE) for block, parent in pairs
+        ]
         index.apply_snapshot(name, SnapshotChunk(epoch="1", events=events, first=True, last=True))
     del events
     memory = tracemalloc.get_traced_memory()[0]

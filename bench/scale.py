@@ -41,6 +41,7 @@ BLOCKS: Final = 10_000_000
 PROMPTS: Final = {"1k": 1024, "8k": 8192, "100k": 100_000}  # tokens
 _PREFIX_BLOCKS: Final = PROMPTS["100k"] // BLOCK_SIZE
 _MESSAGE: Final = 64  # blocks in a message of KV events
+_CHAIN: Final = 32  # of which a prompt has so many
 _QUEUED: Final = 1000  # requests that wait while load reports come
 _FULL: Final = 1000  # waiting requests of a group without room
 _REPORTS_PER_SECOND: Final = 10  # of each group
@@ -68,7 +69,8 @@ class _Router:
         stored = list[float]()
         for place, member in enumerate(self.groups.members):
             while self._stored[place] < self.blocks:
-                message = member.events(self._new_blocks(place, min(_MESSAGE, self.blocks - self._stored[place])))
+                blocks = self._new_blocks(place, min(_MESSAGE, self.blocks - self._stored[place]))
+                message = member.events(blocks, chain_blocks=_CHAIN)
                 stored.append(_seconds(member.receive, message))
         memory = psutil.Process().memory_info().rss - memory
         churned = [_seconds(*self._churn()) for _ in range(mixed // _MESSAGE)]
@@ -139,9 +141,9 @@ class _Router:
         """A message that stores new blocks on one group and removes as many old ones, and who receives it."""
         place = self.dice.randrange(len(self._stored))
         oldest = self._stored[place] - self.blocks
-        removed = [_block(place, oldest + number) for number in range(_MESSAGE // 2)]
+        removed = [_block(place, oldest + number) for number in range(_CHAIN)]
         member = self.groups.members[place]
-        return member.receive, member.events(self._new_blocks(place, _MESSAGE // 2), removed)
+        return member.receive, member.events(self._new_blocks(place, _CHAIN), removed)
 
     def _new_blocks(self, place: int, number: int) -> list[bytes]:
         first = self._stored[place]

@@ -4,7 +4,7 @@ The benchmark hands each connection the messages that its group would send; what
 is dropped. All else is the router's own code.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from coatcheck.proto.contract import CONTRACT, VERSION
@@ -42,14 +42,19 @@ class OfflineConnection(GroupConnection):
         """Handles a message as if the group had sent it."""
         self._receive(message)
 
-    def events(self, stored: Sequence[bytes], removed: Iterable[bytes] = (), tier: Tier = TIER_DEVICE) -> FromGroup:
-        """The group's next message of KV events: `stored` is a chain of blocks."""
-        parents = (b"", *stored)
+    def events(
+        self, stored: Sequence[bytes], removed: Sequence[bytes] = (), tier: Tier = TIER_DEVICE, chain_blocks: int = 0
+    ) -> FromGroup:
+        """The group's next message of KV events. `stored` and `removed` are chains of blocks, or several of
+        `chain_blocks` blocks each. The last blocks are removed first, as groups do."""
         events = [
-            KvEvent(stored=True, block_hash=block, parent_hash=parent, tier=tier)
-            for block, parent in zip(stored, parents, strict=False)
+            KvEvent(stored=is_stored, block_hash=block, parent_hash=parent, tier=tier)
+            for is_stored, pairs in (
+                (True, _with_parents(stored, chain_blocks)),
+                (False, reversed(_with_parents(removed, chain_blocks))),
+            )
+            for block, parent in pairs
         ]
-        events += [KvEvent(stored=False, block_hash=block, tier=tier) for block in removed]
         message = KvEvents(epoch=_EPOCH, sequence=self.next_sequence, events=events)
         self.next_sequence += len(events)
         return FromGroup(events=message)
@@ -115,6 +120,11 @@ class OfflineGroups(GroupRegistry):
         connection.receive(FromGroup(snapshot=SnapshotChunk(epoch=_EPOCH, first=True, last=True)))
         connection.receive(load_report(blocks))
         return connection
+
+
+def _with_parents(blocks: Sequence[bytes], chain_blocks: int) -> list[tuple[bytes, bytes]]:
+    length = chain_blocks or max(len(blocks), 1)
+    return [(block, blocks[place - 1] if place % length else b"") for place, block in enumerate(blocks)]
 
 
 def load_report(blocks: int, *, waiting: int = 0) -> FromGroup:

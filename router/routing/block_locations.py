@@ -30,20 +30,37 @@ class EventProblem(Enum):
     OTHER_EPOCH = "other_epoch"  # of an earlier incarnation
     BEFORE_SNAPSHOT = "before_snapshot"  # no snapshot has begun since the registration or the last gap
     REPEATED = "repeated"
-    GAP = "gap"  # events are missing; a snapshot is requested
+    GAP = "gap"  # events are missing, or name wrong parents; a snapshot is requested
     MALFORMED = "malformed"  # the tier is unknown, or the block hash has the wrong length
     NO_PARENT = "no_parent"  # the group does not hold the parent: the block matches once the parent is stored
     IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered; it is ejected
 
 
+# What a group's table has for a block: the tiers that hold the block, as two bits, and the numbers of blocks after it
+# that the group holds on the device, and on the host alone. Blocks that are not held are there while the group holds
+# blocks after them.
+_DEVICE_CHILD: Final = 4
+_HOST_CHILD: Final = 1 << 34
+# By the tiers of a child: what the child adds to its parent's value, and the bits of the number that it is counted in.
+_CHILD: Final = (0, _DEVICE_CHILD, _HOST_CHILD, _DEVICE_CHILD)
+_CHILDREN_MASK: Final = (0, _HOST_CHILD - _DEVICE_CHILD, -_HOST_CHILD, _HOST_CHILD - _DEVICE_CHILD)
+
+
 class BlockLocations:
-    """`groups_by_block`: for device and host a mapping from block to the groups that hold it there."""
+    """`groups_by_block`: for device and host a mapping from block to the groups that hold it there.
+
+    `gaps`: for the device, and for both tiers together, the blocks that some groups do not hold there although they
+    hold a block after it there, with these groups. Up to the next gap a group holds either the first blocks of a chain
+    or none, so match_chain need not look at every block. Groups evict a prompt's last blocks first, so gaps are few.
+    """
 
     def __init__(self, problems: Counter[EventProblem]) -> None:
         self.groups_by_block = (SplitTable(), SplitTable())
+        self.gaps = (SplitTable(), SplitTable())
         self._problems = problems
-        self._held: dict[int, SplitTable] = {}  # group -> block -> bitmask of tiers
+        self._held: dict[int, SplitTable] = {}  # group -> block -> tiers and number of children
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
+        self._gaps: Counter[int] = Counter()  # group -> its entries in `gaps`
         self._leaving: dict[int, SplitTable] = {}  # as `_held`: what is left to drop of removed groups
 
     @property
@@ -55,6 +72,10 @@ class BlockLocations:
         """Number of a group's blocks in both tiers."""
         return self._entries[bit]
 
+    def gaps_of(self, bit: int) -> int:
+        """Number of a group's gaps. It exceeds twice `entries_of` only if the group's events name wrong parents."""
+        return self._gaps[bit]
+
     def apply_events(self, bit: int, events: Iterable[KvEvent]) -> None:
         """Applies what a group has stored and removed, in order."""
         table = self._held.get(bit)
@@ -62,9 +83,9 @@ class BlockLocations:
             table = self._held[bit] = SplitTable()
         problems, entries = self._problems, self._entries[bit]
         on_device, on_host = (tier.by_first_byte for tier in self.groups_by_block)
-        held_by_first_byte = table.by_first_byte
+        held_by_first_byte, child_counts = table.by_first_byte, _CHILD
         # Neighbouring blocks often have the same set of groups before an event, and then after it too. They share one
-        # int, which saves memory, and which lets match_chain skip the comparison.
+        # int, which saves memory, and lets match_chain compare their sets at once.
         before = after = 0
         for event in events:
             block, tier = event.block_hash, event.tier
@@ -74,27 +95,51 @@ class BlockLocations:
             first = block[0]
             groups_by_block, flag = (on_device[first], 1) if tier == TIER_DEVICE else (on_host[first], 2)
             held = held_by_first_byte[first]
-            tiers = held.get(block, 0)
-            if event.stored:
-                if not tiers & flag:
-                    held[block] = tiers | flag
+            known = held.get(block, 0)
+            is_stored = event.stored
+            if is_stored:
+                now = known | flag
+                if now != known:
+                    held[block] = now
                     groups = groups_by_block.setdefault(block, bit)
                     if groups is not bit:
                         if groups is not before or not after & bit:
                             before, after = groups, groups | bit
                         groups_by_block[block] = after
                     entries += 1
-                if (parent := event.parent_hash) and parent not in held_by_first_byte[parent[0]]:
-                    problems[EventProblem.NO_PARENT] += 1
-            elif tiers & flag:
-                _set_or_drop(held, block, tiers & ~flag)
+            elif known & flag:
+                if now := known ^ flag:
+                    held[block] = now
+                else:
+                    del held[block]
                 groups = groups_by_block[block]
                 if groups is not before or after & bit:
                     before, after = groups, groups & ~bit
-                _set_or_drop(groups_by_block, block, after)
+                if after:
+                    groups_by_block[block] = after
+                else:
+                    del groups_by_block[block]
                 entries -= 1
+            else:
+                continue
+            if known > 3:  # the group holds blocks after this one
+                self._update_gaps(bit, block, known, now)
+            if parent := event.parent_hash:
+                held = held_by_first_byte[parent[0]]
+                children = held.get(parent, 0)
+                if is_stored and not children & 3:
+                    problems[EventProblem.NO_PARENT] += 1
+                tiers = known & 3
+                added = child_counts[now & 3] - child_counts[tiers]
+                # The second condition fails only if an earlier event of this block named another parent, or none.
+                if added and (not tiers or children & _CHILDREN_MASK[tiers]):
+                    if children & 1:  # the parent is on the device, so there is no gap
+                        held[parent] = children + added
+                    else:
+                        _set_or_drop(held, parent, children + added)
+                        self._update_gaps(bit, parent, children, children + added)
         self._entries[bit] = entries
-        for grown in (table, *self.groups_by_block):
+        for grown in (table, *self.groups_by_block, *self.gaps):
             grown.split_if_large()
 
     @property
@@ -112,7 +157,7 @@ class BlockLocations:
         """Forgets a group; `continue_removal` drops its blocks."""
         if held := self._held.pop(bit, None):
             self._leaving[bit] = held
-        del self._entries[bit]
+        del self._entries[bit], self._gaps[bit]
 
     def continue_removal(self, max_blocks: int) -> None:
         """Drops at most `max_blocks` blocks of the groups that leave."""
@@ -125,32 +170,53 @@ class BlockLocations:
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        for tier_index, groups_by_block in enumerate(self.groups_by_block):
+        everyone = (*self._held.items(), *self._leaving.items())
+        for place, (groups_by_block, gaps) in enumerate(zip(self.groups_by_block, self.gaps, strict=True)):
             expected: dict[bytes, int] = {}
-            for bit, held in (*self._held.items(), *self._leaving.items()):
-                for block, tiers in held.items():
-                    assert tiers, "a block in no tier"
-                    if tiers >> tier_index & 1:
+            expected_gaps: dict[bytes, int] = {}
+            for bit, held in everyone:
+                for block, value in held.items():
+                    assert value, "a block in no tier and without a child"
+                    if value >> place & 1:
                         expected[block] = expected.get(block, 0) | bit
+                    if _gaps_at(value) >> place & 1:
+                        expected_gaps[block] = expected_gaps.get(block, 0) | bit
             groups_by_block.check()
+            gaps.check()
             assert dict(groups_by_block.items()) == expected, "the sets of groups and the groups' own blocks disagree"
+            assert dict(gaps.items()) == expected_gaps, "the gaps and the groups' own blocks disagree"
         for bit, held in self._held.items():
             held.check()
-            assert self._entries[bit] == sum(tiers.bit_count() for _, tiers in held.items()), "entries miscounted"
-        assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"
+            values = [value for _, value in held.items()]
+            tiers = [value & 3 for value in values]
+            assert self._entries[bit] == sum(map(int.bit_count, tiers)), "entries miscounted"
+            assert self._gaps[bit] == sum(_gaps_at(value).bit_count() for value in values), "gaps miscounted"
+        assert self._entries.keys() | self._gaps.keys() <= self._held.keys(), "entries of a group that holds nothing"
         assert not self._leaving.keys() & self._held.keys(), "the bit of a group that leaves is used again"
+
+    def _update_gaps(self, bit: int, block: bytes, known: int, now: int) -> None:
+        """Changes `gaps` after the group's value of a block has changed from `known` to `now`."""
+        changed = _gaps_at(known) ^ _gaps_at(now)
+        for place, gaps in enumerate(self.gaps):
+            if changed >> place & 1:
+                groups = gaps.get(block) ^ bit
+                _set_or_drop(gaps.by_first_byte[block[0]], block, groups)
+                self._gaps[bit] += 1 if groups & bit else -1
 
     def _drop_blocks(self, bit: int, held: SplitTable, count: int) -> None:
         """Drops the last `count` blocks of `held`."""
         before = after = 0  # as in apply_events
-        for block, tiers in islice(held.pop_each(), count):
+        for block, value in islice(held.pop_each(), count):
             for tier_index, tier in enumerate(self.groups_by_block):
-                if tiers >> tier_index & 1:
+                if value >> tier_index & 1:
                     groups_by_block = tier.by_first_byte[block[0]]
                     groups = groups_by_block[block]
                     if groups is not before or after & bit:
                         before, after = groups, groups & ~bit
                     _set_or_drop(groups_by_block, block, after)
+            if _gaps_at(value):
+                self._update_gaps(bit, block, value, 0)
+        del self._gaps[bit]
 
 
 def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
@@ -158,3 +224,10 @@ def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
         bits[block] = value
     else:
         del bits[block]
+
+
+def _gaps_at(value: int) -> int:
+    """Where a group that has this value of a block has a gap there: on the device (1), in both tiers together (2)."""
+    if value & 1 or value <= 3:
+        return 0
+    return (1 if value & _CHILDREN_MASK[1] else 0) | (0 if value & 3 else 2)

@@ -111,7 +111,7 @@ class PrefixIndex:
             return self._ignore(EventProblem.REPEATED, len(message.events))
         self._store(indexed, message.events[known:] if known else message.events)
         indexed.next_sequence += len(message.events) - known
-        return self._check_capacity(indexed)
+        return self._check_blocks(indexed)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> EventOutcome:
         """Adds the blocks of a chunk. The first chunk of a snapshot removes the blocks of the group before."""
@@ -127,7 +127,7 @@ class PrefixIndex:
             return self._request_snapshot(indexed)
         self._store(indexed, chunk.events)
         indexed.is_complete = chunk.last
-        return self._check_capacity(indexed)
+        return self._check_blocks(indexed)
 
     def is_complete(self, group: str) -> bool:
         """Whether the index has every block of the group: its snapshot has come, and no event is missing since."""
@@ -148,7 +148,8 @@ class PrefixIndex:
     def match(self, chain: Sequence[bytes]) -> PrefixMatches:
         """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap."""
         on_device, on_host = self._locations.groups_by_block
-        return match_chain(chain, self._live, on_device, on_host, self.expected_blocks.match(chain))
+        expected = self.expected_blocks.match(chain)
+        return match_chain(chain, self._live, on_device, on_host, expected, *self._locations.gaps)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
@@ -161,7 +162,9 @@ class PrefixIndex:
         self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         self._locations.apply_events(indexed.bit, events)
 
-    def _check_capacity(self, indexed: _IndexedGroup) -> EventOutcome:
+    def _check_blocks(self, indexed: _IndexedGroup) -> EventOutcome:
+        if self._locations.gaps_of(indexed.bit) > 2 * self._locations.entries_of(indexed.bit):
+            return self._request_snapshot(indexed)
         if not indexed.capacity or self._locations.entries_of(indexed.bit) <= indexed.capacity:
             return EventOutcome.APPLIED
         return self._drop_impossible(indexed)

@@ -5,7 +5,7 @@ stream of the router waits. A SplitTable divides its entries by the first byte o
 `_SPLIT_BLOCKS` of them, so that no dict holds more than one in 256, and none takes longer than a few milliseconds.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -43,10 +43,12 @@ class SplitTable:
         """The value of a block, or `default`."""
         return self.by_first_byte[block[0]].get(block, default)
 
-    def get_each(self, blocks: Iterable[bytes]) -> Iterator[int | None]:
-        """The value of each block in turn, None for those that the table does not contain."""
-        blocks = list(blocks)
-        return map(dict.get, map(self.by_first_byte.__getitem__, map(itemgetter(0), blocks)), blocks)
+    def isdisjoint(self, blocks: Sequence[bytes]) -> bool:
+        """Whether the table contains none of the blocks."""
+        if not self._is_split:
+            return not (whole := self.by_first_byte[0]) or whole.keys().isdisjoint(blocks)
+        parts = map(self.by_first_byte.__getitem__, map(itemgetter(0), blocks))
+        return not any(map(dict.__contains__, parts, blocks))
 
     def pop_each(self) -> Iterator[tuple[bytes, int]]:
         """Pairs of block and value, each removed from the table as it is returned."""

@@ -1,5 +1,7 @@
 """Chunks of a snapshot and the events between them give a router's index the same blocks as a whole snapshot."""
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,3 +119,23 @@ def test_chunks_and_events_are_as_good_as_a_whole_snapshot(depth: int, actions: 
     while not stream.index.is_complete("g"):
         stream.send_chunk(2)
     assert blocks_of(stream.index) == blocks_of_whole_snapshot(engine)
+
+
+def test_evictions_leave_no_gap_on_the_device() -> None:
+    """A group evicts the last blocks of a prompt first, and names their parents. So each prefix on its device is whole,
+    and a router finds the ends of prefixes by bisection."""
+    rng = random.Random(3)
+    engine, _ = make_engine(NUM_BLOCKS, 0, depth=1, delays=[0, 2])
+    stream = Stream(engine)
+    stream.send_chunk(NUM_BLOCKS)
+    removed = 0
+    for number in range(200):
+        if rng.random() < 0.4:
+            prompt = [rng.randint(1, 3)] * rng.randint(2, 10) + [rng.randint(1, 5)] * rng.randint(2, 40)
+            engine.submit_request(request(f"r{number}", prompt, 6))
+        before = stream.index.entries
+        stream.step(is_lost=False)
+        removed += max(before - stream.index.entries, 0)
+        stream.index.check()
+        assert not any(map(len, stream.index._locations.gaps))
+    assert removed, "nothing was evicted"

@@ -151,5 +151,5 @@ class BlockPool:
         block = self._by_hash.pop(prefix.block_hash)
         self._prefixes[block] = None
         self._evicted[block] = prefix
-        self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.DEVICE))
+        self._events.append(KvEvent(False, prefix.block_hash, prefix.parent_hash, Tier.DEVICE))
         return block

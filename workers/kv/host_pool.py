@@ -135,7 +135,7 @@ class HostPool:
         prefix = self.evictor.evict_block()
         host_block = self._by_hash.pop(prefix.block_hash)
         self._prefixes[host_block] = None
-        self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.HOST))
+        self._events.append(KvEvent(False, prefix.block_hash, prefix.parent_hash, Tier.HOST))
         return host_block
 
     def _discard_block(self, host_block: int) -> None:
@@ -145,7 +145,7 @@ class HostPool:
         self._prefixes[host_block] = None
         del self._by_hash[prefix.block_hash]
         if host_block not in self._demoting:
-            self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.HOST))
+            self._events.append(KvEvent(False, prefix.block_hash, prefix.parent_hash, Tier.HOST))
 
     def _release_block(self, host_block: int) -> None:
         """Make a host block that no copy uses any more evictable or free."""

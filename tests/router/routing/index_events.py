@@ -15,12 +15,16 @@ CHAIN = [bytes([block]) * 16 for block in range(6)]
 
 def stored(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
     """An event: the group has stored the block."""
-    return KvEvent(stored=True, block_hash=CHAIN[block], tier=tier)
+    return KvEvent(stored=True, block_hash=CHAIN[block], parent_hash=_parent(block), tier=tier)
 
 
 def removed(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
     """An event: the group has removed the block."""
-    return KvEvent(stored=False, block_hash=CHAIN[block], tier=tier)
+    return KvEvent(stored=False, block_hash=CHAIN[block], parent_hash=_parent(block), tier=tier)
+
+
+def _parent(block: int) -> bytes:
+    return CHAIN[block - 1] if block else b""
 
 
 def snapshot(*events: KvEvent, epoch: str = "1", sequence: int = 0) -> SnapshotChunk:

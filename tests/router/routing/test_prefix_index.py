@@ -26,6 +26,40 @@ def test_a_chain_matches_only_without_a_break() -> None:
     assert matched_blocks(index, CHAIN) == {"a": (1, 0, 0)}
 
 
+def test_removals_without_a_parent_create_no_prefix() -> None:
+    """A group that does not name the parents of removed blocks matches what it holds and no more. Once the missing
+    parents cannot be told from gaps in what the group holds, a snapshot is requested."""
+    index = following("a")
+    stores = [stored(block) for block in range(6)]
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=stores))
+    nameless = [KvEvent(stored=False, block_hash=CHAIN[block], tier=TIER_DEVICE) for block in range(6)]
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=6, events=nameless[5:])) is EventOutcome.APPLIED
+    assert matched_blocks(index, CHAIN) == {"a": (5, 0, 0)} and not any(index._locations.gaps)
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=7, events=nameless[4:5])) is EventOutcome.APPLIED
+    assert matched_blocks(index, CHAIN) == {"a": (4, 0, 0)} and any(index._locations.gaps)
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=8, events=nameless[2:3])) is EventOutcome.APPLIED
+    index.check()
+    assert matched_blocks(index, CHAIN) == {"a": (2, 0, 0)}
+    message = KvEvents(epoch="1", sequence=9, events=nameless[:1])
+    assert index.apply_events("a", message) is EventOutcome.SNAPSHOT_NEEDED
+    index.apply_snapshot("a", snapshot(*stores, sequence=10))
+    assert matched_blocks(index, CHAIN) == {"a": (6, 0, 0)} and not any(index._locations.gaps)
+
+
+def test_events_that_contradict_each_other_leave_the_index_consistent() -> None:
+    """A block that is its own parent, and parents that change between the events of a block."""
+    index = following("a")
+    own = KvEvent(stored=True, block_hash=CHAIN[0], parent_hash=CHAIN[0], tier=TIER_DEVICE)
+    other = KvEvent(stored=True, block_hash=CHAIN[2], parent_hash=CHAIN[0], tier=TIER_HOST)
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[own, stored(1), other, stored(2)]))
+    index.check()
+    for block, tier in ((2, TIER_HOST), (2, TIER_DEVICE), (1, TIER_DEVICE), (0, TIER_DEVICE)):
+        sequence = index._groups["a"].next_sequence
+        index.apply_events("a", KvEvents(epoch="1", sequence=sequence, events=[removed(block, tier)]))
+        index.check()
+    assert index.entries == 0 and matched_blocks(index, CHAIN) == {}
+
+
 def test_leaving_the_device_does_not_erase_the_host() -> None:
     """A block that is demoted stays matched, as one of the host's."""
     index = following("a")
@@ -61,7 +95,7 @@ def test_events_that_were_seen_are_not_applied_twice() -> None:
     assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is EventOutcome.IGNORED
     assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both)) is EventOutcome.APPLIED
     assert matched_blocks(index, CHAIN) == {} and index.entries == 1
-    assert index.problems == {EventProblem.REPEATED: 1}
+    assert index.problems == {EventProblem.REPEATED: 1, EventProblem.NO_PARENT: 1}
 
 
 def test_after_a_gap_no_block_matches_until_a_snapshot() -> None:
