@@ -62,15 +62,23 @@ class SymmetricMemory:
         """
         mine = {"host": host_id(), "gpu": device.index or 0, "reason": find_obstacle(device)}
         ranks = all_gather(mine)
-        reason = common_obstacle(ranks)
-        memory = None
-        if not reason:
+        buffer = memory = None
+        reason = ""
+        try:
+            reason = common_obstacle(ranks)
+            if not reason:
+                buffer = symm_mem.empty(_signals_end(size) + BUFFER_BYTES, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            reason = _first_line(error)
+        # The rendezvous waits for every rank, so all must know that each has a buffer before one of them enters it.
+        reason = _first_reason(reason, all_gather)
+        if buffer is not None and not reason:
             try:
-                memory = cls._map(rank, size, device, [each["gpu"] for each in ranks], in_rank_order=in_rank_order)
+                gpus = [each["gpu"] for each in ranks]
+                memory = cls._map(rank, size, buffer, gpus, in_rank_order=in_rank_order)
             except RuntimeError as error:
-                reason = str(error).partition("\n")[0][:_REASON_CHARACTERS]
-            reasons = [each["reason"] for each in all_gather({"reason": reason})]
-            reason = next(filter(None, reasons), "")
+                reason = _first_line(error)
+            reason = _first_reason(reason, all_gather)
             barrier()  # no rank signals before all have cleared their signals
         if reason:
             if rank == 0:
@@ -82,12 +90,10 @@ class SymmetricMemory:
         return memory
 
     @classmethod
-    def _map(cls, rank: int, size: int, device: torch.device, gpus: Sequence[int], *, in_rank_order: bool) -> Self:
-        """Raises RuntimeError for what torch or CUDA refuse."""
+    def _map(cls, rank: int, size: int, buffer: Tensor, gpus: Sequence[int], *, in_rank_order: bool) -> Self:
+        """Map the buffers of all ranks. Raises RuntimeError for what torch or CUDA refuse."""
         assert dist.group.WORLD is not None
-        group = dist.group.WORLD.group_name
-        start = -(-signal_bytes(size) // _SIGNALS_ALIGNMENT) * _SIGNALS_ALIGNMENT
-        buffer = symm_mem.empty(start + BUFFER_BYTES, dtype=torch.uint8, device=device)
+        group, device, start = dist.group.WORLD.group_name, buffer.device, _signals_end(size)
         handle = symm_mem.rendezvous(buffer, group)
         buffer[:start].zero_()
         # The buffer may begin behind the address that was mapped.
@@ -144,6 +150,22 @@ class SymmetricMemory:
         else:
             torch.ops.symm_mem.multimem_all_reduce_(symmetric, "sum", self._group)
             x.copy_(symmetric)
+
+
+def _signals_end(ranks: int) -> int:
+    """Where data begin in a buffer, in bytes: behind the signals of `ranks` ranks."""
+    return -(-signal_bytes(ranks) // _SIGNALS_ALIGNMENT) * _SIGNALS_ALIGNMENT
+
+
+def _first_line(error: Exception) -> str:
+    """What goes through all_gather_json. Not "", which would say that nothing failed."""
+    return str(error).partition("\n")[0][:_REASON_CHARACTERS] or type(error).__name__
+
+
+def _first_reason(reason: str, all_gather: AllGather) -> str:
+    """The reason of the first rank that has one; "" if none has."""
+    reasons: list[str] = [each["reason"] for each in all_gather({"reason": reason})]
+    return next(filter(None, reasons), "")
 
 
 def find_obstacle(device: torch.device) -> str:

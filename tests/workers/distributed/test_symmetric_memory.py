@@ -116,6 +116,52 @@ def test_ranks_that_cannot_map_each_other_use_nccl_and_say_why(
     assert "\n" not in caplog.messages[0]
 
 
+def connect_without_memory_on_one_rank(communicator: Communicator, argument: tuple[str, str]) -> dict[str, Any]:
+    """The work of one rank. On rank 1 the named function fails; the other ranks must not wait for it."""
+    folder, failing = argument
+    SimulatedPeers(Path(folder), communicator.rank, communicator.size, None, multicast=False)
+    entered: list[str] = []
+    rendezvous = symm_mem.rendezvous
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 8 MiB")
+
+    def enter(*args: Any) -> Any:
+        entered.append("rendezvous")
+        return rendezvous(*args)
+
+    setattr(symm_mem, "rendezvous", enter)  # noqa: B010  # mypy refuses the assignment of another signature
+    setattr(torch.cuda, "can_device_access_peer", lambda first, second: True)  # noqa: B010
+    if communicator.rank == 1:
+        setattr(symm_mem if failing == "empty" else torch.cuda, failing, fail)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(symmetric_memory.__name__).addHandler(handler)
+    found = symmetric_memory.SymmetricMemory.connect(
+        communicator.rank,
+        communicator.size,
+        torch.device("cpu", communicator.rank),
+        communicator.all_gather_json,
+        communicator.barrier,
+        in_rank_order=False,
+    )
+    total = communicator.all_reduce(torch.ones(4)).tolist()  # the ranks still make the same calls
+    return {"connected": found is not None, "entered": entered, "lines": lines, "total": total}
+
+
+@pytest.mark.parametrize("failing", ["empty", "can_device_access_peer"])
+def test_a_rank_without_a_buffer_does_not_leave_the_others_waiting(tmp_path: Path, failing: str) -> None:
+    """If one rank cannot allocate, or cannot ask about peers, no rank enters the rendezvous; rank 0 logs one line."""
+    ranks = run_ranks(3, connect_without_memory_on_one_rank, (str(tmp_path), failing))
+    assert [rank["connected"] for rank in ranks] == [False] * 3
+    assert [rank["entered"] for rank in ranks] == [[]] * 3
+    assert [len(rank["lines"]) for rank in ranks] == [1, 0, 0]
+    assert "NCCL alone" in ranks[0]["lines"][0] and "CUDA out of memory." in ranks[0]["lines"][0]
+    assert "\n" not in ranks[0]["lines"][0]
+    assert [rank["total"] for rank in ranks] == [[3.0] * 4] * 3
+
+
 def test_an_nccl_that_cannot_start_says_what_to_change() -> None:
     """NCCL's last line and three things to check are one line."""
     error = RuntimeError("NCCL error in: x.cpp:1\nncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 0 and 1")
