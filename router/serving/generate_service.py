@@ -54,7 +54,7 @@ from coatcheck.router.serving.request_validation import (
     prompt_token_ids,
     validate_request,
 )
-from coatcheck.router.serving.tool_choice import calls_grammar, check_tool_choice, hide_tools
+from coatcheck.router.serving.tool_choice import calls_grammar, check_tool_choice, hide_tools, may_constrain_calls
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
@@ -285,7 +285,7 @@ class GenerateService:
             check_tool_choice(message)
         token_ids = await self._ids_within_context(message, self._max_sequence_tokens(self._model()))
         model = self._model()
-        if message.chat.tools and not message.sampling.HasField("structured"):
+        if may_constrain_calls(message.chat) and not message.sampling.HasField("structured"):
             await self._constrain_calls(message)
         request = validate_request(
             message,

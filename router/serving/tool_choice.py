@@ -20,6 +20,7 @@ from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 _MODES: Final[dict[str, ToolMode]] = {"": "auto", "auto": "auto", "required": "required", "none": "none"}
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MAY_BE_STRICT: Final = re.compile(r'"strict"\s*:\s*true|\\u00')  # an escape may spell any letter of the name
 
 
 def hide_tools(chat: Chat) -> None:
@@ -79,6 +80,12 @@ def reasoning_start_of_chat(chat: Chat, planner: OutputPlanner) -> ReasoningStar
     )
     arguments = json.loads(chat.template_arguments or "{}")
     return planner.reasoning_start(arguments, begins_message=begins_message)
+
+
+def may_constrain_calls(chat: Chat) -> bool:
+    """Whether calls_grammar may return a grammar: a call is required, or a tool may be strict. Parses nothing, since
+    every chat with tools asks."""
+    return bool(chat.tools) and (_mode(chat) in ("required", "named") or any(map(_MAY_BE_STRICT.search, chat.tools)))
 
 
 def calls_grammar(chat: Chat, planner: OutputPlanner) -> Grammar | None:

@@ -212,7 +212,7 @@ async def test_vllm_s_sampling_fields(start_http_router: StartHttpRouter) -> Non
 
 async def test_texts_have_log_probabilities(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """With `include` each token of the text has its own and the alternatives', whole and streamed; reasoning, markers
-    and calls have none."""
+    and calls have none. `top_logprobs` alone has no effect, as with OpenAI."""
     group = saying(f"<think>hm</think>so fine{CALL}")
     group.with_tops = True
     router = await start_http_router(group, tokenizer=model)
@@ -228,8 +228,9 @@ async def test_texts_have_log_probabilities(start_http_router: StartHttpRouter, 
         tokens = [token.token for event in events if event.type == kind for token in event.logprobs]
         assert "".join(tokens) == "so fine"
     assert events[-1].response.output[1].content == [text]
-    plain = await router.openai.responses.create(**asked, top_logprobs=2, include=["web_search_call.results"])
-    assert all(part.logprobs == [] for item in plain.output if item.type == "message" for part in item.content)  # type: ignore[union-attr]
+    for without in ({}, {"include": ["web_search_call.results"]}):
+        plain = await router.openai.responses.create(**asked, top_logprobs=2, **without)  # type: ignore[call-overload]
+        assert all(part.logprobs == [] for item in plain.output if item.type == "message" for part in item.content)
 
 
 async def test_items_may_be_sent_by_reference(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.router.serving.tool_choice import functions_of, may_constrain_calls
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.openai.scripted_chat import WEATHER, allows, saying
 from tests.router.router_under_test import StartRouter
@@ -122,6 +123,26 @@ async def test_tool_choice_over_grpc(start_router: StartRouter, thinker: Tokeniz
             assert "[tool" not in shown.text
             counted = await router.generation.Tokenize(pb.TokenizeRequest(chat=asked.chat))
             assert counted.token_ids == router.groups[0].submits[-1].prompt_token_ids
+
+
+def test_only_chats_whose_calls_may_be_constrained_are_parsed() -> None:
+    """No required call and no strict tool: no grammar, and nothing is parsed. However `strict` is written, it is
+    found."""
+    plain = json.dumps({**WEATHER, "function": {**WEATHER["function"], "description": 'not "strict": false'}})
+    strict = json.dumps({**WEATHER, "function": {**WEATHER["function"], "strict": True}})
+    spelled = strict.replace('"strict": true', '"\\u0073trict"\n:\ttrue')
+    assert functions_of(pb.Chat(tools=[spelled]))[0].strict
+    for choice, tools, expected in (
+        ("", [plain], False),
+        ("auto", [plain, plain], False),
+        ("required", [], False),
+        ("required", [plain], True),
+        ("weather", [plain], True),
+        ("auto", [plain, strict], True),
+        ("", [strict.replace(" ", "")], True),
+        ("", [spelled], True),
+    ):
+        assert may_constrain_calls(pb.Chat(tools=tools, tool_choice=choice)) is expected, (choice, tools)
 
 
 async def test_a_tool_choice_that_cannot_be_met_is_refused(start_router: StartRouter, thinker: TokenizerJson) -> None:
