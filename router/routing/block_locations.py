@@ -147,17 +147,14 @@ class BlockLocations:
         """The set of removed groups that `groups_by_block` still has. Their bits must not be used again."""
         return sum(self._leaving)
 
-    def remove_group(self, bit: int) -> None:
-        """Drops all blocks of a group at once."""
-        held = self._held.pop(bit, SplitTable())
-        self._drop_blocks(bit, held, len(held))
+    def begin_removal(self, bit: int) -> bool:
+        """Forgets a group, and returns whether it held a block. `continue_removal` drops its blocks."""
+        held = self._held.pop(bit, None)
         del self._entries[bit]
-
-    def begin_removal(self, bit: int) -> None:
-        """Forgets a group; `continue_removal` drops its blocks."""
-        if held := self._held.pop(bit, None):
-            self._leaving[bit] = held
-        del self._entries[bit], self._gaps[bit]
+        if not held:
+            return False
+        self._leaving[bit] = held
+        return True
 
     def continue_removal(self, max_blocks: int) -> None:
         """Drops at most `max_blocks` blocks of the groups that leave."""

@@ -50,6 +50,18 @@ class ExpectedBlocks:
         for last in self._prompts.pop(bit, {}).values():
             last.remove_prompt(bit)
 
+    def move_group(self, bit: int, new: int) -> None:
+        """Gives a group another bit, which no group has."""
+        if (prompts := self._prompts.pop(bit, None)) is None:
+            return
+        self._prompts[new] = prompts
+        for run in prompts.values():
+            while bit in run.prompts:
+                run.prompts[new] = run.prompts.pop(bit)
+                run.groups ^= bit | new
+                assert run.parent is not None, "the root has no prompts"
+                run = run.parent
+
     def match(self, chain: Sequence[bytes]) -> list[tuple[int, int]]:
         """Pairs (end, groups): the blocks of `chain` from the end of the pair before up to `end` are expected by these
         groups. No group expects the blocks after the last pair."""

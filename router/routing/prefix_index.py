@@ -7,15 +7,19 @@ blocks make requests slower, but false ones would make the router count on block
 contains expected blocks: those of prompts that this router has sent, until their first output. The group's KV events
 come before that output.
 
-Each group has a slot, a small number, and a set of groups is an int bitmask with a bit for each slot. A block has three
-such sets (device, host, expected), so one walk along a prompt's chain of blocks matches every group at once.
+Each group has a slot, a small number by which its load and its matches are found. A set of groups is an int bitmask
+with one bit for each group: that of its slot, or another one after its blocks were dropped while it stayed. A block has
+three such sets (device, host, expected), so to look up some blocks of a prompt matches every group at once.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
@@ -23,7 +27,9 @@ from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.hit_prediction import HitPrediction
 from coatcheck.router.routing.prefix_match import PrefixMatches, match_chain
 
-_REMOVALS_PER_MESSAGE: Final = 1000  # blocks of a group that has left
+IndexArray: TypeAlias = NDArray[np.intp]
+
+_REMOVALS_PER_MESSAGE: Final = 1000  # blocks of groups that have left, or begin again
 
 
 class EventOutcome(Enum):
@@ -40,6 +46,7 @@ class _IndexedGroup:
     """One registered group. `next_sequence` is None until a snapshot begins. `is_complete`: the last chunk of a
     snapshot has come. `is_requested`: a snapshot was requested because of a gap, and has not begun."""
 
+    slot: int
     bit: int
     epoch: str
     capacity: int  # max entries; 0 if unknown
@@ -58,6 +65,7 @@ class PrefixIndex:
         self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _IndexedGroup] = {}
         self._live = 0  # the set of all groups
+        self._moved: tuple[IndexArray, IndexArray] | None = None  # slots and bits of all groups if some differ
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
 
@@ -77,11 +85,12 @@ class PrefixIndex:
         `capacity`: number of its blocks in both tiers, 0 if unknown. `block_size`: tokens, 0 if unknown.
         """
         self.remove_group(group)
-        taken = self._live | self._locations.leaving
-        free = ~taken & (taken + 1)  # the lowest bit not taken
-        self._live |= free
-        self._groups[group] = _IndexedGroup(free, epoch, capacity, block_size)
-        return free.bit_length() - 1
+        bit = self._free_bit()
+        slot = bit.bit_length() - 1
+        self._live |= bit
+        self._groups[group] = _IndexedGroup(slot, bit, epoch, capacity, block_size)
+        self._find_moved()
+        return slot
 
     def remove_group(self, group: str) -> None:
         """Removes a group and its blocks. Changes nothing for an unknown group.
@@ -96,6 +105,7 @@ class PrefixIndex:
         self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         self.expected_blocks.remove_group(indexed.bit)
         self._live &= ~indexed.bit
+        self._find_moved()
 
     def apply_events(self, group: str, message: KvEvents) -> EventOutcome:
         """Applies the next events of a group, as far as they are new."""
@@ -149,11 +159,18 @@ class PrefixIndex:
         """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap."""
         on_device, on_host = self._locations.groups_by_block
         expected = self.expected_blocks.match(chain)
-        return match_chain(chain, self._live, on_device, on_host, expected, *self._locations.gaps)
+        matches = match_chain(chain, self._live, on_device, on_host, expected, *self._locations.gaps)
+        if self._moved is None:
+            return matches
+        slots, bits = self._moved
+        by_slot = np.zeros((len(matches), slots.max() + 1))
+        by_slot[:, slots] = np.array(matches)[:, bits]
+        return PrefixMatches(*by_slot)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         assert self._live == sum(indexed.bit for indexed in self._groups.values()), "each group has a bit of its own"
+        assert len({indexed.slot for indexed in self._groups.values()}) == len(self._groups), "two groups in one slot"
         self._locations.check()
         self.expected_blocks.check()
 
@@ -180,8 +197,28 @@ class PrefixIndex:
         indexed.is_requested = True
         return EventOutcome.SNAPSHOT_NEEDED
 
+    def _free_bit(self) -> int:
+        """The lowest bit that no group has or had for blocks that are not dropped yet, nor for its slot."""
+        taken = self._live | self._locations.leaving
+        for indexed in self._groups.values():
+            taken |= 1 << indexed.slot
+        return ~taken & (taken + 1)
+
+    def _find_moved(self) -> None:
+        places = [(indexed.slot, indexed.bit.bit_length() - 1) for indexed in self._groups.values()]
+        is_moved = any(slot != bit for slot, bit in places)
+        self._moved = tuple(np.array(places, np.intp).T) if is_moved else None
+
     def _forget(self, indexed: _IndexedGroup) -> None:
-        self._locations.remove_group(indexed.bit)
+        """Forgets the group's blocks. They keep its bit until they are dropped, little by little, and the group gets
+        another bit."""
+        if self._locations.begin_removal(indexed.bit):
+            bit = self._free_bit()
+            self.expected_blocks.move_group(indexed.bit, bit)
+            self._live ^= indexed.bit | bit
+            indexed.bit = bit
+            self._find_moved()
+            self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         indexed.next_sequence = None
         indexed.is_complete = indexed.is_requested = False
 

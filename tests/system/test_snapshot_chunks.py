@@ -64,7 +64,8 @@ def new_index() -> PrefixIndex:
 def blocks_of(index: PrefixIndex) -> list[set[bytes]]:
     """The blocks on the device and on the host."""
     index.check()
-    return [set(groups_by_block) for groups_by_block in index._locations.groups_by_block]
+    tables = index._locations.groups_by_block
+    return [{block for block, groups in table.items() if groups & index._live} for table in tables]
 
 
 def blocks_of_whole_snapshot(engine: Engine) -> list[set[bytes]]:

@@ -44,5 +44,5 @@ def following(*groups: str) -> PrefixIndex:
 def matched_blocks(index: PrefixIndex, chain: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
     """(blocks on the device, on the host, expected) of each group that has the first block of `chain`."""
     rows = list(zip(*(blocks.tolist() for blocks in index.match(chain)), strict=True))
-    slots = {name: indexed.bit.bit_length() - 1 for name, indexed in index._groups.items()}
+    slots = {name: indexed.slot for name, indexed in index._groups.items()}
     return {name: tuple(map(int, rows[slot])) for name, slot in slots.items() if any(rows[slot])}

@@ -136,4 +136,29 @@ def test_no_dict_of_the_index_holds_more_than_a_small_part_of_many_blocks() -> N
         assert max(map(len, table.parts)) < len(blocks) / 100
     index.apply_snapshot("a", snapshot(events[0]))
     index.check()
-    assert index.entries == len(on_device) == 1
+    assert index.entries == 1 and len(on_device) >= len(blocks) - 2
+
+
+def test_a_new_snapshot_drops_the_blocks_before_little_by_little() -> None:
+    """A snapshot or a gap forgets all blocks of a group at once, without looking at each. The group keeps its slot, its
+    expected blocks, and its place beside the other groups."""
+    index = following("a", "b")
+    for group in "ab":
+        stores = [stored(block) for block in range(6)]
+        assert index.apply_events(group, KvEvents(epoch="1", sequence=0, events=stores)) is EventOutcome.APPLIED
+        index.add_expected(group, group, CHAIN[:4])
+    on_device, _ = index._locations.groups_by_block
+    index.apply_snapshot("a", snapshot(stored(0), stored(1), sequence=6))
+    index.check()
+    first = index._groups["a"].bit
+    assert sum(bool(groups & 0b01) for _, groups in on_device.items()) == 4, "not all are dropped yet"
+    assert matched_blocks(index, CHAIN) == {"a": (2, 0, 2), "b": (6, 0, 0)}
+    assert index.match(CHAIN).device.tolist() == [2, 6]
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=9, events=[stored(5)])) is EventOutcome.SNAPSHOT_NEEDED
+    assert index._groups["a"].bit not in (0b01, first)
+    assert matched_blocks(index, CHAIN) == {"a": (0, 0, 4), "b": (6, 0, 0)}
+    assert index.add_group("c", "1") not in (0, 1)
+    index.remove_expected("a", "a")
+    index.remove_group("b")
+    index.check()
+    assert matched_blocks(index, CHAIN) == {}
