@@ -96,8 +96,7 @@ class BlockLocations:
             groups_by_block, flag = (on_device[first], 1) if tier == TIER_DEVICE else (on_host[first], 2)
             held = held_by_first_byte[first]
             known = held.get(block, 0)
-            is_stored = event.stored
-            if is_stored:
+            if is_stored := event.stored:
                 now = known | flag
                 if now != known:
                     held[block] = now
@@ -112,13 +111,12 @@ class BlockLocations:
                     held[block] = now
                 else:
                     del held[block]
-                groups = groups_by_block[block]
-                if groups is not before or after & bit:
-                    before, after = groups, groups & ~bit
-                if after:
-                    groups_by_block[block] = after
-                else:
-                    del groups_by_block[block]
+                groups = groups_by_block.pop(block)
+                if groups is not bit:
+                    if groups is not before or after & bit:
+                        before, after = groups, groups & ~bit
+                    if after:
+                        groups_by_block[block] = after
                 entries -= 1
             else:
                 continue

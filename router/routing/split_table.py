@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-_PARTS: Final = 256
+_PARTS: Final = 128  # with 64 a part of 10^7 entries takes 10 ms to grow, with 256 events are 5% slower
 _SPLIT_BLOCKS: Final = 1 << 15  # to divide these takes about as long as the growth of a part of 10^7 entries
 
 
@@ -20,7 +20,7 @@ class SplitTable:
     __slots__ = ("by_first_byte",)
 
     def __init__(self) -> None:
-        self.by_first_byte: list[dict[bytes, int]] = [{}] * _PARTS
+        self.by_first_byte: list[dict[bytes, int]] = [{}] * 256
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -32,7 +32,7 @@ class SplitTable:
     @property
     def parts(self) -> list[dict[bytes, int]]:
         """The dicts, each once."""
-        return self.by_first_byte if self._is_split else self.by_first_byte[:1]
+        return self.by_first_byte[:: 256 // _PARTS] if self._is_split else self.by_first_byte[:1]
 
     def items(self) -> Iterator[tuple[bytes, int]]:
         """Pairs of block and value."""
@@ -61,7 +61,8 @@ class SplitTable:
         whole = self.by_first_byte[0]
         if len(whole) <= _SPLIT_BLOCKS or self._is_split:
             return
-        self.by_first_byte = [{} for _ in range(_PARTS)]
+        parts: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        self.by_first_byte = [parts[first * _PARTS // 256] for first in range(256)]
         for block, value in whole.items():
             self.by_first_byte[block[0]][block] = value
 
