@@ -61,40 +61,46 @@ def match_chain(
 
     prefixes = _find_prefixes(chain, held_or_expected if expected else in_any_tier, gaps)
     matched = held = on_devices = _count_blocks(prefixes, slots)
-    length = prefixes[-1][0] if prefixes else 0
-    if length and expected:
-        held = on_devices = _count_blocks(_find_runs(held_in_prefix, length, _starts(chain[:length], gaps)), slots)
-    if length and len(on_host):
-        starts = _starts(chain[:length], device_gaps)
-        on_devices = _count_blocks(_find_runs(on_device_in_prefix, length, starts), slots)
+    if prefixes and expected:
+        held = on_devices = _count_blocks(_find_runs(held_in_prefix, _starts(chain, prefixes, gaps)), slots)
+    if prefixes and len(on_host):
+        on_devices = _count_blocks(_find_runs(on_device_in_prefix, _starts(chain, prefixes, device_gaps)), slots)
     return PrefixMatches(on_devices, held - on_devices, matched - held)
 
 
 def _find_prefixes(chain: Sequence[bytes], holders: Callable[[int], int], gaps: SplitTable) -> _Runs:
     """The groups that hold or expect a block and all blocks before it, as long as there are any. `holders`: the groups
     that hold or expect the block at a depth."""
-    prefixes = _intersect(_find_runs(holders, len(chain), [0]))
-    if not prefixes:
-        return prefixes
+    prefixes = _intersect(_find_runs(holders, [0, len(chain)]))
     # Right for groups without gaps. The others hold no more than this.
-    length = prefixes[-1][0]
-    starts = _starts(chain[:length], gaps)
-    return prefixes if len(starts) == 1 else _intersect(_find_runs(holders, length, starts))
+    starts = _starts(chain, prefixes, gaps)
+    if len(starts) <= 2:
+        return prefixes
+    return _intersect(_find_runs(lambda depth: holders(depth) & _set_at(prefixes, depth), starts))
 
 
-def _starts(chain: Sequence[bytes], gaps: SplitTable) -> list[int]:
-    """0, and where groups may hold a block again after a gap. A group that holds a block from one of these depths up to
-    the next has held all blocks since the first of the two."""
-    if gaps.isdisjoint(chain):
-        return [0]
-    return [0, *(depth + 1 for depth, block in enumerate(chain[:-1]) if gaps.get(block))]
+def _starts(chain: Sequence[bytes], prefixes: _Runs, gaps: SplitTable) -> list[int]:
+    """0, the depths after gaps of groups that have these prefixes, and the end of the longest prefix. In a prefix, a
+    group that holds a block between one of these depths and the next has held all blocks since the first of the two."""
+    length = prefixes[-1][0] if prefixes else 0
+    blocks = chain[:length]
+    if gaps.isdisjoint(blocks):
+        return [0, length]
+    after_gaps = (
+        depth
+        for depth, block in enumerate(blocks[:-1], start=1)
+        if (groups := gaps.get(block)) and groups & _set_at(prefixes, depth - 1)
+    )
+    return [0, *after_gaps, length]
 
 
-def _find_runs(holders: Callable[[int], int], length: int, starts: Sequence[int]) -> _Runs:
-    """The holders of the first `length` blocks. From one of `starts` to the next, groups only cease to hold blocks. So
-    where two blocks have equal sets, all blocks between them have too, and are not looked at."""
+def _find_runs(holders: Callable[[int], int], starts: Sequence[int]) -> _Runs:
+    """The holders of the blocks before the last of `starts`. From one of these depths to the next, groups only cease to
+    hold blocks. So where two blocks have equal sets, all blocks between them have too, and are not looked at."""
     runs: _Runs = []
-    for start, end in pairwise((*starts, length)) if length else ():
+    for start, end in pairwise(starts):
+        if start == end:
+            continue
         # Stretches to look at, the first one last: (depth, its set, depth, its set).
         stretches = [(start, holders(start), end, 0)]
         while stretches:
