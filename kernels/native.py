@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 16
+VERSION = 17
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
@@ -75,7 +75,7 @@ _SIGNATURES = {
 }
 
 # The C structs, with the fields of the headers.
-ATTENTION = struct.Struct("@PqPPqPPqqffqqPPqqqPqqPq")
+ATTENTION = struct.Struct("@PqPPqPPqqffqqPPqqqPqqPqP")
 WEIGHT = struct.Struct("@PPqqPPPqqq")
 LINEAR = struct.Struct("@PqqPqPP")  # behind a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")

@@ -49,14 +49,21 @@ def latent_attention(
     scale: float,
     batch_invariant: bool = False,
     plan: AttentionPlan | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """The absorbed form. `batch_invariant`, `plan`: for the Triton kernels, as in paged_attention.py."""
+    """The absorbed form. `batch_invariant`, `plan`: for the Triton kernels, as in paged_attention.py.
+
+    `lse`: float32 [tokens, heads], gets the natural logarithm of each result's sum of exponentials, with which
+    merge_shards.py combines results over parts of the keys. -inf: a query over no keys, whose result is 0.
+    """
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     check_dtype("q", q, *FLOATS)
     check_heads("q", q, (None, None, cache.rank + cache.rope_dim), q.dtype, cache.device)
     _check_scale(scale)
     tokens, heads, _ = q.shape
     out = torch.empty((tokens, heads, cache.rank), dtype=q.dtype, device=q.device)
+    if lse is not None:
+        check_dense("lse", lse, (tokens, heads), torch.float32, q.device)
     if uses_triton(q):
         if plan is None:
             q_lens = cu_seqlens_q.diff().tolist()
@@ -65,11 +72,11 @@ def latent_attention(
                 batch_invariant=batch_invariant,
             )  # fmt: skip
             plan = make_plan(q_lens, seq_lens.tolist(), tiles, 0, q.device)
-        launch_latent_attention(q, cache, block_tables, plan, scale, out)
+        launch_latent_attention(q, cache, block_tables, plan, scale, out, lse)
         return out
     library = native.library_for(q)
     if library is None or not has_native_dims(cache.rank, cache.rope_dim, cache.rank):
-        latent_attention_reference(q, cache, block_tables, seq_lens, cu_seqlens_q, scale, out)
+        latent_attention_reference(q, cache, block_tables, seq_lens, cu_seqlens_q, scale, out, lse)
         return out
     arguments = native.ATTENTION.pack(
         q.data_ptr(), q.stride(0), cache.pointer, block_tables.data_ptr(), block_tables.stride(0),
@@ -77,6 +84,7 @@ def latent_attention(
         native.TYPES[q.dtype], 0, out.data_ptr(), cache.rank, 1, cache.rope_dim,
         cache.rope_keys.data_ptr(), cache.rope_keys.stride(0) * cache.rope_keys.itemsize, cache.rope_row_bytes,
         *((0, 0) if cache.rope_scales is None else (cache.rope_scales.data_ptr(), cache.rope_scales.stride(0))),
+        0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
     if library.attention[q.dtype](arguments):
         raise native.out_of_memory("latent_attention")
@@ -113,7 +121,7 @@ def expanded_attention(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scal
         q.data_ptr(), q.stride(0), native.address_of(cache), table.data_ptr(), keys,
         lengths.data_ptr(), lengths.data_ptr() + 4, 1, heads, scale, 0.0, 0,
         native.TYPES[q.dtype], 0, out.data_ptr(), value_dim, 0, rope_dim,
-        rope_keys.data_ptr(), rope_dim * size, rope_dim * size, 0, 0,
+        rope_keys.data_ptr(), rope_dim * size, rope_dim * size, 0, 0, 0,
     )  # fmt: skip
     if library.attention[q.dtype](arguments):
         raise native.out_of_memory("expanded_attention")
@@ -139,9 +147,13 @@ def latent_attention_reference(
     cu_seqlens_q: Tensor,
     scale: float,
     out: Tensor,
+    lse: Tensor | None = None,
 ) -> None:
-    """The absorbed form in float32, one sequence at a time."""
+    """The absorbed form in float32, one sequence at a time. Rows of queries without keys are 0."""
     starts = cu_seqlens_q.tolist()
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-math.inf)
     for row, seq_len in enumerate(seq_lens.tolist()):
         first, last = starts[row], starts[row + 1]
         if first == last or seq_len == 0:
@@ -150,14 +162,21 @@ def latent_attention_reference(
         latent, rope_keys = (rows[:seq_len] for rows in cache.rows(blocks))
         kv = torch.cat((latent, latent), dim=1)[:, None].expand(-1, q.shape[1], -1)
         out[first:last] = expanded_attention_reference(q[first:last], kv, rope_keys, cache.rank, scale).to(q.dtype)
+        if lse is not None:
+            lse[first:last] = _scores(q[first:last], kv, rope_keys, cache.rank, scale).logsumexp(-1).T
 
 
 def expanded_attention_reference(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scale: float) -> Tensor:
     """The expanded form in float32. Both forms are tested against it."""
-    keys, values = kv.float().split_with_sizes((nope, kv.shape[2] - nope), dim=2)
+    weights = _scores(q, kv, rope_keys, nope, scale).softmax(dim=-1)
+    return torch.einsum("hts,shd->thd", weights, kv[:, :, nope:].float())
+
+
+def _scores(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scale: float) -> Tensor:
+    """float32 [heads, tokens, keys]; -inf for keys behind the query."""
+    keys = kv[:, :, :nope].float()
     q_nope, q_rope = q.float().split_with_sizes((nope, rope_keys.shape[1]), dim=2)
     scores = torch.einsum("thd,shd->hts", q_nope, keys) + torch.einsum("thd,sd->hts", q_rope, rope_keys.float())
     position = torch.arange(len(kv) - len(q), len(kv), device=q.device)[:, None]
     hidden = torch.arange(len(kv), device=q.device)[None] > position
-    weights = (scale * scores).masked_fill(hidden, -math.inf).softmax(dim=-1)
-    return torch.einsum("hts,shd->thd", weights, values)
+    return (scale * scores).masked_fill(hidden, -math.inf)

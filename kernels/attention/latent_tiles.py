@@ -59,9 +59,10 @@ def pick_latent_tiles(
 
 
 def launch_latent_attention(
-    q: Tensor, cache: LatentCache, block_tables: Tensor, plan: AttentionPlan, scale: float, out: Tensor
-) -> None:
-    """Compute the queries of `plan` into `out`. Other rows of `out` are not written."""
+    q: Tensor, cache: LatentCache, block_tables: Tensor, plan: AttentionPlan, scale: float, out: Tensor,
+    lse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compute the queries of `plan` into `out`, and `lse` as latent_attention has it. Other rows are not written."""
     heads, tiles = q.shape[1], plan.tiles
     counts, items, merges, slots = split_plan(plan, heads, cache.rank, q.device)
     strides = (
@@ -73,7 +74,7 @@ def launch_latent_attention(
             continue
         _latent_tiles[(min(num_items * tile.shape.head_tiles, tile.shape.programs),)](
             q, cache.latent_bytes, cache.rope_bytes, cache.latent_scales, cache.rope_scales, block_tables,
-            counts[index:], items[index], out, *slots, *strides, scale * _LOG2_E.value,
+            counts[index:], items[index], out, lse, *slots, *strides, scale * _LOG2_E.value,
             HEADS=heads, PACK=tile.pack, RANK=cache.rank, ROPE=cache.rope_dim, SIZE=cache.block_size,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=tile.block_d,
             BLOCK_R=max(16, triton.next_power_of_2(cache.rope_dim)),
@@ -81,12 +82,12 @@ def launch_latent_attention(
             CONVERT=tile.convert, UNIT=INVARIANT_UNIT if tiles.batch_invariant else 0,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    merge_parts(plan, counts, merges, slots, None, out)
+    merge_parts(plan, counts, merges, slots, None, out, lse)
 
 
 @triton.jit(do_not_specialize=["counts", "items", "table_stride"])
 def _latent_tiles(
-    q, latents, rope_keys, latent_scales, rope_scales, tables, counts, items, out, mid, peaks, sums,
+    q, latents, rope_keys, latent_scales, rope_scales, tables, counts, items, out, lse, mid, peaks, sums,
     q_stride, latent_stride, rope_stride, latent_scales_stride, rope_scales_stride, table_stride, scale,
     HEADS: tl.constexpr, PACK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -142,6 +143,8 @@ def _latent_tiles(
         else:
             y = acc / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + ((tokens * HEADS + heads) * RANK)[:, None] + dims[None], y.to(out.dtype.element_ty), mask)
+            if lse is not None:
+                tl.store(lse + tokens * HEADS + heads, (peak + tl.log2(total)) / _LOG2_E, in_rows)
 
 
 @triton.jit

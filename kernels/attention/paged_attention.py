@@ -83,7 +83,7 @@ def paged_attention(
         q.data_ptr(), q.stride()[0], cache.pointer, block_tables.data_ptr(), block_tables.stride()[0],
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), len(seq_lens), q.shape[1], scale, softcap, sliding_window,
         native.TYPES[q.dtype], 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
-        cache.head_dim, 0, 0, 0, 0, 0, 0, 0,
+        cache.head_dim, 0, 0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
     if library.attention[q.dtype](arguments):
         raise native.out_of_memory("paged_attention")

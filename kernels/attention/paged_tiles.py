@@ -163,10 +163,11 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["counts", "merges"])
 def _merge(
-    mid, peaks, sums, counts, merges, sinks, out,
+    mid, peaks, sums, counts, merges, sinks, out, lse,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of each query and head. PARTS: how many are read at a time; 1 folds them in order."""
+    """Combine the parts of each query and head. PARTS: how many are read at a time; 1 folds them in order. `lse`: None,
+    or where the natural logarithm of each sum of exponentials goes."""
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < DIM
     for work in range(tl.program_id(0), tl.load(counts + 2) * HEADS, tl.num_programs(0)):
@@ -199,6 +200,8 @@ def _merge(
             peak, total, factor, _ = _fold(peak, total, sink, tl.full([], 1.0, tl.float32))
         y = acc * factor / tl.where(total > 0, total, 1.0)
         tl.store(out + (token.to(tl.int64) * HEADS + head) * DIM + dims, y.to(out.dtype.element_ty), in_dims)
+        if lse is not None:
+            tl.store(lse + token.to(tl.int64) * HEADS + head, (peak + tl.log2(total)) / _LOG2_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +277,14 @@ def split_plan(
 
 
 def merge_parts(
-    plan: AttentionPlan, counts: Tensor, merges: Tensor, slots: Slots, sinks: Tensor | None, out: Tensor
-) -> None:
-    """Combine the slots of every query whose keys were divided, into `out` [tokens, heads, dim]."""
+    plan: AttentionPlan, counts: Tensor, merges: Tensor, slots: Slots, sinks: Tensor | None, out: Tensor,
+    lse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Combine the slots of every query whose keys were divided, into `out` [tokens, heads, dim] and `lse`."""
     heads, dim = out.shape[1:]
     if plan.space.merges:
         _merge[(min(plan.space.merges * heads, 4 * plan.tiles.short.shape.programs),)](
-            *slots, counts, merges, slots[1] if sinks is None else sinks, out, HEADS=heads, DIM=dim,
+            *slots, counts, merges, slots[1] if sinks is None else sinks, out, lse, HEADS=heads, DIM=dim,
             BLOCK_D=triton.next_power_of_2(dim), PARTS=1 if plan.tiles.batch_invariant else _MERGE_PARTS,
             SINKS=sinks is not None, num_warps=4,
         )  # fmt: skip

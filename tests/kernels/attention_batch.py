@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.latent_attention import latent_attention, latent_attention_reference
+from coatcheck.kernels.attention.merge_shards import merge_parts_of_ranks, pack_parts
 from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.kv.latent_cache import store_latent_reference
+from coatcheck.kernels.kv.latent_cache import LatentCache, store_latent_reference
 from coatcheck.kernels.kv.store_kv import store_kv_reference
 from tests.kernels.caches import latent_cache, strided_cache
 
@@ -139,3 +141,37 @@ class LatentBatch:
             cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
             scale=self.scale,
         )[0]
+
+    def run_shards(self, shards: int, attend: Callable[..., Tensor] = latent_attention) -> Tensor:
+        """The same results by `shards` simulated ranks, each with every `shards`-th token of the sequences.
+
+        `attend`: takes q, cache, tables, lengths, scale and lse as latent_attention does.
+        """
+        tokens, heads, _ = self.q.shape
+        lens = self.cu_seqlens_q.diff().long()
+        row = torch.arange(len(lens)).repeat_interleave(lens)
+        ends = self.seq_lens[row] - (self.cu_seqlens_q[1:][row] - torch.arange(1, tokens + 1))
+        parts = []
+        for rank in range(shards):
+            lse = torch.empty(tokens, heads)
+            out = attend(
+                self.q,
+                self._part_of_cache(rank, shards),
+                block_tables=self.block_tables[row],
+                seq_lens=((ends + shards - 1 - rank) // shards).to(torch.int32),
+                cu_seqlens_q=torch.arange(tokens + 1, dtype=torch.int32),
+                scale=self.scale,
+                lse=lse,
+            )
+            parts.append(pack_parts(out, lse, shards))
+        return torch.cat([merge_parts_of_ranks(torch.stack(mine)) for mine in zip(*parts, strict=True)], dim=1)
+
+    def _part_of_cache(self, rank: int, shards: int) -> LatentCache:
+        whole = self.cache
+        blocks, size = len(whole.latent), whole.block_size // shards
+        part = latent_cache(blocks, size, whole.rank, whole.rope_dim, whole.dtype)
+        for name in ("latent", "rope_keys", "latent_scales", "rope_scales"):
+            if (rows := getattr(whole, name)) is not None:
+                # As bytes or halves, because not every device copies float8 by strides.
+                getattr(part, name).copy_(rows[:, :, rank::shards])
+        return part

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coatcheck.kernels.attention.latent_attention import expanded_attention, expanded_attention_reference
+from coatcheck.kernels.attention.merge_shards import merge_parts_of_ranks, pack_parts
 from coatcheck.kernels.layers.heads_linear import HeadsLinear, heads_linear_reference
 from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent, rotate_and_store_latent_reference
 from coatcheck.kernels.layers.rms_norm import RmsNorm
@@ -34,6 +35,32 @@ def test_pools_of_any_kind_agree_with_the_reference(dtype: torch.dtype, kv: torc
     """Quantised latents, with a scale for each latent and each rotary key, give what the formula gives for them."""
     batch = LatentBatch([(1, 1), (1, 257), (30, 100)], 8, 64, 32, dtype, size, kv)
     close(batch.run(), batch.reference())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv", [None, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("shards", [2, 8])
+def test_parts_of_the_keys_merge(dtype: torch.dtype, kv: torch.dtype | None, shards: int) -> None:
+    """Results over every n-th key and their logarithms merge to the result over all keys, also where a rank has no key
+    of a query, and with more than one split of keys."""
+    batch = LatentBatch([(1, 1), (1, 257), (30, 100), (2, 2100)], 8, 64, 32, dtype, 16, kv)
+    close(batch.run_shards(shards), batch.reference())
+
+
+def test_merged_bits_do_not_depend_on_the_batch() -> None:
+    """A query beside other sequences has the bits that it has alone."""
+    batch = LatentBatch([(3, 20), (1, 40)], 8, 64, 32, torch.bfloat16)
+    whole = batch.run_shards(4)
+    batch.q, batch.block_tables, batch.seq_lens = batch.q[3:], batch.block_tables[1:], batch.seq_lens[1:]
+    batch.cu_seqlens_q = torch.tensor([0, 1], dtype=torch.int32)
+    assert torch.equal(batch.run_shards(4), whole[3:])
+
+
+def test_no_keys_at_all_give_zeros() -> None:
+    """A padding row has logarithms of -inf on every rank, and its merged result is 0."""
+    out, lse = torch.ones(2, 4, 8), torch.full((2, 4), -torch.inf)
+    merged = merge_parts_of_ranks(torch.stack([pack_parts(out, lse, 2)[0]] * 2))
+    assert merged.shape == (2, 2, 8) and not merged.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -84,7 +84,9 @@ def attend_cache(
 
 
 def kind_of(layer: LayerSpec) -> LayerKind:
-    return LayerKind(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window)
+    # With token shards each rank attends with the heads of all ranks.
+    heads = layer.num_heads * layer.token_shards
+    return LayerKind(heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window)
 
 
 def layer_index(module: nn.Module) -> int:

@@ -23,6 +23,17 @@ class LayerKind(NamedTuple):
 AttentionPlans = dict[LayerKind, AttentionPlan]
 
 
+class LocalQueries(NamedTuple):
+    """With --mla-shard tokens: each of a step's T queries over the tokens that this rank stores (token_shards.py).
+
+    block_tables: int32 [T, max_blocks]. seq_lens: int32 [T], local tokens, possibly 0. cu_seqlens_q: int32 [T + 1].
+    """
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """T tokens of S sequences, flattened; sequence s owns tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1].
@@ -43,6 +54,7 @@ class AttentionMetadata:
     batch_invariant: bool = False
     # For Triton's kernels: how attention is divided among programs, for each kind of layers.
     plans: AttentionPlans = field(default_factory=dict)
+    local: LocalQueries | None = None  # of these queries; None: not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +75,4 @@ class LogitsIndices:
 
     def select_queries(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """`metadata` with `tokens` as the only queries."""
-        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, plans=self.plans)
+        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, plans=self.plans, local=None)

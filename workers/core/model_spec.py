@@ -10,6 +10,8 @@ class LayerSpec:
     `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
     values are part of the keys (MLA's latent cache), so that nothing is stored for them. `rope_head_dim`: with latent
     attention, the last elements of a key: they are rotated, shared by all heads, and no part of the value.
+    `token_shards`: the ranks over which the tokens of each block are divided (--mla-shard tokens); 1: every rank stores
+    every token. `token_shard`: which part is this rank's.
     """
 
     num_heads: int
@@ -19,6 +21,8 @@ class LayerSpec:
     softcap: float = 0.0
     v_head_dim: int | None = None
     rope_head_dim: int = 0
+    token_shards: int = 1
+    token_shard: int = 0
 
     @property
     def is_latent(self) -> bool:

@@ -156,6 +156,18 @@ class Communicator:
             _gather_into(parts, x)
         return torch.cat(parts.chunk(self.size), dim=dim)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Rank i gets x[i] of every rank. x [size, ...] -> [size, ...], the senders in rank order."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        if self._shared is not None and x.device.type == "cpu":
+            return self._shared.all_gather(x)[:, self.rank]
+        out = torch.empty_like(x)
+        with _raise_peer_lost():
+            dist.all_to_all_single(out, x)
+        return out
+
     def broadcast_ints(self, values: array[int] | None) -> array[int]:
         """Rank 0's int32 `values` on every rank. The other ranks pass None."""
         if self._gloo is None:

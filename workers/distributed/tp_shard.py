@@ -18,11 +18,13 @@ _Layer = TypeVar("_Layer", bound=LayerSpec)
 class TpShard:
     """Rank `rank` of `size`. Methods take a layer with the heads of all ranks together.
 
-    They raise InvalidConfig if `size` does not fit the model.
+    They raise InvalidConfig if `size` does not fit the model. `divides_latents`: a rank stores the latents of its part
+    of the tokens (--mla-shard tokens); false: those of all tokens.
     """
 
     rank: int
     size: int
+    divides_latents: bool = False
 
     def split_evenly(self, total: int, what: str) -> Range:
         """This rank's part of `total`. `what` names it in the error."""
@@ -56,9 +58,10 @@ class TpShard:
         return (q1 - q0) // layer.head_dim, (k1 - k0) // layer.head_dim
 
     def shard_layer(self, layer: _Layer) -> _Layer:
-        """`layer` with this rank's heads."""
+        """`layer` with this rank's heads and, with `divides_latents`, its part of the tokens."""
         heads, kv_heads = self.local_heads(layer)
-        return replace(layer, num_heads=heads, num_kv_heads=kv_heads)
+        shards, shard = (self.size, self.rank) if self.divides_latents and layer.is_latent else (1, 0)
+        return replace(layer, num_heads=heads, num_kv_heads=kv_heads, token_shards=shards, token_shard=shard)
 
     def vocab_rows(self, rows: int) -> Range:
         """This rank's part of a vocabulary: ceil(rows / size) rows, the last rank possibly fewer."""

@@ -8,7 +8,8 @@ that one copy moves it:
 
 Layers may differ in heads and head_dim. With latent attention (MLA), K is the latent [1, block_size, kv_lora_rank], and
 in place of V stands the rotary key [1, block_size, qk_rope_head_dim]. Each has scales of its own, because the latent is
-normalised and the rotary key is not. `kv_memory.py` makes tensors of the offsets.
+normalised and the rotary key is not. With --mla-shard tokens a rank's block holds block_size / token_shards of the
+block's tokens. `kv_memory.py` makes tensors of the offsets.
 """
 
 from collections.abc import Sequence
@@ -44,16 +45,22 @@ class BlockLayout:
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec], block_size: int, kv_dtype: KvDtype) -> Self:
-        """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements."""
+        """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements, and for a block whose
+        tokens cannot be divided."""
         element_bytes, scale_bytes = list[int](), list[int]()  # of each layer's K and V
         for index, spec in enumerate(specs):
+            if block_size % spec.token_shards:
+                raise InvalidConfig(
+                    f"mla-shard tokens divides the tokens of a block over the ranks: tp {spec.token_shards} does not "
+                    f"divide block-size {block_size}; use a block-size that is a multiple of {spec.token_shards}"
+                )
             for dim in spec.stored_dims:
                 if kv_dtype.bits < 8 and dim % 2:
                     raise InvalidConfig(
                         f"kv-dtype {kv_dtype} packs two elements in a byte, and layer {index} has head_dim "
                         f"{dim}, which is odd; use int8 or fp8"
                     )
-                rows = spec.num_kv_heads * block_size
+                rows = spec.num_kv_heads * block_size // spec.token_shards
                 element_bytes.append(_aligned(rows * dim * kv_dtype.bits // 8, _ALIGNMENT))
                 has_scales = kv_dtype.is_quantised and dim
                 scale_bytes.append(_aligned(rows * SCALE_BYTES, _SCALES_ALIGNMENT) if has_scales else 0)

@@ -25,6 +25,7 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
@@ -38,7 +39,9 @@ class DecoderLayer:
     A plain object, not a module: at one token a step, a module call costs as much as a small kernel.
     """
 
-    def __init__(self, layer: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
+    def __init__(
+        self, layer: Any, spec: AttentionLayer, family: Family, communicator: Communicator, *, batch_invariant: bool
+    ) -> None:
         """`layer`: transformers' module. `spec`: with this rank's heads."""
         attention = layer.self_attn
         self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
@@ -59,7 +62,7 @@ class DecoderLayer:
         if spec.is_latent:
             is_interleaved = getattr(attention.config, "rope_interleave", True)  # deepseek_v2 has no such setting
             self.attend = latent = LatentAttention(
-                attention, spec, is_interleaved=is_interleaved, batch_invariant=batch_invariant
+                attention, spec, communicator, is_interleaved=is_interleaved, batch_invariant=batch_invariant
             )
             self._attention_linears = latent.linears()
         else:

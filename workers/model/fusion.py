@@ -18,6 +18,8 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.token_shards import localise
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.decoder_layer import (
     DecoderLayer,
     activation_name,
@@ -46,10 +48,15 @@ class FusedBody:
         layers: Sequence[DecoderLayer],
         rope_types: Sequence[str | None],
         norm: RmsNorm,
+        sharded: AttentionLayer | None,
         *,
         has_half_tables: bool,
     ) -> None:
-        """`rope_types`: each layer's key for the rotary embedding; None if the model has one for all layers."""
+        """`rope_types`: each layer's key for the rotary embedding; None if the model has one for all layers.
+
+        `sharded`: a layer of this rank with token shards, which are the same in all layers; None without.
+        """
+        self._sharded = sharded
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
@@ -70,6 +77,8 @@ class FusedBody:
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
         """As Model.forward."""
+        if self._sharded is not None:
+            metadata = localise(metadata, self._sharded)
         hidden: Tensor = self.embed_tokens(input_ids)
         rotary = {
             rope_type: self._rotary_tables(hidden, positions, rope_type, metadata) for rope_type in self._rope_types
@@ -125,7 +134,9 @@ def is_fusable(model: PreTrainedModel) -> bool:
     return all(hasattr(mlp, "down_proj") or is_known_block(mlp) for mlp in mlps)
 
 
-def fuse(model: PreTrainedModel, layers: Sequence[AttentionLayer], *, batch_invariant: bool) -> FusedBody | None:
+def fuse(
+    model: PreTrainedModel, layers: Sequence[AttentionLayer], communicator: Communicator, *, batch_invariant: bool
+) -> FusedBody | None:
     """Move the model's weights into a FusedBody. Returns None for an architecture that is not fusable.
 
     `layers`: with this rank's heads.
@@ -138,7 +149,8 @@ def fuse(model: PreTrainedModel, layers: Sequence[AttentionLayer], *, batch_inva
     rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(layers)
     fused = []
     for index, layer in enumerate(layers):
-        fused.append(DecoderLayer(base.layers[index], layer, family, batch_invariant=batch_invariant))
+        fused.append(DecoderLayer(base.layers[index], layer, family, communicator, batch_invariant=batch_invariant))
         base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
     norm = read_norm(base.norm, family)
-    return FusedBody(base, fused, rope_types, norm, has_half_tables=family.has_half_tables)
+    sharded = layers[0] if layers[0].token_shards > 1 else None
+    return FusedBody(base, fused, rope_types, norm, sharded, has_half_tables=family.has_half_tables)

@@ -11,8 +11,13 @@ themselves. Expanded form: keys and values of a sequence's context are computed 
 Decodes take the absorbed form. On CPUs a prefill takes whichever needs fewer operations (`prefers_expanded`), except
 with `batch_invariant`, where a token's bits must not depend on the length of its chunk. On GPUs every token takes the
 absorbed form, because the host would have to wait for the lengths.
+
+With --mla-shard tokens a rank stores every tp-th token (workers/attention/token_shards.py). In the absorbed form the
+ranks exchange queries, so that each computes all heads over its tokens, and then partial results, of which each merges
+those of its heads. In the expanded form they exchange the context's latents, and each computes its heads.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +25,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.latent_attention import expanded_attention, latent_attention
+from coatcheck.kernels.attention.merge_shards import merge_parts_of_ranks, pack_parts
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.layers.heads_linear import HeadsLinear
@@ -28,6 +34,8 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, kind_of
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.token_shards import local_queries
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.multi_head_attention import RotaryTables
 
 # Bytes of keys and values that the expanded form holds at a time: as many heads as fit, at least one.
@@ -58,13 +66,22 @@ def prefers_expanded(dims: LatentDims, q_len: int, seq_len: int) -> bool:
 class LatentAttention:
     """From the normalised hidden states [T, hidden] to every head's output, [T, heads * v_head_dim]."""
 
-    def __init__(self, attention: Any, spec: AttentionLayer, *, is_interleaved: bool, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        attention: Any,
+        spec: AttentionLayer,
+        communicator: Communicator,
+        *,
+        is_interleaved: bool,
+        batch_invariant: bool,
+    ) -> None:
         """`attention`: transformers' module. `spec`: with this rank's heads.
 
         `is_interleaved`: rotary embeddings rotate neighbours. The weights' rows are then reordered, so that pairs lie
         half a head apart; the scores are the same.
         """
         self.spec = spec
+        self._communicator = communicator
         heads, rope = spec.num_heads, spec.rope_head_dim
         rank = spec.head_dim - rope
         up = attention.kv_b_proj.weight.detach().view(heads, -1, rank)
@@ -147,6 +164,8 @@ class LatentAttention:
         absorbed = q.new_empty((*q.shape[:2], rank + rope))
         self.k_up_absorbed(q[:, :, :nope], absorbed[:, :, :rank])
         absorbed[:, :, rank:] = q[:, :, nope:]
+        if self.spec.token_shards > 1:
+            return self.v_up(self._attend_all_ranks(absorbed, cu_seqlens_q, metadata, cache))
         latents = latent_attention(
             absorbed,
             cache,
@@ -159,12 +178,38 @@ class LatentAttention:
         )
         return self.v_up(latents)
 
+    def _attend_all_ranks(
+        self, q: Tensor, cu_seqlens_q: Tensor, metadata: AttentionMetadata, cache: LatentCache
+    ) -> Tensor:
+        """This rank's heads over the tokens of all ranks: q [R, heads, rank + rope] -> [R, heads, rank]."""
+        local = metadata.local
+        if local is None or cu_seqlens_q is not metadata.cu_seqlens_q:
+            local = local_queries(replace(metadata, cu_seqlens_q=cu_seqlens_q), self.spec, len(q))
+        every = self._communicator.all_gather(q, dim=1)
+        lse = torch.empty(every.shape[:2], dtype=torch.float32, device=q.device)
+        out = latent_attention(
+            every,
+            cache,
+            block_tables=local.block_tables,
+            seq_lens=local.seq_lens,
+            cu_seqlens_q=local.cu_seqlens_q,
+            scale=self.spec.scale,
+            batch_invariant=metadata.batch_invariant,
+            plan=metadata.plans.get(kind_of(self.spec)) if metadata.plans else None,
+            lse=lse,
+        )
+        return merge_parts_of_ranks(self._communicator.all_to_all(pack_parts(out, lse, self.spec.token_shards)))
+
     def _expanded(self, q: Tensor, blocks: Tensor, seq_len: int, cache: LatentCache, out: Tensor) -> None:
         """One sequence's last queries q [R, heads, nope + rope] -> out [R, heads, value]."""
         _, nope, _, value = self.dims
         heads = self.spec.num_heads
-        latents, rope_keys = cache.rows(blocks[: -(-seq_len // cache.block_size)].long(), q.dtype)
-        latents, rope_keys = latents[:seq_len, None], rope_keys[:seq_len]
+        block_size = cache.block_size * self.spec.token_shards
+        latents, rope_keys = cache.rows(blocks[: -(-seq_len // block_size)].long(), q.dtype)
+        if self.spec.token_shards > 1:  # rank r has tokens r, r + tp, r + 2 tp, ...
+            parts = self._communicator.all_gather(torch.cat((latents, rope_keys), dim=1)[:, None], dim=1)
+            latents, rope_keys = parts.flatten(0, 1).split_with_sizes((cache.rank, cache.rope_dim), dim=1)
+        latents, rope_keys = latents[:seq_len, None], rope_keys[:seq_len].contiguous()
         step = max(1, EXPANDED_BYTES // (seq_len * (nope + value) * q.itemsize))
         for first in range(0, heads, step):
             part = slice(first, min(first + step, heads))

@@ -129,6 +129,7 @@ def load_model(
     max_model_len: int | None = None,
     deterministic: bool = False,
     expert_parallel: bool = False,
+    mla_shard: str = "replicate",
     progress: Progress | None = None,
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
@@ -136,11 +137,12 @@ def load_model(
     `quantization`: int8, int4 or fp8 quantises linears and experts of an unquantised checkpoint, not head and routers.
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
+    `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
     `progress(done_bytes, total_bytes)` is called while weights are read.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     device = torch.device(device)
-    shard = TpShard(communicator.rank, communicator.size)
+    shard = TpShard(communicator.rank, communicator.size, divides_latents=mla_shard == "tokens")
     with Checkpoint.open(os.fspath(path_or_id)) as checkpoint:
         prepared = prepare_model(
             checkpoint,
@@ -169,7 +171,7 @@ def load_model(
     layers = tuple(shard.shard_layer(layer) for layer in prepared.layers)
     if shard.size > 1:
         apply_tensor_parallel(causal, prepared.plan, layers, config.vocab_size, communicator)
-    body = fuse(causal, layers, batch_invariant=deterministic) or TransformersBody(
+    body = fuse(causal, layers, communicator, batch_invariant=deterministic) or TransformersBody(
         causal.base_model, layers, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
     )
     head = LmHead(causal)

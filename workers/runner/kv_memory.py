@@ -77,10 +77,11 @@ def make_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache] | list[Laten
 
 def _layer_views(layout: BlockLayout, layer: LayerOffsets, pool: Tensor) -> list[Tensor]:
     """K and V (latent and rotary key), and if quantised the scales of each."""
-    dtype, rows = _TORCH_DTYPES[layout.kv_dtype], (layer.spec.num_kv_heads, layout.block_size)
+    spec, dtype = layer.spec, _TORCH_DTYPES[layout.kv_dtype]
+    rows = (spec.num_kv_heads, layout.block_size // spec.token_shards)
     views = [
         _view(pool, dtype, offset, (*rows, dim * layout.kv_dtype.bits // (8 * dtype.itemsize)))
-        for offset, dim in zip((layer.k, layer.v), layer.spec.stored_dims, strict=True)
+        for offset, dim in zip((layer.k, layer.v), spec.stored_dims, strict=True)
     ]
     if layout.kv_dtype.is_quantised:
         views += [_view(pool, torch.float16, offset, rows) for offset in (layer.k_scales, layer.v_scales)]

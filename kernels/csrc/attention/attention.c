@@ -12,6 +12,7 @@
  */
 #include "attention/item.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "simd/cpu_class.h"
@@ -219,6 +220,7 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
         scale = weight_of((Floats){} + (peak - top))[0];
         sum = sum * scale + weight_of((Floats){} + (sink - top))[0];
     }
+    if (a->lse) a->lse[token * a->heads + head] = sum > 0 ? (peak + log2f(sum)) / LOG2E : -INFINITY;
     scale = sum > 0 ? scale / sum : 0.0f;
     void *out = at(a->out, (token * a->heads + head) * dim, (int)a->type);
     for (int64_t d = 0; d < dim; d += LANES) {

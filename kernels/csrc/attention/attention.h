@@ -24,6 +24,7 @@ typedef struct {
     int64_t rope_block, rope_row_bytes;
     const uint16_t *rope_scales; /* as KvCache's */
     int64_t rope_scales_block;
+    float *lse;             /* [tokens][heads] or null: the natural logarithm of each result's sum of exponentials */
 } Attention;
 
 /* Keys per split. Splits begin at absolute positions and are combined in order: the same order in

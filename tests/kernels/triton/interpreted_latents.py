@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from coatcheck.kernels.attention.latent_tiles import launch_latent_attention, pick_latent_tiles
 from coatcheck.kernels.attention.paged_tiles import make_plan
 from coatcheck.kernels.attention.tile_launch import Tiles
 from coatcheck.kernels.gpu_properties import gpu_properties
+from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent, rotate_and_store_latent_reference
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from tests.kernels.attention_batch import LatentBatch
@@ -34,7 +36,28 @@ def latents(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> N
                 tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
                 torch.testing.assert_close(have.float(), want, rtol=tolerance, atol=tolerance)
         stored(dtype)
+        shards(dtype)
     same_bits(dtypes[0])
+
+
+def shards(dtype: torch.dtype) -> None:
+    """Ranks that store every n-th token each give parts that merge to the whole, with keys that are divided among
+    programs and not, and with fewer keys than ranks."""
+    for count, pool in ((2, None), (8, torch.int8)):
+        batch = LatentBatch(_LENGTHS, 16, 64, 16, dtype, 16, pool)
+        for programs, batch_invariant in ((None, False), (1, False), (None, True)):
+
+            def attend(q: Tensor, cache: LatentCache, *, lse: Tensor, scale: float, **tables: Tensor) -> Tensor:
+                lens = tables["seq_lens"].tolist()
+                tiles = _tiles(batch, programs, batch_invariant=batch_invariant)  # noqa: B023
+                plan = make_plan([1] * len(lens), lens, tiles, 0, q.device)
+                out = q.new_full((len(q), 16, 64), SENTINEL)
+                launch_latent_attention(q, cache, tables["block_tables"], plan, scale, out, lse)
+                return out
+
+            tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+            have = batch.run_shards(count, attend).float()
+            torch.testing.assert_close(have, batch.reference(), rtol=tolerance, atol=tolerance)
 
 
 def _tiles(batch: LatentBatch, programs: int | None, *, batch_invariant: bool) -> Tiles:

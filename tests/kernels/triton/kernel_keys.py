@@ -117,8 +117,9 @@ def quantised_experts(
     return Key(kernel, arguments, constants, launch.num_warps, stages)
 
 
-def latent(kind: str, pool: Pool, heads: int, gpu: GpuProperties) -> Key:
-    """`kind`: short, wide, or batch-invariant; latents of 512 with rotary keys of 64, as DeepSeek's."""
+def latent(kind: str, pool: Pool, heads: int, gpu: GpuProperties, *, shards: int = 1) -> Key:
+    """`kind`: short, wide, or batch-invariant; latents of 512 with rotary keys of 64, as DeepSeek's. `shards`: ranks
+    over which the tokens of a block are divided, with logarithms of the sums for the merge."""
     invariant = kind == "batch-invariant"
     tiles = latent_tiles.pick_latent_tiles(
         heads, 512, element_size=pool.q_bytes, pool_bits=pool.bits, gpu=gpu, batch_invariant=invariant
@@ -126,14 +127,15 @@ def latent(kind: str, pool: Pool, heads: int, gpu: GpuProperties) -> Key:
     launch = tiles.short if kind == "short" else tiles.wide
     scales = "*fp16 *fp16 " if pool.quantised else ""
     arguments = (
-        f"*{pool.q} *{pool.element} *{pool.element} {scales}*i32 *i32 *i32 *{pool.q} *fp32 *fp32 *fp32 "
+        f"*{pool.q} *{pool.element} *{pool.element} {scales}*i32 *i32 *i32 *{pool.q} "
+        f"{'*fp32 ' if shards > 1 else ''}*fp32 *fp32 *fp32 "
         "i32 i32 i32 i32 i32 i32 fp32"
     )
     constants = dict(
-        HEADS=heads, PACK=launch.pack, RANK=512, ROPE=64, SIZE=16, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        HEADS=heads, PACK=launch.pack, RANK=512, ROPE=64, SIZE=16 // shards, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         BLOCK_D=launch.block_d, BLOCK_R=64, PRECISION="ieee" if pool.q == "fp32" else "tf32", KIND=pool.quantised,
         CONVERT=launch.convert, UNIT=attention_plan.INVARIANT_UNIT if invariant else 0,
-        **({} if pool.quantised else dict(latent_scales=None, rope_scales=None)),
+        **({} if pool.quantised else dict(latent_scales=None, rope_scales=None)), **({} if shards > 1 else dict(lse=None)),
     )  # fmt: skip
     return Key(latent_tiles._latent_tiles, arguments, constants, launch.num_warps, launch.num_stages)
 
@@ -150,9 +152,12 @@ def latent_store(pool: Pool, gpu: GpuProperties) -> Key:
     return Key(latent_rotary._latent_rotary, arguments, constants, 4)
 
 
-def merge(dim: int, gpu: GpuProperties, *, parts: int = 16) -> Key:
-    constants = dict(HEADS=32, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), PARTS=parts, SINKS=True)
-    return Key(paged_tiles._merge, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16", constants, 4)
+def merge(dim: int, gpu: GpuProperties, *, parts: int = 16, has_lse: bool = False) -> Key:
+    constants = dict(HEADS=32, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), PARTS=parts, SINKS=not has_lse)
+    arguments = "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16"
+    if has_lse:
+        return Key(paged_tiles._merge, f"{arguments} *fp32", constants, 4)
+    return Key(paged_tiles._merge, arguments, constants | dict(lse=None), 4)
 
 
 def rotary_store(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
@@ -333,8 +338,10 @@ def _others() -> Iterator[tuple[str, Keys]]:
         for kind, heads in (("short", 128), ("short", 16), ("wide", 16), ("batch-invariant", 16)):
             if (name, kind, heads) != ("bf16", "short", 128):
                 yield f"latent, {kind}, {name}, {heads} heads", partial(latent, kind, pool, heads)
+        yield f"latent, short, {name}, 128 heads, 8 shards", partial(latent, "short", pool, 128, shards=8)
         if name != "bf16":
             yield f"latent_rotary, {name}", partial(latent_store, pool)
+    yield "merge, 512, lse", partial(merge, 512, has_lse=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
 

@@ -1,0 +1,63 @@
+"""Token shards: the part of each sequence's latents that one rank stores with --mla-shard tokens. Arithmetic alone.
+
+Rank r of n stores the tokens whose position p has p % n == r. n divides the block size, so every rank has a part of
+every block: block ids, block tables, hashes, tiers and evictions are those of a group that stores every token on every
+rank. Token p is the rank's local token p // n. A rank therefore attends with tables of the same block ids, blocks of
+block_size / n tokens, and for each query the number of its local tokens as the context's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LocalQueries
+from coatcheck.workers.core.model_spec import LayerSpec
+
+
+def localise(metadata: AttentionMetadata, layer: LayerSpec) -> AttentionMetadata:
+    """`metadata` with the slots of this rank's tokens, and `local`. `layer`: of this rank."""
+    slots, seq_lens = local_slots(metadata.slot_mapping, layer), metadata.seq_lens
+    if len(slots) == len(seq_lens):  # every sequence has one query
+        starts = metadata.cu_seqlens_q
+        local = LocalQueries(metadata.block_tables, _local_lens(seq_lens, layer), starts)
+    else:
+        local = local_queries(metadata, layer, len(slots))
+    return replace(metadata, slot_mapping=slots, local=local)
+
+
+def local_slots(slot_mapping: Tensor, layer: LayerSpec) -> Tensor:
+    """int64 [T]: the rank's slot of each token; -1 for a token of another rank, and for -1."""
+    is_own = slot_mapping % layer.token_shards == layer.token_shard
+    return torch.where(is_own, slot_mapping // layer.token_shards, -1)
+
+
+def local_queries(metadata: AttentionMetadata, layer: LayerSpec, num_queries: int) -> LocalQueries:
+    """Each of `num_queries` queries as a sequence of its own over the rank's tokens.
+
+    All heads attend on every rank, so a tile of heads is full with one query, and queries need not share one.
+    """
+    seq_lens, starts = metadata.seq_lens, metadata.cu_seqlens_q
+    queries = torch.arange(num_queries + 1, dtype=torch.int32, device=seq_lens.device)
+    row = torch.arange(len(seq_lens), device=seq_lens.device)
+    row = row.repeat_interleave(starts.diff().long(), output_size=num_queries)
+    ends = seq_lens[row] - (starts[1:][row] - queries[1:])  # the context's length of each query
+    return LocalQueries(metadata.block_tables[row], _local_lens(ends, layer), queries)
+
+
+def _local_lens(lens: Tensor, layer: LayerSpec) -> Tensor:
+    """How many of the first `lens` tokens of a sequence are the rank's."""
+    return (lens + (layer.token_shards - 1 - layer.token_shard)) // layer.token_shards
+
+
+def count_local_keys(q_lens: Sequence[int], seq_lens: Sequence[int], layer: LayerSpec) -> list[int]:
+    """The local context's length of each query, as in `local_queries`, from integers on the host."""
+    shards, shard = layer.token_shards, layer.token_shard
+    return [
+        (end + shards - 1 - shard) // shards
+        for queries, length in zip(q_lens, seq_lens, strict=True)
+        for end in range(length - queries + 1, length + 1)
+    ]
