@@ -10,6 +10,7 @@ NOT_SUPPORTED: Final = "not supported: "
 _SPECULATIVE: Final = f"{NOT_SUPPORTED}speculative decoding"
 _PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model, also over several hosts"
 _EXPERTS: Final = "--expert-parallel: whole experts on the ranks of --tp"
+_LATENTS: Final = "--mla-shard tokens: the ranks of --tp divide the KV cache of latent attention"
 _DISAGGREGATION: Final = f"{NOT_SUPPORTED}prefill/decode disaggregation and KV connectors"
 _LORA: Final = f"{NOT_SUPPORTED}LoRA adapters; merge the adapter into its base model"
 _TOKENIZER: Final = f"{NOT_SUPPORTED}the tokenizer is always that of the model's directory"
@@ -43,6 +44,8 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
     "--enable-expert-parallel": _EXPERTS,
     "--ep-size": _EXPERTS,
+    "--decode-context-parallel-size": _LATENTS,
+    "-dcp": _LATENTS,
     "--policy": "--routing: prefix-aware, least-loaded or round-robin",
     "--routing-logic": "--routing: prefix-aware, least-loaded or round-robin",
     "--swap-space": "--host-kv-memory, such as 4GiB",

@@ -60,7 +60,9 @@ class Driver:
             kernels=self.kernels,
             bytes_per_block=memory.layout.bytes_per_block,
             count_late_compiles=count_late_compiles,
-            replicates_latents=spec.tp > 1 and any(layer.is_latent for layer in spec.layers),
+            replicates_latents=spec.tp > 1
+            and any(layer.is_latent and layer.token_shards == 1 for layer in spec.layers),
+            divides_latents=any(layer.token_shards > 1 for layer in spec.layers),
             expert_tokens=_count_from_now(loaded.runner.model.expert_tokens),
         )
         self._service = WorkerService(

@@ -71,6 +71,7 @@ def load_rank(
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         expert_parallel=config.expert_parallel,
+        mla_shard=config.mla_shard,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
     communicator.barrier()

@@ -193,6 +193,8 @@ def _print(answer: pb.StatusResponse) -> None:
 
 
 def _latents(groups: Iterable[pb.GroupStatus]) -> str:
+    if any(group.divides_latents for group in groups):
+        return ", latents divided over the ranks"
     return ", latents on every rank" if any(group.replicates_latents for group in groups) else ""
 
 

@@ -30,6 +30,7 @@ def group_config(
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         expert_parallel=config.expert_parallel,
+        mla_shard=config.mla_shard,
         skip_verify=config.skip_verify,
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,

@@ -92,6 +92,12 @@ class ServeConfig(Settings):
     expert_parallel: bool = setting(
         "Groups", "Each rank of a mixture of experts holds whole experts, instead of a part of each.", False
     )
+    mla_shard: Literal["replicate", "tokens"] = setting(
+        "Groups",
+        "Latent attention (MLA). replicate: each rank stores the latents of all tokens. tokens: each rank stores a "
+        "part of the tokens of each block, so the KV cache of a group holds --tp times the tokens.",
+        "replicate",
+    )
     max_groups: Groups | None = setting(
         "Groups",
         "Most groups. A group is added after requests have waited longer than --queue-target for 10 s. A group is "

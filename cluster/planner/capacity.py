@@ -21,27 +21,32 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
-    """The KV cache of `layers`. `whole`: layout of all heads. `rank`: layout of the heads on each of `tp` ranks."""
+    """The KV cache of `layers`. `whole`: layout of all heads. `rank`: layout of what the rank `shard` stores."""
 
     layers: tuple[LayerSpec, ...]
     whole: BlockLayout
     rank: BlockLayout
-    tp: int
+    shard: TpShard
 
     @classmethod
-    def of_or_none(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self | None:
+    def of_or_none(cls, layers: Sequence[LayerSpec], shard: TpShard, block_size: int, kv_dtype: KvDtype) -> Self | None:
         """Like `of`, but None instead of InvalidConfig."""
         try:
-            return cls.of(layers, tp, block_size, kv_dtype)
+            return cls.of(layers, shard, block_size, kv_dtype)
         except InvalidConfig:
             return None
 
     @classmethod
-    def of(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self:
-        """Raise InvalidConfig if tp does not divide the heads, or if the kv-dtype does not support their size."""
-        part = [TpShard(0, tp).shard_layer(layer) for layer in layers]
+    def of(cls, layers: Sequence[LayerSpec], shard: TpShard, block_size: int, kv_dtype: KvDtype) -> Self:
+        """Raise InvalidConfig if tp does not divide the heads, or the tokens of a block that it has to divide, or if
+        the kv-dtype does not support the heads' size."""
+        part = [shard.shard_layer(layer) for layer in layers]
         whole = BlockLayout.of(layers, block_size, kv_dtype)
-        return cls(tuple(layers), whole, BlockLayout.of(part, block_size, kv_dtype), tp)
+        return cls(tuple(layers), whole, BlockLayout.of(part, block_size, kv_dtype), shard)
+
+    @property
+    def tp(self) -> int:
+        return self.shard.size
 
     @property
     def block_size(self) -> int:
@@ -76,10 +81,9 @@ class KvCacheSpec:
 
     def rank_bytes_read(self, tokens: int) -> float:
         """Bytes of KV that a rank reads to compute one sequence's next token."""
-        shard = TpShard(0, self.tp)
         return sum(
             min(tokens, layer.sliding_window or tokens)
-            * BlockLayout.of([shard.shard_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
+            * BlockLayout.of([self.shard.shard_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
             for layer in self.layers
         )
 

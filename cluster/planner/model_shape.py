@@ -55,7 +55,6 @@ class ModelShape:
         heads = config.count("num_attention_heads", "n_head")
         windows = _sliding_windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
         if config.values.get("kv_lora_rank") is not None:
-            notes.append("latent attention (MLA): every rank of tp holds the latents of all tokens")
             nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
             latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0, rope_head_dim=rope)
             layer, expanded = latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)

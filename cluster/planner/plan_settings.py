@@ -40,6 +40,11 @@ class PlanSettings(Settings):
     model: str = Field(min_length=1, description="A model's directory, its config.json, or a Hugging Face model id.")
     tp: int = setting(_PANEL, "Ranks in a group, one GPU each.", 1, ge=1, le=1024)
     expert_parallel: bool = setting(_PANEL, "Each rank holds whole experts, instead of a part of each.", False)
+    mla_shard: Literal["replicate", "tokens"] = setting(
+        _PANEL,
+        "Latent attention (MLA): every rank stores the latents of all tokens, or a part of each block's tokens.",
+        "replicate",
+    )
     gpu_memory: Annotated[float, BeforeValidator(parse_bytes)] = setting(
         _PANEL, "Memory of a GPU that is free when a rank starts.", 80 * 2.0**30, in_words="80GiB"
     )

@@ -50,7 +50,8 @@ class Sizing:
         kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
         context = settings.context or min(_DEFAULT_CONTEXT, shape.max_model_len or _DEFAULT_CONTEXT)
         layers = shape.layers if settings.latent else shape.expanded
-        cache = KvCacheSpec.of(layers, settings.tp, settings.block_size, kv_dtype)
+        shard = TpShard(0, settings.tp, divides_latents=settings.mla_shard == "tokens")
+        cache = KvCacheSpec.of(layers, shard, settings.block_size, kv_dtype)
         whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
         part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp), expert_parallel=settings.expert_parallel)
         weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
@@ -90,7 +91,7 @@ class Sizing:
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """What each kind of layer stores for a token, in order. `count`: number of equal layers."""
-        kv_dtype, block_size, shard = self.cache.whole.kv_dtype, self.cache.block_size, TpShard(0, self.cache.tp)
+        kv_dtype, block_size, shard = self.cache.whole.kv_dtype, self.cache.block_size, self.cache.shard
         return [
             {
                 "count": self.cache.layers.count(layer),
@@ -110,7 +111,7 @@ class Sizing:
         """The pool with every kv-dtype that the model supports."""
         rows = []
         for name, kv_dtype in KV_DTYPES.items():
-            cache = KvCacheSpec.of_or_none(self.cache.layers, self.cache.tp, self.cache.block_size, kv_dtype)
+            cache = KvCacheSpec.of_or_none(self.cache.layers, self.cache.shard, self.cache.block_size, kv_dtype)
             if cache is not None:
                 num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes)
                 rows.append(
@@ -128,7 +129,7 @@ class Sizing:
         """The KV cache of `concurrency` sequences with other KV heads. Bytes are None if tp does not divide them."""
         rows = []
         for name, kv_heads, layers in attention_variants(self.shape):
-            cache = KvCacheSpec.of_or_none(layers, self.cache.tp, self.cache.block_size, self.cache.whole.kv_dtype)
+            cache = KvCacheSpec.of_or_none(layers, self.cache.shard, self.cache.block_size, self.cache.whole.kv_dtype)
             concurrency = self.settings.concurrency
             rows.append(
                 {
@@ -145,10 +146,10 @@ class Sizing:
         """For every block size the share of slots that is wasted, and how many sequences of `lengths` fit."""
         rows = []
         for size in BLOCK_SIZES:
-            cache = KvCacheSpec.of(self.cache.layers, self.cache.tp, size, self.cache.whole.kv_dtype)
             try:
+                cache = KvCacheSpec.of(self.cache.layers, self.cache.shard, size, self.cache.whole.kv_dtype)
                 num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes)
-            except InvalidConfig:  # no block of this size fits
+            except InvalidConfig:  # no block of this size fits, or its tokens cannot be divided over the ranks
                 num_blocks = 0
             fit = self.lengths.fit_paged(num_blocks, size)
             rows.append({"block_size": size, "waste": self.lengths.waste(size), "sequences": fit})
@@ -181,6 +182,7 @@ class Sizing:
             "kv_dtype": str(cache.whole.kv_dtype),
             "tp": cache.tp,
             "expert_parallel": self.settings.expert_parallel,
+            "mla_shard": self.settings.mla_shard,
             "block_size": block_size,
             "context": context,
             "concurrency": concurrency,
@@ -240,7 +242,12 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
 
 def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:
     notes = []
-    if cache.copies > 1:
+    is_latent = cache.layers[0].is_latent
+    if is_latent and cache.shard.divides_latents:
+        notes.append("latent attention (MLA): the ranks of tp divide the tokens of each block (--mla-shard tokens)")
+    elif is_latent:
+        notes.append("latent attention (MLA): every rank of tp holds the latents of all tokens")
+    elif cache.copies > 1:
         notes.append(f"tp {cache.tp} is larger than the number of KV heads: {cache.copies:.0f} ranks hold each head")
     if any(layer.sliding_window for layer in cache.layers):
         notes.append("the pool keeps blocks outside of sliding windows until the sequence ends")

@@ -24,6 +24,7 @@ from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, chec
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
     check_latent_attention,
+    check_mla_shard,
     check_model_kind,
     resolve_max_model_len,
 )
@@ -64,7 +65,9 @@ def check_model(config: ServeConfig) -> None:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
         return  # a model type that `coatcheck plan` does not know
-    shard = TpShard(0, config.tp)
+    if config.mla_shard == "tokens":
+        check_mla_shard(model.model_type, shape.is_latent)
+    shard = TpShard(0, config.tp, divides_latents=config.mla_shard == "tokens")
     layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
         shard.vocab_rows(vocabulary)

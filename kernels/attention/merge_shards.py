@@ -1,6 +1,7 @@
 """Merges attention over parts of the keys that lie on several ranks: a softmax over all of them.
 
-    out[t, h] = sum_s exp(lse[s, t, h] - top) * parts[s, t, h] / sum_s exp(lse[s, t, h] - top)     top = max_s lse[s, t, h]
+    out[t, h] = sum_s weight[s, t, h] * parts[s, t, h] / sum_s weight[s, t, h]
+    weight[s, t, h] = exp(lse[s, t, h] - max_s lse[s, t, h])
 
 `pack_parts` puts a rank's results for the heads of every rank and their logarithms into one tensor, so that one
 all-to-all exchanges both: [shards, tokens, heads of one rank, dim + 4 / itemsize]. The last elements of a row are the
@@ -23,7 +24,8 @@ def pack_parts(out: Tensor, lse: Tensor, shards: int) -> Tensor:
     check_dtype("out", out, *FLOATS)
     check_dense("lse", lse, tuple(out.shape[:2]), torch.float32, out.device)
     rows = torch.cat((out, lse.unsqueeze(-1).view(out.dtype)), dim=-1)
-    return rows.unflatten(1, (shards, -1)).transpose(0, 1).contiguous()
+    of_ranks: Tensor = rows.unflatten(1, (shards, -1)).transpose(0, 1)
+    return of_ranks.contiguous()
 
 
 def merge_parts_of_ranks(packed: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ def merge_parts_of_ranks(packed: Tensor) -> Tensor:
     top = lse.amax(0)
     weights = (lse - top.masked_fill(top.isinf(), 0.0)).exp()
     total = torch.zeros_like(top)
-    merged = torch.zeros(packed.shape[1:-1] + (dim,), dtype=torch.float32, device=packed.device)
+    merged = torch.zeros((*packed.shape[1:-1], dim), dtype=torch.float32, device=packed.device)
     for part, weight in zip(packed[..., :dim], weights, strict=True):
         merged += part.float() * weight.unsqueeze(-1)
         total += weight

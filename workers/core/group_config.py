@@ -16,6 +16,7 @@ class GroupConfig:
     `host_kv_memory`: the same for the host tier; 0 for none.
     `gpu_memory_utilization`: the share of a GPU's memory that may be in use, the pool and everything else together.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
+    `mla_shard`: `tokens` divides the latents of a block's tokens over the ranks; `replicate` stores all on each.
     `skip_verify`: serve a model type that the tests do not cover without comparing a small copy with transformers.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.
@@ -43,6 +44,7 @@ class GroupConfig:
     max_model_len: int | None = None
     deterministic: bool = False
     expert_parallel: bool = False
+    mla_shard: str = "replicate"
     skip_verify: bool = False
     threads: int = 0
     cluster_certificate: "ClusterCertificate | None" = None

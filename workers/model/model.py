@@ -31,6 +31,7 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import check_complete, prepare_model
+from coatcheck.workers.model.model_rules import check_mla_shard
 from coatcheck.workers.model.packed_linears import pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
@@ -154,6 +155,8 @@ def load_model(
             expert_parallel=expert_parallel,
         )
         causal, config = prepared.causal, prepared.causal.config
+        if mla_shard == "tokens":
+            check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
         weights = load_weights(
             causal,
             checkpoint,

@@ -97,6 +97,15 @@ def deterministic_experts_error(module: str, model_type: str) -> InvalidConfig:
     )
 
 
+def check_mla_shard(model_type: str, is_latent: bool) -> None:
+    """Raise InvalidConfig for --mla-shard tokens and a model without latents."""
+    if not is_latent:
+        raise InvalidConfig(
+            f"mla-shard tokens divides the latents of latent attention (MLA), and {model_type} has none; leave "
+            "--mla-shard out"
+        )
+
+
 def check_deterministic_heads(layer: LayerSpec) -> None:
     """Raise InvalidConfig for a head size that --deterministic does not support on CPUs."""
     if layer.is_latent:

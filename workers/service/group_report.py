@@ -44,6 +44,7 @@ class GroupReport:
     bytes_per_block: int = 0
     count_late_compiles: Callable[[], int] = int
     replicates_latents: bool = False
+    divides_latents: bool = False
     expert_tokens: Callable[[], Sequence[int]] = tuple
     started_at: float = field(default_factory=time.monotonic)
 
@@ -66,6 +67,7 @@ class GroupReport:
             bytes_per_block=self.bytes_per_block,
             late_compiles=self.count_late_compiles(),
             replicates_latents=self.replicates_latents,
+            divides_latents=self.divides_latents,
             expert_tokens=self.expert_tokens(),
             uptime_seconds=time.monotonic() - self.started_at,
             demote_bytes_per_second=self.bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,

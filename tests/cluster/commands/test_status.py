@@ -70,3 +70,5 @@ def test_weights_latents_and_the_busiest_expert_are_shown(capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "5 MiB" in out and ", latents on every rank)" in out
     assert "experts: expert 1 of 2 is the busiest, with 1.50 times the mean of tokens" in out
+    _print(StatusResponse(groups=[GroupStatus(ranks=[rank], divides_latents=True)]))
+    assert ", latents divided over the ranks)" in capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_the_layout_is_the_ranks_own(tmp_path: Path) -> None:
     # A loaded model's layers have more fields.
     loaded = [LayerSpec(*(getattr(layer, field.name) for field in fields(LayerSpec))) for layer in spec.layers]
     for kv_dtype in (KvDtype.FLOAT32, KvDtype.BFLOAT16, KvDtype.INT8, KvDtype.INT4):
-        planned = KvCacheSpec.of(layers, 1, 16, kv_dtype).rank
+        planned = KvCacheSpec.of(layers, TpShard(0, 1), 16, kv_dtype).rank
         actual = BlockLayout.of(loaded, 16, kv_dtype)
         assert planned == actual, kv_dtype
         assert allocate_kv_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block

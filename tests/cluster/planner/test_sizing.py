@@ -88,6 +88,10 @@ def test_deepseeks_latent_cache(tmp_path: Path) -> None:
     assert every_head["bytes_per_token"] == 61 * 128 * (128 + 64 + 128) * 2
     assert found["weight_bytes"] / 2 == pytest.approx(671e9, rel=0.01)
     assert any("every rank of tp holds the latents" in note for note in found["notes"])
+    divided = size(tmp_path, DEEPSEEK, tp=8, mla_shard="tokens")
+    assert divided["rank_bytes_per_token"] * 8 == divided["bytes_per_token"] == found["bytes_per_token"]
+    assert divided["num_blocks"] // 8 == found["num_blocks"]
+    assert any("divide the tokens of each block" in note for note in divided["notes"])
 
 
 def test_deepseeks_cache_of_every_head(tmp_path: Path) -> None:

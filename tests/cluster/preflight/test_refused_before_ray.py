@@ -141,6 +141,7 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (partial(edit_config, is_encoder_decoder=True), {}, "is an encoder-decoder"),
         (None, {"tp": 3}, "tp 3 does not divide the attention heads"),
         (None, {"tp": 2, "expert_parallel": True}, "has no experts; leave --expert-parallel out"),
+        (None, {"tp": 2, "mla_shard": "tokens"}, "has none; leave --mla-shard out"),
         (
             partial(edit_config, num_experts=3),
             {"tp": 2, "expert_parallel": True},

@@ -132,10 +132,12 @@ def latent(kind: str, pool: Pool, heads: int, gpu: GpuProperties, *, shards: int
         "i32 i32 i32 i32 i32 i32 fp32"
     )
     constants = dict(
-        HEADS=heads, PACK=launch.pack, RANK=512, ROPE=64, SIZE=16 // shards, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        BLOCK_D=launch.block_d, BLOCK_R=64, PRECISION="ieee" if pool.q == "fp32" else "tf32", KIND=pool.quantised,
+        HEADS=heads, PACK=launch.pack, RANK=512, ROPE=64, SIZE=16 // shards, BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, BLOCK_R=64,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", KIND=pool.quantised,
         CONVERT=launch.convert, UNIT=attention_plan.INVARIANT_UNIT if invariant else 0,
-        **({} if pool.quantised else dict(latent_scales=None, rope_scales=None)), **({} if shards > 1 else dict(lse=None)),
+        **({} if pool.quantised else dict(latent_scales=None, rope_scales=None)),
+        **({} if shards > 1 else dict(lse=None)),
     )  # fmt: skip
     return Key(latent_tiles._latent_tiles, arguments, constants, launch.num_warps, launch.num_stages)
 

@@ -42,10 +42,12 @@ class Vandal(ModelRunner):
     done = False
 
 
-def serve_prompts(communicator: Communicator, argument: tuple[Path, int | None, KvDtype]) -> dict[str, Any] | None:
+def serve_prompts(
+    communicator: Communicator, argument: tuple[Path, int | None, KvDtype], mla_shard: str = "replicate"
+) -> dict[str, Any] | None:
     """A prompt, floods that evict it, and the prompt again. `vandal`: the rank that corrupts its memory."""
     path, vandal, kv_dtype = argument
-    model = load_model(path, communicator=communicator, device="cpu")
+    model = load_model(path, communicator=communicator, device="cpu", mla_shard=mla_shard)
     layout = BlockLayout.of(model.spec.layers, 8, kv_dtype)
     pool = allocate_kv_pool(layout, BLOCKS, torch.device("cpu"))
     copier = CpuBlockCopier(pool, allocate_host_pool(HOST_BLOCKS, layout.bytes_per_block, pool.device), communicator)
@@ -84,6 +86,13 @@ def serve_prompts(communicator: Communicator, argument: tuple[Path, int | None, 
         "restores": stats.restores,
         "restore seconds": stats.restore_seconds,
     }
+
+
+def serve_divided(
+    communicator: Communicator, arguments: list[tuple[Path, int | None, KvDtype]]
+) -> list[dict[str, Any] | None]:
+    """`serve_prompts` with latents divided over the ranks, for each of `arguments`."""
+    return [serve_prompts(communicator, argument, "tokens") for argument in arguments]
 
 
 def serve_in_turn(communicator: Communicator, arguments: list[tuple[Path, int | None, KvDtype]]) -> list[Any]:
@@ -128,6 +137,17 @@ def test_latents_move_as_other_blocks_do(vandal: int | None, checkpoint_director
     assert said["again"] == said["first"]
     assert said["again cached"] == ((0, 72) if vandal is None else (0, 24))
     assert said["failures"] == (vandal is not None)
+
+
+def test_divided_latents_move_as_other_blocks_do(checkpoint_directory: Path) -> None:
+    """Where each rank stores half of a block's tokens, every rank moves its part: the prompt gets the same answer from
+    demoted and restored blocks, and a bit flipped on one rank makes the block a miss on all."""
+    path = tiny_checkpoint("deepseek-v3", checkpoint_directory)
+    arguments = [(path, vandal, KvDtype.FP8) for vandal in (None, 1)]
+    whole, flipped = run_ranks(2, serve_divided, arguments)[0]
+    assert whole["again"] == whole["first"] == flipped["again"] and len(whole["first"]) == 6
+    assert whole["again cached"] == (0, 72) and whole["failures"] == 0
+    assert flipped["again cached"] == (0, 24) and flipped["failures"] == 1
 
 
 @pytest.mark.parametrize(("tp", "vandal"), [(1, 0), (2, 0), (2, 1)])

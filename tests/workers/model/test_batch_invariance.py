@@ -68,10 +68,12 @@ def run(engine: Engine, *names: str) -> Answers:
     return said
 
 
-def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> dict[str, Any] | None:
+def every_way(communicator: Communicator, arguments: tuple[Path, str, str, str]) -> dict[str, Any] | None:
     """Results of the same requests alone, in a batch, chunked, cached, and preempted; None on ranks above 0."""
-    path, dtype, kv_dtype = arguments
-    model = load_model(path, communicator=communicator, dtype=dtype, device="cpu", deterministic=True)
+    path, dtype, kv_dtype, mla_shard = arguments
+    model = load_model(
+        path, communicator=communicator, dtype=dtype, device="cpu", deterministic=True, mla_shard=mla_shard
+    )
     group = Group(model, communicator, kv_dtype)
     if communicator.rank:
         follow_driver(group.runner, communicator)
@@ -105,14 +107,16 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
         ("mixtral", "bfloat16", "auto", 1),
         ("qwen3-moe", "float32", "auto", 2),
         ("deepseek-v3", "bfloat16", "fp8", 2),
+        ("deepseek-v3 by token", "bfloat16", "fp8", 2),
         pytest.param("deepseek-v3", "float32", "auto", 1, marks=pytest.mark.full),
     ],
 )
 def test_the_same_bits_in_every_way(tmp_path: Path, arch: str, dtype: str, kv_dtype: str, tp: int) -> None:
     """Alone, in a batch, chunked, cached and preempted, requests have the same tokens and bits of log-probabilities."""
+    arch, _, by_token = arch.partition(" by ")
     dense: dict[str, Any] = dict(first_k_dense_replace=9) if arch.startswith("deepseek") else {}
     path = tiny_checkpoint(arch, tmp_path, num_attention_heads=4, **dense)  # heads of 16
-    arguments = (path, dtype, kv_dtype)
+    arguments = (path, dtype, kv_dtype, "tokens" if by_token else "replicate")
     ways = every_way(Communicator(), arguments) if tp == 1 else run_ranks(tp, every_way, arguments)[0]
     assert ways is not None
     for way, answers in ways.items():
