@@ -84,7 +84,6 @@ def make_checkpoint(directory: Path) -> Path:
         num_experts_per_tok=8,
         moe_intermediate_size=256,
         norm_topk_prob=True,
-        tie_word_embeddings=True,
         max_position_embeddings=4096,
         **COMMON_FIELDS,
     )
