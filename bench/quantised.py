@@ -102,7 +102,6 @@ def make_checkpoint(directory: Path) -> Path:
         num_attention_heads=20,
         num_key_value_heads=4,
         intermediate_size=4096,
-        tie_word_embeddings=True,
         max_position_embeddings=2048,
         **COMMON_FIELDS,
     )
