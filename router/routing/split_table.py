@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-_PARTS: Final = 128  # with 64 a part of 10^7 entries takes 10 ms to grow, with 256 events are 5% slower
+_PARTS: Final = 128  # with fewer a part takes longer to grow, with more events are slower
 _SPLIT_BLOCKS: Final = 1 << 15  # to divide these takes about as long as the growth of a part of 10^7 entries
 
 
