@@ -19,7 +19,6 @@ _TOOLS: Final = f"{NOT_NEEDED}tool calls are parsed for every model whose chat t
 _TOOL_PARSER: Final = "--tool-parser, if the format that the chat template shows is not the model's"
 _REASONING: Final = f"{NOT_NEEDED}reasoning is split off if the chat template has markers for it"
 _GRAMMARS: Final = f"{NOT_NEEDED}llguidance computes all structured output"
-_GRAPHS: Final = f"{NOT_SUPPORTED}CUDA graphs cannot be switched off"
 _REQUEST_LOGS: Final = f"{NOT_NEEDED}logs have one line per request, without its prompt"
 
 # Flag of vLLM or SGLang -> hint for `coatcheck serve`. docs/quickstart.md has these hints as a table.
@@ -35,6 +34,9 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "-dp": "--groups",
     "--dp-size": "--groups",
     "--mem-fraction-static": "--gpu-memory-utilization",
+    "--cuda-graph-max-bs": "--max-cudagraph-capture-size",
+    "--enforce-eager": "--max-cudagraph-capture-size, 0 for none",
+    "--disable-cuda-graph": "--max-cudagraph-capture-size, 0 for none",
     "--kv-cache-memory-bytes": "--kv-memory, such as 4GiB",
     "--kv-cache-dtype": "--kv-dtype",
     "--max-num-batched-tokens": "--max-batch-tokens",
@@ -90,8 +92,6 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--tokenizer-revision": _REVISION,
     "--trust-remote-code": f"{NOT_SUPPORTED}code that comes with a checkpoint never runs; transformers must have the "
     "model type",
-    "--enforce-eager": _GRAPHS,
-    "--disable-cuda-graph": _GRAPHS,
     "--load-format": f"{NOT_SUPPORTED}weights are always safetensors",
     "--limit-mm-per-prompt": f"{NOT_SUPPORTED}images, audio and video",
     "--cpu-offload-gb": f"{NOT_SUPPORTED}weights stay on the device; use a larger --tp",

@@ -21,7 +21,7 @@ from coatcheck.workers.host.free_memory import gpu_memory, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import make_copier, num_staging_blocks
-from coatcheck.workers.runner.cuda_graphs import capture_sizes
+from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes
 from coatcheck.workers.runner.model_runner import ModelRunner
@@ -161,10 +161,14 @@ def _build_runner(
         copier=make_copier(memory.pool, memory.host, communicator) if memory.host is not None else None,
         grammars=grammars,
         communicator=communicator,
-        capture_sizes=capture_sizes(config.max_num_seqs)
-        if device.type == "cuda" and model.supports_cuda_graphs
-        else (),
+        graph_sizes=_graph_sizes(config, model, device),
     )
+
+
+def _graph_sizes(config: GroupConfig, model: Model, device: torch.device) -> GraphSizes:
+    if device.type != "cuda" or not model.supports_cuda_graphs:
+        return GraphSizes()
+    return capture_sizes(config.max_num_seqs, config.max_batch_tokens, config.max_cudagraph_capture_size)
 
 
 def _run_largest_steps(config: GroupConfig, runner: ModelRunner) -> None:

@@ -22,7 +22,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import make_copier
-from coatcheck.workers.runner.cuda_graphs import capture_sizes
+from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
@@ -123,14 +123,15 @@ class Group:
         self.layout = BlockLayout.of(model.spec.layers, BLOCK, choose_kv_dtype(kv_dtype, model.spec.dtype))
         pool = allocate_kv_pool(self.layout, num_blocks, device)
         host = allocate_host_pool(host_blocks, self.layout.bytes_per_block, device) if host_blocks else None
-        sizes = capture_sizes(max_num_seqs) if graphs and model.supports_cuda_graphs else ()
+        has_graphs = graphs and model.supports_cuda_graphs
+        sizes = capture_sizes(max_num_seqs, 8192, 512) if has_graphs else GraphSizes()
         self.runner = ModelRunner(
             model,
             self.layout,
             pool,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            capture_sizes=sizes,
+            graph_sizes=sizes,
             copier=None if host is None else make_copier(pool, host, communicator or Communicator()),
         )
         self.runner.warm_up()

@@ -80,6 +80,7 @@ class LLMSettings(TypedDict, total=False):
     block_size: int
     max_num_seqs: int
     max_batch_tokens: int
+    max_cudagraph_capture_size: int
 
 
 class LLM:

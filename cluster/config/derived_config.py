@@ -27,6 +27,7 @@ def group_config(
         host_kv_memory=config.host_kv_memory,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device],
+        max_cudagraph_capture_size=config.max_cudagraph_capture_size,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         expert_parallel=config.expert_parallel,

@@ -162,6 +162,14 @@ class ServeConfig(Settings):
         ge=1,
         le=2**20,
     )
+    max_cudagraph_capture_size: int = setting(
+        "Limits",
+        "On GPUs: tokens of the largest step that is captured as a CUDA graph, 512 at most. Graphs take memory and "
+        "time at startup. 0: no graphs, so each step launches every kernel.",
+        512,
+        ge=0,
+        le=512,
+    )
     max_queued: int = setting(
         "Limits",
         "Most requests that wait in the router while no group has room. Further requests get RESOURCE_EXHAUSTED (HTTP "

@@ -76,7 +76,7 @@ def plan_attention(
     """`q_lens`: queries of each sequence in this step. `seq_lens`: with this step's tokens. `window`: 0 for none.
 
     Sequences with at most `short.queries` queries become short tiles, others wide ones. `batch_invariant`: all tiles
-    are wide.
+    are wide. A sequence of length 0 is padding: its queries see no key, whatever their number.
     """
     queries, lens = np.asarray(q_lens, np.int64), np.asarray(seq_lens, np.int64)
     is_short = (queries <= (0 if batch_invariant else short.queries)) & (queries > 0)
@@ -101,7 +101,7 @@ def _plan_kind(
     count = np.minimum(shape.queries, queries[seq] - nth * shape.queries)
     token = firsts[seq] + nth * shape.queries
     position = lens[seq] - queries[seq] + nth * shape.queries
-    end = position + count
+    end = np.maximum(position + count, 0)  # of padding the positions are negative
     start = np.maximum(position - window + 1, 0) if window else np.zeros_like(end)
     parts, size = _choose_parts(start, end, count, shape, batch_invariant)
     tile = np.repeat(np.arange(len(seq)), parts)
@@ -178,11 +178,22 @@ class PlanSpace(NamedTuple):
         return cls(len(plan.short), len(plan.wide), len(plan.merges), plan.num_slots)
 
     @classmethod
-    def of_decodes(cls, rows: int, shape: TileShape, batch_invariant: bool) -> PlanSpace:
-        """What any plan of `rows` sequences with one query each needs."""
-        splits = shape.max_slots if batch_invariant else shape.max_splits
-        items = rows + splits
-        return cls(0, items, splits // 2, splits) if batch_invariant else cls(items, 0, splits // 2, splits)
+    def of_tokens(
+        cls, num_tokens: int, *, short: TileShape | None, wide: TileShape | None, batch_invariant: bool = False
+    ) -> PlanSpace:
+        """What any plan of `num_tokens` queries needs. `short`, `wide`: None if the plan has no such tiles."""
+
+        def needs(shape: TileShape | None) -> tuple[int, int]:
+            """(items, slots) of one kind of tiles."""
+            if shape is None:
+                return 0, 0
+            if batch_invariant:
+                return num_tokens + shape.max_slots, shape.max_slots
+            return num_tokens + shape.max_splits, shape.max_splits * min(shape.queries, num_tokens)
+
+        (short_items, short_slots), (wide_items, wide_slots) = needs(short), needs(wide)
+        slots = short_slots + wide_slots
+        return cls(short_items, wide_items, min(num_tokens, slots // 2), slots)
 
     @property
     def ints(self) -> int:

@@ -215,12 +215,25 @@ class AttentionPlan:
     is_medium: bool
 
 
-def host_plan(q_lens: Sequence[int], seq_lens: Sequence[int], tiles: Tiles, window: int) -> tuple[HostPlan, bool]:
-    """The plan of a step and whether its wide items are medium tiles."""
-    is_medium = max(q_lens, default=0) <= tiles.medium.shape.queries
+def host_plan(
+    q_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    tiles: Tiles,
+    window: int,
+    *,
+    all_wide: bool = False,
+    is_medium: bool | None = None,
+) -> tuple[HostPlan, bool]:
+    """The plan of a step and whether its wide items are medium tiles.
+
+    `all_wide`: also sequences of few queries become wide tiles. `is_medium`: None chooses by the longest sequence.
+    """
+    if is_medium is None:
+        is_medium = max(q_lens, default=0) <= tiles.medium.shape.queries
     wide = tiles.medium if is_medium else tiles.wide
+    short = tiles.short.shape._replace(queries=0) if all_wide else tiles.short.shape
     plan = plan_attention(
-        q_lens, seq_lens, short=tiles.short.shape, wide=wide.shape, window=window, batch_invariant=tiles.batch_invariant
+        q_lens, seq_lens, short=short, wide=wide.shape, window=window, batch_invariant=tiles.batch_invariant
     )
     return plan, is_medium
 

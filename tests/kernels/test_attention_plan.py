@@ -74,15 +74,34 @@ def test_every_query_sees_every_key_once(
             assert ((split[:, 4] // INVARIANT_UNIT) == (split[:, 5] - 1) // INVARIANT_UNIT).all()
 
 
-@given(lens=st.lists(st.integers(0, 60_000), min_size=1, max_size=40), shape=shapes, invariant=st.booleans())
-def test_a_graph_has_room_for_every_decode(lens: list[int], shape: TileShape, invariant: bool) -> None:
-    """The space of a captured step holds the plan of any lengths, and depends on the number of rows alone."""
-    plan = plan_attention([1] * len(lens), lens, short=shape, wide=shape, batch_invariant=invariant)
-    space = PlanSpace.of_decodes(len(lens), shape, invariant)
+@given(
+    lengths=sequences, window=st.sampled_from((0, 700)), short=shapes, wide=shapes, invariant=st.booleans(),
+    all_wide=st.booleans(), padding=st.integers(0, 50),
+)  # fmt: skip
+def test_a_graph_has_room_for_every_step(
+    lengths: list[tuple[int, int]], window: int, short: TileShape, wide: TileShape, invariant: bool, all_wide: bool,
+    padding: int,
+) -> None:  # fmt: skip
+    """The space of a captured step holds the plan of any sequences, depends on the number of tokens alone, and has no
+    room for tiles that the step cannot have. Padding of any number of queries is computed and sees no key."""
+    q_lens, seq_lens = [*(q for q, _ in lengths), padding], [*(s for _, s in lengths), 0]
+    no_short = short._replace(queries=0)
+    plan = plan_attention(
+        q_lens, seq_lens, short=no_short if all_wide else short, wide=wide, window=window, batch_invariant=invariant
+    )
+    has_short = not (all_wide or invariant)
+    has_wide = not has_short or any(q > short.queries for q in q_lens)
+    space = PlanSpace.of_tokens(
+        sum(q_lens), short=short if has_short else None, wide=wide if has_wide else None, batch_invariant=invariant
+    )
     packed = pack_plans([plan], [space])
     assert packed[:3].tolist() == [len(plan.short), len(plan.wide), len(plan.merges)]
-    kind = plan.wide if invariant else plan.short
-    assert packed[COUNTS : COUNTS + kind.size].reshape(-1, ITEM).tolist() == kind.tolist()
+    at = COUNTS + ITEM * space.short
+    assert packed[COUNTS : COUNTS + plan.short.size].reshape(-1, ITEM).tolist() == plan.short.tolist()
+    assert packed[at : at + plan.wide.size].reshape(-1, ITEM).tolist() == plan.wide.tolist()
+    pads = [item for item in (*plan.short.tolist(), *plan.wide.tolist()) if item[0] == len(lengths)]
+    assert sum(item[2] for item in pads) == padding
+    assert all(item[4:7] == [0, 0, -1] for item in pads)
 
 
 def test_few_queries_behind_a_long_prefix_use_the_whole_gpu() -> None:

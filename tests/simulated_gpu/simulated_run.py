@@ -23,6 +23,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.block_copier import BlockCopier, CpuBlockCopier, CudaBlockCopier
+from coatcheck.workers.runner.graph_shapes import GraphSizes
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner
@@ -63,7 +64,8 @@ def make(
     )  # fmt: skip
     return ModelRunner(
         model, layout, pool, max_num_seqs=4, max_model_len=64,
-        capture_sizes=(2, 4) if model.supports_cuda_graphs else (), copier=copier, communicator=communicator,
+        graph_sizes=GraphSizes((2, 4), (8, 24)) if model.supports_cuda_graphs else GraphSizes(),
+        copier=copier, communicator=communicator,
     )  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def check_rules(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -
     assert have == want, (have, want)
     assert set(gpu.waits) == {"event"}, set(gpu.waits)
     assert restored > 0 and len(gpu.watched[0].streams()) == 2, "no block was restored: this proves nothing"
-    assert (runner.graphs.steps > 0) == bool(runner.graphs.sizes)
+    assert (runner.graphs.steps > 0) == bool(runner.graphs.shapes)
 
 
 @contextmanager
@@ -151,10 +153,10 @@ def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: Si
         runner.wait_for_copies()
     gpu.host_waits = True
     runner = fresh()
-    if runner.graphs.sizes:
+    if runner.graphs.shapes:
         runner.graphs.capture()
         runner.launch(plain)
-        runner.graphs._inputs = runner.graphs._inputs.clone()
+        runner.graphs._logits = runner.graphs._logits.clone()
         with hazard("freed"):
             runner.launch(StepPlan(scheduled=[ScheduledSequence(0, 9, 1, needs_sample=True)]))
 

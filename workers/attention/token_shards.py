@@ -20,13 +20,8 @@ from coatcheck.workers.core.model_spec import LayerSpec
 
 def localise(metadata: AttentionMetadata, layer: LayerSpec) -> AttentionMetadata:
     """`metadata` with the slots of this rank's tokens, and `local`. `layer`: of this rank."""
-    slots, seq_lens = local_slots(metadata.slot_mapping, layer), metadata.seq_lens
-    if len(slots) == len(seq_lens):  # every sequence has one query
-        starts = metadata.cu_seqlens_q
-        local = LocalQueries(metadata.block_tables, _local_lens(seq_lens, layer), starts)
-    else:
-        local = local_queries(metadata, layer, len(slots))
-    return replace(metadata, slot_mapping=slots, local=local)
+    slots = local_slots(metadata.slot_mapping, layer)
+    return replace(metadata, slot_mapping=slots, local=local_queries(metadata, layer, len(slots)))
 
 
 def local_slots(slot_mapping: Tensor, layer: LayerSpec) -> Tensor:
@@ -57,7 +52,7 @@ def count_local_keys(q_lens: Sequence[int], seq_lens: Sequence[int], layer: Laye
     """The local context's length of each query, as in `local_queries`, from integers on the host."""
     shards, shard = layer.token_shards, layer.token_shard
     return [
-        (end + shards - 1 - shard) // shards
+        max(end + shards - 1 - shard, 0) // shards  # of padding `end` is negative
         for queries, length in zip(q_lens, seq_lens, strict=True)
         for end in range(length - queries + 1, length + 1)
     ]

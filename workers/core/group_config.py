@@ -17,6 +17,7 @@ class GroupConfig:
     `gpu_memory_utilization`: the share of a GPU's memory that may be in use, the pool and everything else together.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `mla_shard`: `tokens` divides the latents of a block's tokens over the ranks; `replicate` stores all on each.
+    `max_cudagraph_capture_size`: tokens of the largest step that is a CUDA graph; 0 for no graphs.
     `skip_verify`: serve a model type that the tests do not cover without comparing a small copy with transformers.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.
@@ -41,6 +42,7 @@ class GroupConfig:
     max_num_seqs: int = 256
     max_waiting: int = 1024
     max_batch_tokens: int = 2048
+    max_cudagraph_capture_size: int = 512
     max_model_len: int | None = None
     deterministic: bool = False
     expert_parallel: bool = False

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coatcheck.kernels.attention.attention_plan import PlanSpace, pack_plans
@@ -16,7 +18,10 @@ from coatcheck.workers.attention.attention import LayerCaches, kind_of
 from coatcheck.workers.attention.attention_metadata import AttentionPlans, LayerKind
 from coatcheck.workers.attention.token_shards import count_local_keys
 from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.runner.graph_shapes import StepShape
 from coatcheck.workers.runner.host_transfer import upload
+
+_UNLIMITED = 1 << 30
 
 
 class AttentionPlanner:
@@ -76,21 +81,30 @@ class AttentionPlanner:
         packed = upload(pack_plans([plan for plan, _ in made], spaces), torch.int32, self._device)
         return self._split(packed, spaces, [is_medium for _, is_medium in made])
 
-    def allocate_decodes(self, max_rows: int) -> tuple[Tensor, AttentionPlans]:
-        """(memory for the plans of a step of `max_rows` decodes, these plans as views of it), for a CUDA graph."""
-        spaces = self._decode_spaces(max_rows)
-        packed = torch.zeros(sum(space.ints for space in spaces), dtype=torch.int32, device=self._device)
-        return packed, self._split(packed, spaces, [True] * len(spaces))
-
-    def write_decodes(self, packed: Tensor, seq_lens: Sequence[int]) -> None:
-        """Write the plans of one query for each of `seq_lens` into `packed`. The copy is only queued."""
-        plans = [
-            host_plan(*self._local_lens(kind, [1] * len(seq_lens), seq_lens), tiles, kind.sliding_window)[0]
+    @property
+    def short_queries(self) -> tuple[int, int]:
+        """(fewest, most) queries of a sequence up to which it takes short tiles, over the kinds of layers. 0 without
+        short tiles. With token shards each query is a sequence of its own, so all tiles are short."""
+        short = [
+            0 if tiles.batch_invariant else _UNLIMITED if kind in self._sharded else tiles.short.shape.queries
             for kind, tiles in self._kinds.items()
-        ]
-        if plans:
-            spaces = self._decode_spaces(len(seq_lens))
-            packed.copy_(upload(pack_plans(plans, spaces), torch.int32, self._device), non_blocking=True)
+        ] or [0]
+        return min(short), max(short)
+
+    def num_ints(self, shape: StepShape) -> int:
+        """The size of the array that `pack` returns."""
+        return sum(space.ints for space in self._spaces(shape))
+
+    def pack(self, shape: StepShape, q_lens: Sequence[int], seq_lens: Sequence[int]) -> NDArray[np.int32]:
+        """The plans of a step for a CUDA graph of `shape`: int32 [num_ints]. Padding is among the sequences."""
+        plans = [
+            host_plan(
+                *self._local_lens(kind, q_lens, seq_lens), tiles, kind.sliding_window,
+                all_wide=not shape.has_short, is_medium=_is_medium(shape, tiles),
+            )[0]
+            for kind, tiles in self._kinds.items()
+        ]  # fmt: skip
+        return pack_plans(plans, self._spaces(shape))
 
     def _local_lens(
         self, kind: LayerKind, q_lens: Sequence[int], seq_lens: Sequence[int]
@@ -101,8 +115,23 @@ class AttentionPlanner:
         lens = count_local_keys(q_lens, seq_lens, self._sharded[kind])
         return [1] * len(lens), lens
 
-    def _decode_spaces(self, rows: int) -> list[PlanSpace]:
-        return [PlanSpace.of_decodes(rows, tiles.short.shape, tiles.batch_invariant) for tiles in self._kinds.values()]
+    def view(self, shape: StepShape, packed: Tensor) -> AttentionPlans:
+        """The plans that `pack` wrote, as views of `packed`, int32 [num_ints]."""
+        return self._split(packed, self._spaces(shape), [_is_medium(shape, tiles) for tiles in self._kinds.values()])
+
+    def _spaces(self, shape: StepShape) -> list[PlanSpace]:
+        spaces = []
+        for tiles in self._kinds.values():
+            wide = tiles.medium if _is_medium(shape, tiles) else tiles.wide
+            spaces.append(
+                PlanSpace.of_tokens(
+                    shape.num_tokens,
+                    short=tiles.short.shape if shape.has_short else None,
+                    wide=wide.shape if shape.has_wide else None,
+                    batch_invariant=tiles.batch_invariant,
+                )
+            )
+        return spaces
 
     def _split(self, packed: Tensor, spaces: Sequence[PlanSpace], is_medium: Sequence[bool]) -> AttentionPlans:
         parts = packed.split([space.ints for space in spaces])
@@ -110,3 +139,8 @@ class AttentionPlanner:
             kind: AttentionPlan(part, space, tiles, medium)
             for (kind, tiles), part, space, medium in zip(self._kinds.items(), parts, spaces, is_medium, strict=True)
         }
+
+
+def _is_medium(shape: StepShape, tiles: Tiles) -> bool:
+    """Whether the wide tiles of a captured step are medium ones: only if all of its tokens could be one sequence."""
+    return shape.num_tokens <= tiles.medium.shape.queries

@@ -1,50 +1,55 @@
-"""CudaGraphs: decode steps as CUDA graphs, one graph for each of a few batch sizes.
+"""CudaGraphs: steps of up to 512 tokens as CUDA graphs.
 
-A graph replays the kernels that were launched during its capture, on the same addresses. So a step writes the slot and
-position of each row into one fixed tensor, and its plan of attention into another. The graph computes all other inputs
-on the device, from these tensors and the runner's batch state. A step with fewer rows than the graph is padded with
-rows at position -1: their slot_mapping is -1 (nothing is stored) and their seq_len is 0 (nothing is read).
+A graph replays the kernels that were launched during its capture, on the same addresses. A step is two replays: the
+forward pass of one of a few shapes (graph_shapes.py), and the logits of one of a few numbers of rows. What differs
+between steps is data at fixed addresses: the tokens' slots and positions, the sequences, the plans of attention, and
+the rows that need logits, which one copy writes. A graph computes all other inputs on the device, from these and the
+runner's batch state.
 
-Without a GPU, the same padded step runs without a graph, for tests.
+A step with fewer tokens than its shape is padded with tokens at position -1: their slot_mapping is -1 (nothing is
+stored) and they are sequences of length 0 (nothing is read). All tokens pass through the last layer, unlike in steps
+without graphs, so their hidden states serve prompt logprobs and pooling too.
+
+Without a GPU, the same padded steps run without graphs, for tests.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coatcheck.workers.attention.attention import LayerCaches
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.attention_planner import AttentionPlanner
-from coatcheck.workers.runner.host_transfer import upload
+from coatcheck.workers.runner.graph_shapes import GraphSizes, StepShape, pick_shape
+from coatcheck.workers.runner.host_transfer import upload_into
 
 _log = logging.getLogger(__name__)
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_Replay = Callable[[], object]
 
 
-def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The batch sizes to capture. At most half of a step is padding. Each size takes time at startup, and memory."""
-    largest = min(max_num_seqs, _SIZES[-1])
-    return (*(size for size in _SIZES if size < largest), largest)
+class _StepInputs(NamedTuple):
+    """Views of the inputs of one shape with T tokens, int32."""
 
-
-def pick_capture_size(rows: Sequence[ScheduledSequence], sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending `sizes` that holds `rows`. None if no size does, or if a row is not a decode."""
-    if not rows or any(row.num_tokens != 1 or not row.needs_sample for row in rows):
-        return None
-    return next((size for size in sizes if size >= len(rows)), None)
+    slots: Tensor  # [T] of each token
+    positions: Tensor  # [T]
+    sequence_slots: Tensor  # [T] of each sequence
+    seq_lens: Tensor  # [T]
+    cu_seqlens: Tensor  # [T + 1]
+    plans: AttentionPlans
 
 
 class CudaGraphs:
     """One rank's graphs.
 
-    `token_ids`, `block_tables`: the runner's batch state. `planner`: of attention. `sizes`: ascending; empty for no
-    graphs.
+    `token_ids`, `block_tables`: the runner's batch state. `planner`: of attention. `sizes`: empty for no graphs.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class CudaGraphs:
         planner: AttentionPlanner,
         *,
         block_size: int,
-        sizes: Sequence[int],
+        sizes: GraphSizes,
     ) -> None:
         self._model = model
         self._layer_caches = layer_caches
@@ -64,91 +69,151 @@ class CudaGraphs:
         self._block_tables = block_tables
         self._block_size = block_size
         self._planner = planner
-        self.sizes = tuple(sizes)
         self._device = token_ids.device
-        largest = max(self.sizes, default=0)
-        self._inputs = torch.zeros(2, largest, dtype=torch.int64, device=self._device)  # slots, positions
-        self._plans = {size: planner.allocate_decodes(size) for size in self.sizes}
-        self._logits = torch.zeros(largest, model.spec.vocab_size, device=self._device)
+        self._max_rows = max(sizes.decodes, default=0)
+        self.row_sizes = sizes.decodes
+        self.shapes = sizes.shapes(planner.short_queries)
+        ints = max((self._num_ints(shape) for shape in self.shapes), default=0)
+        self._inputs = torch.zeros(ints, dtype=torch.int32, device=self._device)  # rows with logits, then a _StepInputs
+        self._views = {shape: self._view_inputs(shape) for shape in self.shapes}
+        self._logits = torch.zeros(self._max_rows, model.spec.vocab_size, device=self._device)
+        self._hidden: Tensor | None = None  # [tokens of the largest shape, hidden_size]
         self.steps = 0
-        self.last_size: int | None = None
-        self._replays: dict[int, Callable[[], object]] = {}  # by size, ascending
+        self.last_shape: StepShape | None = None
+        self._forwards: dict[StepShape, _Replay] = {}
+        self._heads: dict[int, _Replay] = {}  # by the number of rows, ascending
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size. If the forward pass cannot be captured, log why; steps then run without graphs.
+        """Capture every shape. If the forward pass cannot be captured, log why; steps then run without graphs.
 
         Raises torch.OutOfMemoryError.
         """
         try:
-            self._replays = self._capture_all()
+            self._capture_all()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # transformers' own modules may wait for the device
             architecture, reason = self._model.spec.architecture, str(error).partition("\n")[0]
-            _log.warning("no CUDA graphs, so each decode step launches every kernel: %s (%s)", architecture, reason)
-            self.sizes, self._plans = (), {}
+            _log.warning("no CUDA graphs, so each step launches every kernel: %s (%s)", architecture, reason)
+            self.close()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # no step begins beside what the stream of the capture still runs
 
-    def _capture_all(self) -> dict[int, Callable[[], object]]:
+    def _capture_all(self) -> None:
         """The largest comes first, so that the smaller graphs reuse its memory."""
-        replays: dict[int, Callable[[], object]] = {}
         on_gpu = self._device.type == "cuda"
         # One stream for all: the allocator reuses memory only within a stream.
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)) if on_gpu else (None, None)
-        for size in reversed(self.sizes):
-            self._write_inputs([], size)
-            if on_gpu:
-                replays[size] = self._capture_size(size, pool, stream)
-            else:
-                self._forward(size)  # as a capture does
-                replays[size] = partial(self._forward, size)
-        return dict(sorted(replays.items()))
+        forwards: dict[StepShape, _Replay] = {}
+        for shape in sorted(self.shapes, reverse=True):
+            self._write_inputs([], shape)
+            forwards[shape] = self._capture_call(partial(self._forward, shape), pool, stream)
+        heads = {
+            size: self._capture_call(partial(self._compute_logits, size), pool, stream)
+            for size in reversed(self.row_sizes)
+        }
+        self._forwards, self._heads = forwards, dict(sorted(heads.items()))
 
-    def _capture_size(self, size: int, pool: Any, stream: Any) -> Callable[[], object]:
+    def _capture_call(self, call: Callable[[], None], pool: Any, stream: Any) -> _Replay:
+        if stream is None:
+            call()
+            return call
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._forward(size)  # once without capture, because libraries initialise at their first call
+            call()  # once without capture, because libraries initialise at their first call
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's watchdog, the block copier) may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._forward(size)
-        return graph.replay
+            call()
+        replay: _Replay = graph.replay
+        return replay
 
-    def pick_size(self, rows: Sequence[ScheduledSequence]) -> int | None:
-        """The captured size for these rows; None if the step must run without a graph."""
-        return pick_capture_size(rows, tuple(self._replays))
+    def pick_shape(self, rows: Sequence[ScheduledSequence]) -> StepShape | None:
+        """The captured shape for these rows; None if the step must run without a graph."""
+        return pick_shape(rows, self.shapes, self._planner.short_queries) if self._forwards else None
 
-    def replay(self, rows: Sequence[ScheduledSequence], size: int) -> Tensor:
-        """Compute the rows. Returns float32 [len(rows), vocab], valid until the next call."""
-        self.steps, self.last_size = self.steps + 1, size
-        self._write_inputs(rows, size)
-        self._replays[size]()
-        return self._logits[: len(rows)]
+    def replay(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> Tensor:
+        """Compute the rows. Returns their tokens' hidden states, [T, hidden_size], valid until the next call."""
+        self.steps, self.last_shape = self.steps + 1, shape
+        self._write_inputs(rows, shape)
+        self._forwards[shape]()
+        assert self._hidden is not None
+        return self._hidden[: sum(row.num_tokens for row in rows)]
+
+    def replay_logits(self, num_rows: int) -> Tensor:
+        """The logits of the `num_rows` rows of the last replay that sample: float32 [num_rows, vocab], valid until the
+        next call."""
+        self._heads[next(size for size in self.row_sizes if size >= num_rows)]()
+        return self._logits[:num_rows]
 
     def close(self) -> None:
         """Free the graphs; later steps run without."""
-        self._replays = {}
+        self._forwards, self._heads, self.shapes, self._views = {}, {}, [], {}
 
-    def _write_inputs(self, rows: Sequence[ScheduledSequence], size: int) -> None:
-        padding = size - len(rows)
-        columns = [[row.slot for row in rows] + [0] * padding, [row.start for row in rows] + [-1] * padding]
-        self._inputs[:, :size].copy_(upload(columns, torch.int64, self._device))
-        self._planner.write_decodes(self._plans[size][0], [row.start + 1 for row in rows] + [0] * padding)
+    def _num_ints(self, shape: StepShape) -> int:
+        return self._max_rows + 5 * shape.num_tokens + 1 + self._planner.num_ints(shape)
 
-    def _forward(self, size: int) -> None:
-        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+    def _view_inputs(self, shape: StepShape) -> _StepInputs:
+        tokens = shape.num_tokens
+        rest = self._inputs[self._max_rows : self._num_ints(shape)]
+        slots, positions, sequence_slots, seq_lens, cu_seqlens, plans = rest.split(
+            (tokens, tokens, tokens, tokens, tokens + 1, self._planner.num_ints(shape))
+        )
+        return _StepInputs(slots, positions, sequence_slots, seq_lens, cu_seqlens, self._planner.view(shape, plans))
+
+    def _write_inputs(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> None:
+        upload_into(self._inputs, self._pack_inputs(rows, shape))
+
+    def _pack_inputs(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> NDArray[np.int32]:
+        """What `_view_inputs` divides. There are as many sequences as tokens: those of the rows, those of one token for
+        padding, and empty ones."""
+        tokens = shape.num_tokens
+        slots, starts, counts, samples = np.array(rows, np.int32).reshape(-1, 4).T
+        ends = np.cumsum(counts, dtype=np.int32)
+        used = int(ends[-1]) if len(rows) else 0
+        padding = tokens - used
+        logits_tokens = _padded(ends[samples > 0] - 1, self._max_rows, 0)
+        positions = np.arange(used, dtype=np.int32) + np.repeat(starts - ends + counts, counts)
+        cu_seqlens = np.concatenate((ends, used + 1 + np.arange(padding, dtype=np.int32)))
+        # Tiles hold many queries of one sequence. In a step without short tiles, padding is one sequence.
+        pads = [1] * padding if shape.has_short else [padding] * (padding > 0)
+        q_lens, seq_lens = [*counts.tolist(), *pads], [*(starts + counts).tolist(), *[0] * len(pads)]
+        return np.concatenate((
+            logits_tokens,
+            _padded(np.repeat(slots, counts), tokens, 0),
+            _padded(positions, tokens, -1),
+            _padded(slots, tokens, 0),
+            _padded(starts + counts, tokens, 0),
+            np.zeros(1, np.int32),
+            _padded(cu_seqlens, tokens, tokens),
+            self._planner.pack(shape, q_lens, seq_lens),
+        ))  # fmt: skip
+
+    def _forward(self, shape: StepShape) -> None:
+        inputs = self._views[shape]
+        slots, positions = inputs.slots.long(), inputs.positions.long()
         is_real, at = positions >= 0, positions.clamp(min=0)
         blocks = self._block_tables[slots, at // self._block_size].long()
         metadata = AttentionMetadata(
             slot_mapping=torch.where(is_real, blocks * self._block_size + at % self._block_size, -1),
-            block_tables=self._block_tables[slots],
-            seq_lens=(positions + 1).to(torch.int32),
-            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device),
+            block_tables=self._block_tables[inputs.sequence_slots.long()],
+            seq_lens=inputs.seq_lens,
+            cu_seqlens_q=inputs.cu_seqlens,
             batch_invariant=self._model.deterministic,
-            plans=self._plans[size][1],
+            plans=inputs.plans,
         )
         hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
-        self._logits[:size].copy_(self._model.logits(hidden))
+        if self._hidden is None:  # the first call is not captured
+            self._hidden = torch.zeros_like(hidden)
+        self._hidden[: shape.num_tokens].copy_(hidden)
+
+    def _compute_logits(self, num_rows: int) -> None:
+        assert self._hidden is not None
+        tokens = self._inputs[:num_rows].long()
+        self._logits[:num_rows].copy_(self._model.logits(self._hidden[tokens]))
+
+
+def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:
+    return np.concatenate((values, np.full(length - len(values), padding, np.int32)))

@@ -7,7 +7,9 @@ while the previous one still runs.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -17,6 +19,14 @@ def upload(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu" or tensor.numel() == 0:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_into(target: Tensor, values: NDArray[np.int32]) -> None:
+    """Write the values to the start of `target`, int32 on any device; on a GPU the copy is only queued."""
+    source = torch.from_numpy(values)
+    if target.device.type != "cpu":
+        source = source.pin_memory()
+    target[: len(source)].copy_(source, non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ The scheduler sends only changes. So every rank keeps a copy of the scheduler's 
 sequence): token ids, block table and sampling parameters. A step
 
     1. applies the plan's changes to that state,
-    2. runs one forward pass over all rows of the plan (or replays a CUDA graph, if all rows decode),
+    2. runs one forward pass over all rows of the plan (or replays CUDA graphs, if the rows have few tokens),
     3. samples, and writes the new tokens into the state, where the next step reads them.
 
 Sampled tokens therefore never go through the host before the next step, and steps can be launched ahead.
@@ -28,6 +28,7 @@ from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_graphs import CudaGraphs
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
+from coatcheck.workers.runner.graph_shapes import GraphSizes
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
 from coatcheck.workers.runner.kv_memory import make_caches
 from coatcheck.workers.runner.pooler import Pooler
@@ -36,6 +37,7 @@ from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
+_NO_GRAPHS = GraphSizes()
 _PROMPT_LOGITS_ROWS = 64  # at a time for prompt logprobs: float32 [64, vocab] is 31 MiB for a vocabulary of 128,000
 
 
@@ -43,7 +45,7 @@ class ModelRunner:
     """One rank's model, KV pool and batch state.
 
     `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
-    without peers. `capture_sizes`: batch sizes of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
+    without peers. `graph_sizes`: of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ModelRunner:
         copier: BlockCopier | None = None,
         grammars: GrammarBackend | None = None,
         communicator: Communicator | None = None,
-        capture_sizes: Sequence[int] = (),
+        graph_sizes: GraphSizes = _NO_GRAPHS,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -82,7 +84,7 @@ class ModelRunner:
         )  # fmt: skip
         self.graphs = CudaGraphs(
             model, self._layer_caches, self._token_ids, self._block_tables, self._planner,
-            block_size=layout.block_size, sizes=capture_sizes,
+            block_size=layout.block_size, sizes=graph_sizes,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -131,22 +133,22 @@ class ModelRunner:
             copy_blocks(self.pool, pairs[0], pairs[1])
 
     def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
-        scores_prompts = any(self._sampler.scores_prompt(row.slot, row.start) for row in rows)
-        pools = any(self._pooler.pools(row) for row in rows)
-        if not (scores_prompts or pools) and (size := self.graphs.pick_size(rows)) is not None:
-            return self._sample(rows, self.graphs.replay(rows, size), {})
-        indices = self._logits_indices(rows)
+        needs_all = any(self._sampler.scores_prompt(row.slot, row.start) or self._pooler.pools(row) for row in rows)
+        num_sampled = sum(row.needs_sample for row in rows)
         reports: dict[int, list[LogprobReport]] = {}
         embeddings: dict[int, HostCopy] = {}
-        if scores_prompts or pools:  # they need the hidden states of all tokens
-            hidden = self._forward(rows, None)
+        shape = self.graphs.pick_shape(rows)
+        indices = self._logits_indices(rows) if shape is None else None
+        hidden = (
+            self._forward(rows, None if needs_all else indices) if shape is None else self.graphs.replay(rows, shape)
+        )
+        if needs_all:  # the hidden states of all tokens
             reports = self._prompt_logprobs(rows, hidden)
             embeddings = self._pooler.pool(rows, hidden)
             hidden = hidden if indices is None else hidden[indices.tokens]
-        else:
-            hidden = self._forward(rows, indices)
-        if any(row.needs_sample for row in rows):
-            step = self._sample(rows, self.model.logits(hidden), reports)
+        if num_sampled:
+            logits = self.model.logits(hidden) if shape is None else self.graphs.replay_logits(num_sampled)
+            step = self._sample(rows, logits, reports)
         else:
             step = DeviceStep(len(rows), [], None, prompt_logprobs=reports)
         step.embeddings = embeddings

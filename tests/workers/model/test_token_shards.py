@@ -132,16 +132,17 @@ def test_local_lengths_add_up(shards: int) -> None:
     assert total.tolist() == [1, 1, 2, 3, 4, 5, 19, 20, 21, 0]
 
 
-def test_a_step_of_decodes_keeps_its_tables() -> None:
-    """For one query in each sequence `localise` gives what `local_queries` gives, without copying the tables."""
-    lens = torch.tensor([7, 0, 12], dtype=torch.int32)
-    metadata = AttentionMetadata(
-        torch.tensor([6, -1, 11]), torch.zeros(3, 2, dtype=torch.int32), lens, torch.arange(4, dtype=torch.int32)
-    )
-    layer = TpShard(1, 4, divides_latents=True).shard_layer(LATENT)
-    made = localise(metadata, layer)
-    assert made.local is not None and made.local.block_tables is metadata.block_tables
-    assert made.local.seq_lens.tolist() == local_queries(metadata, layer, 3).seq_lens.tolist() == [2, 0, 3]
+def test_each_query_has_its_own_sequence_s_table() -> None:
+    """Also in a captured step, which has as many sequences as tokens: a chunk of two, a decode, and empty ones."""
+    lens = torch.tensor([7, 0, 12, 0], dtype=torch.int32)
+    tables = torch.arange(4, dtype=torch.int32)[:, None]
+    starts = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)
+    metadata = AttentionMetadata(torch.tensor([5, 6, -1, 11]), tables, lens, starts)
+    made = localise(metadata, TpShard(1, 4, divides_latents=True).shard_layer(LATENT))
+    assert made.local is not None
+    assert made.local.block_tables[:, 0].tolist() == [0, 0, 1, 2]
+    assert made.local.seq_lens.tolist() == [2, 2, 0, 3]
+    assert made.slot_mapping.tolist() == [1, -1, -1, -1]
 
 
 @pytest.mark.parametrize("kv_dtype", [KvDtype.BFLOAT16, KvDtype.FP8])

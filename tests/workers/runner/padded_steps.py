@@ -1,4 +1,4 @@
-"""Serves the same requests with and without padded decode steps, for test_cuda_graphs.py.
+"""Serves the same requests with and without padded steps, for test_cuda_graphs.py.
 
 As a module with TRITON_INTERPRET=1 it runs the Triton kernels in Triton's interpreter, and compares the tokens with
 those of the CPU path, which the parent process passes.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.graph_shapes import GraphSizes, StepShape
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
-SIZES = (2, 4, 8)
+SIZES = GraphSizes((2, 4, 8), (6, 12))
 PROMPTS = [[3, 4, 5], [9], [7] * 9, [11, 12] * 5, [5] * 8]
 SAMPLINGS = [
     SamplingParams(max_tokens=6, temperature=0.0, seed=1, ignore_eos=True),
@@ -35,20 +35,20 @@ SAMPLINGS = [
 Said = dict[str, list[int]]
 
 
-def make_runner(model: Model, sizes: Sequence[int], kv_dtype: str = "auto", num_blocks: int = 24) -> ModelRunner:
+def make_runner(model: Model, sizes: GraphSizes, kv_dtype: str = "auto", num_blocks: int = 24) -> ModelRunner:
     """A runner whose pool is filled with NaN in every float format."""
     layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
     pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
     pool.fill_(255)
-    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, capture_sizes=sizes)
+    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes)
 
 
 def load(path: Path, dtype: str = "float32") -> Model:
     return load_model(path, communicator=Communicator(), dtype=dtype, device="cpu")
 
 
-def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int | None]]:
-    """(each request's tokens, the sizes of the padded steps). `short`: two requests of three tokens."""
+def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[StepShape | None]]:
+    """(each request's tokens, the shapes of the padded steps). `short`: two requests of three tokens."""
     count = 2 if short else len(PROMPTS)
     engine = Engine(
         runner.model.spec, runner, num_blocks=len(runner.pool), block_size=8, max_num_seqs=8, max_batch_tokens=12
@@ -59,23 +59,23 @@ def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int |
             sampling = replace(sampling, max_tokens=3, top_p=1.0, top_k=0)
         engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling))
     said: Said = {str(index): [] for index in range(count)}
-    padded: list[int | None] = []
+    padded: list[StepShape | None] = []
     while engine.has_work:
         before = runner.graphs.steps
         for output in engine.step().outputs:
             said[output.request_id] += output.token_ids
-        padded += [runner.graphs.last_size] * (runner.graphs.steps - before)
+        padded += [runner.graphs.last_shape] * (runner.graphs.steps - before)
     return said, padded
 
 
 def padded_beside_plain(
     model: Model, kv_dtype: str = "auto", short: bool = False
-) -> tuple[Said, Said, Tensor, Tensor, list[int | None]]:
-    """(tokens of plain steps, tokens of padded steps, both pools, the sizes of the padded steps)."""
-    sizes = (4,) if short else SIZES
-    plain, padded = make_runner(model, (), kv_dtype), make_runner(model, sizes, kv_dtype)
+) -> tuple[Said, Said, Tensor, Tensor, list[StepShape | None]]:
+    """(tokens of plain steps, tokens of padded steps, both pools, the shapes of the padded steps)."""
+    sizes = GraphSizes((4,), (16,)) if short else SIZES
+    plain, padded = make_runner(model, GraphSizes(), kv_dtype), make_runner(model, sizes, kv_dtype)
     padded.graphs.capture()
-    padded.pool.fill_(255)  # capturing ran once for each size
+    padded.pool.fill_(255)  # capturing ran once for each shape
     (want, none), (have, taken) = serve(plain, short=short), serve(padded, short=short)
     assert none == []
     return want, have, plain.pool, padded.pool, taken

@@ -19,7 +19,7 @@ from coatcheck.kernels import gpu_properties
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.cuda_graphs import capture_sizes
+from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
 from tests.workers.runner.padded_steps import load, make_runner
 
 _SEQS, _LEN, _BLOCKS = 8, 64, 24
@@ -83,7 +83,8 @@ def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], 
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
     model = load(path, dtype)
-    runner = make_runner(model, capture_sizes(_SEQS) if model.supports_cuda_graphs else (), kv_dtype, _BLOCKS)
+    sizes = capture_sizes(_SEQS, 48, 512) if model.supports_cuda_graphs else GraphSizes()
+    runner = make_runner(model, sizes, kv_dtype, _BLOCKS)
     runner.warm_up()
     warmed, recorder.keys = recorder.keys, set()
     for plan in random_plans(7):

@@ -1,4 +1,4 @@
-"""Decode steps padded to a captured size: which steps are padded, and that padding changes no result."""
+"""Steps padded to a captured shape: which steps are padded, and that padding changes no result."""
 
 from __future__ import annotations
 
@@ -18,45 +18,69 @@ from hypothesis import strategies as st
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.core.step_plan import ScheduledSequence
-from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_capture_size
+from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes, pick_shape
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS
 from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
 
 
-@given(max_num_seqs=st.integers(1, 1000), count=st.integers(1, 300))
-def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
-    """Sizes ascend to max_num_seqs, 256 at most. At most half of the rows of a step are padding."""
-    sizes = capture_sizes(max_num_seqs)
-    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
-    rows = [ScheduledSequence(slot, 5, 1, needs_sample=True) for slot in range(count)]
-    size = pick_capture_size(rows, sizes)
-    if count > sizes[-1]:
-        assert size is None
-    else:
-        assert size is not None and count <= size <= max(1, 2 * count - 1)
+def row(num_tokens: int, start: int = 9, *, needs_sample: bool = True) -> ScheduledSequence:
+    return ScheduledSequence(0, start, num_tokens, needs_sample)
+
+
+@given(
+    max_num_seqs=st.integers(1, 1000), budget=st.integers(1, 9000), largest=st.integers(0, 512),
+    count=st.integers(1, 600),
+)  # fmt: skip
+def test_sizes_cover_what_may_run(max_num_seqs: int, budget: int, largest: int, count: int) -> None:
+    """Sizes ascend to what a step may have, `largest` at most. At most half of a step of decodes is padding; of a
+    step with more than 192 tokens a fourth."""
+    sizes = capture_sizes(max_num_seqs, budget, largest)
+    for kind, most in ((sizes.decodes, min(max_num_seqs, budget, largest)), (sizes.chunks, min(budget, largest))):
+        assert list(kind) == sorted(set(kind)) and (kind[-1:] == (most,) if most else not kind)
+        taken = next((size for size in kind if size >= count), None)
+        if count > most:
+            assert taken is None
+        else:
+            assert taken is not None and count <= taken <= (count * 1.34 if count > 192 else max(8, 2 * count - 1))
 
 
 @pytest.mark.parametrize(
-    ("rows", "size"),
+    ("rows", "shape"),
     [
-        ([ScheduledSequence(0, 4, 1, needs_sample=True)], 2),
-        ([ScheduledSequence(s, 9, 1, needs_sample=True) for s in range(3)], 4),
-        ([ScheduledSequence(s, 9, 1, needs_sample=True) for s in range(5)], None),  # more than was captured
-        (
-            [ScheduledSequence(0, 4, 1, needs_sample=True), ScheduledSequence(1, 0, 3, needs_sample=True)],
-            None,  # a prefill
-        ),
-        (
-            [ScheduledSequence(0, 4, 1, needs_sample=True), ScheduledSequence(1, 3, 1, needs_sample=False)],
-            None,
-        ),  # the middle of a prompt
+        ([row(1)], (2, True, False)),
+        ([row(1)] * 3, (4, True, False)),
+        ([row(1)] * 5, None),  # more decodes than were captured
+        ([row(1), row(4)], None),  # short tiles alone, and too many tokens
+        ([row(1), row(2), row(1, needs_sample=False)], (4, True, False)),
+        ([row(5)], (8, False, True)),
+        ([row(7), row(6)], (16, False, True)),
+        ([row(1), row(7)], (8, True, True)),
+        ([row(3, 0), row(8, needs_sample=False)], (16, True, True)),
+        ([row(17)], None),
         ([], None),
     ],
 )
-def test_only_decodes_that_fit_take_a_graph(rows: list[ScheduledSequence], size: int | None) -> None:
-    """A step takes the smallest size that holds its rows, if all rows decode."""
-    assert pick_capture_size(rows, (2, 4)) == size
+def test_a_step_takes_the_smallest_shape_of_its_kind(
+    rows: list[ScheduledSequence], shape: tuple[int, bool, bool] | None
+) -> None:
+    """Rows of at most 4 tokens have short tiles and others wide ones: no shape launches tiles that no row has."""
+    shapes = GraphSizes((2, 4), (8, 16)).shapes((4, 4))
+    assert len(shapes) == 6
+    assert pick_shape(rows, shapes, (4, 4)) == shape
+
+
+def test_a_row_with_short_tiles_in_some_layers_takes_a_shape_with_both() -> None:
+    """Layers with 2 and layers with 8 queries in short tiles: a row of 5 tokens has short ones in some layers only."""
+    shapes = GraphSizes((8,), (8,)).shapes((2, 8))
+    assert [pick_shape([row(count)], shapes, (2, 8)) for count in (2, 5)] == [(8, True, False), (8, True, True)]
+
+
+def test_without_short_tiles_a_shape_is_its_number_of_tokens() -> None:
+    """In batch-invariant mode decodes and chunks have the same tiles, so they share their graphs."""
+    shapes = GraphSizes((2, 4), (4, 16)).shapes((0, 0))
+    assert [shape.num_tokens for shape in shapes] == [2, 4, 16]
+    assert pick_shape([row(1), row(6)], shapes, (0, 0)) == shapes[2]
 
 
 @pytest.mark.parametrize(
@@ -67,25 +91,26 @@ def test_only_decodes_that_fit_take_a_graph(rows: list[ScheduledSequence], size:
 def test_padding_changes_no_token_and_no_byte(checkpoint_directory: Path, arch: str, dtype: str, kv_dtype: str) -> None:
     """Padded steps sample the same tokens, and leave the same bytes in the pool."""
     model = load(tiny_checkpoint(arch, checkpoint_directory), dtype)
-    want, have, plain, padded, sizes = padded_beside_plain(model, kv_dtype)
+    want, have, plain, padded, shapes = padded_beside_plain(model, kv_dtype)
     assert have == want
     assert torch.equal(plain, padded)
-    assert {2, 4, 8} >= set(sizes) and len(set(sizes)) > 1, "nothing was padded: this proves nothing"
+    taken = {shape.num_tokens for shape in shapes if shape is not None}
+    assert {2, 4, 6, 8, 12} >= taken >= {12} and len(taken) > 2, "nothing was padded: this proves nothing"
 
 
 def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path) -> None:
     """A runner with capture sizes runs without graphs until they are captured."""
-    runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), (2, 8))
+    runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), GraphSizes((2, 8), (12,)))
     assert serve(runner)[1] == []
 
 
 def test_a_closed_runner_holds_no_graph(checkpoint_directory: Path) -> None:
     """NCCL ends only after the graphs that were captured with it, so `close` frees them; steps go on without."""
-    runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), (2, 8))
+    runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), GraphSizes((2, 8), (12,)))
     runner.graphs.capture()
-    graphs = [weakref.ref(replay) for replay in runner.graphs._replays.values()]
+    graphs = [weakref.ref(replay) for replay in runner.graphs._forwards.values()]
     tokens, sizes = serve(runner)
-    assert any(sizes) and len(graphs) == 2
+    assert any(sizes) and len(graphs) == 3
     runner.close()
     assert not any(graph() for graph in graphs)
     assert serve(runner) == (tokens, [])
@@ -96,16 +121,16 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
 ) -> None:
     """If capturing fails, one line says why, and steps sample the same tokens without graphs."""
     model = load(tiny_checkpoint("llama", checkpoint_directory))
-    runner = make_runner(model, (2, 8))
+    runner = make_runner(model, GraphSizes((2, 8), (12,)))
     error = RuntimeError("operation not permitted when stream is capturing\nand more")
     monkeypatch.setattr(runner.graphs, "_forward", Mock(side_effect=error))
     runner.graphs.capture()
     assert [record.getMessage() for record in caplog.records] == [
-        "no CUDA graphs, so each decode step launches every kernel: LlamaForCausalLM "
+        "no CUDA graphs, so each step launches every kernel: LlamaForCausalLM "
         "(operation not permitted when stream is capturing)"
     ]
     runner.pool.fill_(255)
-    assert serve(runner) == serve(make_runner(model, ()))
+    assert serve(runner) == serve(make_runner(model, GraphSizes()))
 
 
 @pytest.mark.full  # test_simulated_gpu.py runs the Triton kernels and the graphs of one model in `make test`
