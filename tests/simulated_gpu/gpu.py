@@ -7,7 +7,8 @@ Every operator is computed at once, so results are those of a CPU. A Hazard is r
 - the host changes pinned memory before it waited for the copy from it;
 - a graph uses memory that was freed since its capture (graph.py). A replay repeats the captured numbers.
 
-`waits` lists what the host waited for, `kernels` counts Triton's kernels by name. Not simulated: speed, Triton's
+`waits` lists what the host waited for. `kernels` counts Triton's kernels by name, also those in a graph. `launches`
+counts what the host launched: operators, kernels, copies and replays of graphs. Not simulated: speed, Triton's
 compiler, and memory that is freed and reused while another stream still uses it.
 """
 
@@ -49,6 +50,7 @@ class SimulatedGpu:
         self.host: Clock = Counter()  # up to which point of each stream the host knows that work is done
         self.waits: list[str] = []
         self.kernels: Counter[str] = Counter()  # how often each Triton kernel ran
+        self.launches: Counter[str] = Counter()  # by "operator", "kernel", "copy" or "replay"
         self.streams_wait = self.host_waits = True
         self.capturing: Graph | None = None
         self.watched: list[Memory] = []
@@ -158,7 +160,9 @@ class SimulatedGpu:
         made: list[Tensor] = []
         result = pytree.tree_map(lambda y: self._wrapped(y, ours, made) if isinstance(y, Tensor) else y, found)
         changes = any(write for _, write in roles)
-        if self.capturing is not None and (made or changes):  # otherwise it only made views
+        if self.capturing is None:
+            self.launches["operator"] += bool(made or changes)
+        elif made or changes:  # otherwise it only made views
             outputs = [y for y in pytree.tree_leaves(found) if isinstance(y, Tensor)]
             touched = [(weakref.ref(x.memory), x.held, write) for x, write in roles]
 
@@ -217,6 +221,7 @@ class SimulatedGpu:
             raise CaptureError("a copy between host and device while a graph is captured")
         if source.numel() == 0:
             return to
+        self.launches["copy"] += 1
         stream = self.current_stream()
         time = stream.tick()
         if isinstance(to, CudaTensor):

@@ -46,6 +46,7 @@ class Graph:
     def replay(self) -> None:
         if any(memory() is None for memory in self._others.values()):
             raise Hazard("a graph uses memory that has been freed since it was captured")
+        self.gpu.launches["replay"] += 1
         for _, held in self._own.values():
             fill_with_garbage(held)
         for call in self._calls:

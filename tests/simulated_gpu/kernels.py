@@ -38,6 +38,7 @@ def launch(gpu: SimulatedGpu, kernel: Callable[..., None], name: str, args: Sequ
         if gpu.capturing is not None:
             gpu.capturing.add(call, [x.memory for x in ours])
         else:
+            gpu.launches["kernel"] += 1
             call()
 
 
