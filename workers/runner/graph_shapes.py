@@ -33,8 +33,8 @@ class GraphSizes(NamedTuple):
     chunks: tuple[int, ...] = ()
 
     def shapes(self, short_queries: tuple[int, int]) -> list[StepShape]:
-        """The shapes to capture. `short_queries`: as in `pick_shape`. If decodes and chunks have the same tiles, a shape
-        is its number of tokens."""
+        """The shapes to capture. `short_queries`: as in `pick_shape`. If decodes and chunks have the same tiles, a
+        shape is its number of tokens."""
         sizes = sorted({*self.decodes, *self.chunks})
         if not short_queries[1] or (sizes and short_queries[0] >= sizes[-1]):
             return [StepShape(size, short_queries[1] > 0, not short_queries[1]) for size in sizes]
