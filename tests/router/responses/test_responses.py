@@ -228,7 +228,8 @@ async def test_texts_have_log_probabilities(start_http_router: StartHttpRouter, 
         tokens = [token.token for event in events if event.type == kind for token in event.logprobs]
         assert "".join(tokens) == "so fine"
     assert events[-1].response.output[1].content == [text]
-    for without in ({}, {"include": ["web_search_call.results"]}):
+    others: list[dict[str, Any]] = [{}, {"include": ["web_search_call.results"]}]
+    for without in others:
         plain = await router.openai.responses.create(**asked, top_logprobs=2, **without)  # type: ignore[call-overload]
         assert all(part.logprobs == [] for item in plain.output if item.type == "message" for part in item.content)
 
