@@ -184,13 +184,11 @@ def _gate_up(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of `gated` [pairs, width]."""
-    tile = tl.program_id(0)
-    expert = tl.load(tiles + 2 * tile).to(tl.int64)
+    expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
-    row = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_M)
-    has_row = row < tl.load(ends + expert)
-    token = tl.load(order + row, has_row, other=0).to(tl.int64) // TOP_K
+    row, has_row, pair = _rows_of_tile(order, tiles, ends, expert, BLOCK_M)
+    token = pair // TOP_K
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     has_n = n < width
@@ -214,6 +212,14 @@ def _gate_up(
 
 
 @triton.jit
+def _rows_of_tile(order, tiles, ends, expert, BLOCK_M: tl.constexpr):
+    """The program's sorted rows, which of them `expert` has, and their pairs of token and choice."""
+    row = tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
+    has_row = row < tl.load(ends + expert)
+    return row, has_row, tl.load(order + row, has_row, other=0).to(tl.int64)
+
+
+@triton.jit
 def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == 2:
         gate = tl.minimum(gate, limit)
@@ -233,13 +239,11 @@ def _quantised_gate_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As _gate_up, over codes: the gates' products, then the ups'. `features`: rows of all experts."""
-    tile = tl.program_id(0)
-    expert = tl.load(tiles + 2 * tile).to(tl.int64)
+    expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
-    row = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_M)
-    has_row = row < tl.load(ends + expert)
-    token = tl.load(order + row, has_row, other=0).to(tl.int64) // TOP_K
+    row, has_row, pair = _rows_of_tile(order, tiles, ends, expert, BLOCK_M)
+    token = pair // TOP_K
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_n = n < width
     gates = expert * 2 * width + n
@@ -266,13 +270,10 @@ def _quantised_down(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As _down, over codes."""
-    tile = tl.program_id(0)
-    expert = tl.load(tiles + 2 * tile).to(tl.int64)
+    expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
-    row = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_M)
-    has_row = row < tl.load(ends + expert)
-    pair = tl.load(order + row, has_row, other=0).to(tl.int64)
+    row, has_row, pair = _rows_of_tile(order, tiles, ends, expert, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_n = n < hidden
     of_expert = expert * hidden + n
@@ -292,13 +293,10 @@ def _down(
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of rows of `y` [pairs, hidden]."""
-    tile = tl.program_id(0)
-    expert = tl.load(tiles + 2 * tile).to(tl.int64)
+    expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
-    row = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_M)
-    has_row = row < tl.load(ends + expert)
-    pair = tl.load(order + row, has_row, other=0).to(tl.int64)
+    row, has_row, pair = _rows_of_tile(order, tiles, ends, expert, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     has_n = n < hidden

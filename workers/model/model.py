@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from coatcheck.kernels import native
 from coatcheck.kernels.layers.experts import PackedExperts
@@ -108,9 +109,14 @@ class Model:
             layer.compile_kernels()
 
     def expert_tokens(self) -> list[int]:
-        """How many tokens chose each expert, over all layers; empty without experts, and where they are not counted."""
+        """How many tokens chose each expert, over all layers; empty without experts, and where they are not counted.
+
+        Where layers have different numbers of experts, expert i is counted in the layers that have one.
+        """
         counts = [experts.chosen for experts in self._body.experts() if experts.chosen is not None]
-        total: list[int] = torch.stack(counts).sum(0).tolist() if counts else []
+        most = max(map(len, counts), default=0)
+        padded = [pad(count, (0, most - len(count))) for count in counts]
+        total: list[int] = torch.stack(padded).sum(0).tolist() if padded else []
         return total
 
     @torch.inference_mode()

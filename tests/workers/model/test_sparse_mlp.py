@@ -100,6 +100,27 @@ def test_other_routers_keep_transformers_code(checkpoint_directory: Path) -> Non
     assert not isinstance(block, PackedBlock) and isinstance(block.experts, ExpertsAdapter)
 
 
+def test_tokens_of_experts_are_counted_where_layers_have_different_numbers(
+    checkpoint_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of layers with four experts and of layers with six are added expert by expert."""
+    models = [
+        load_model(
+            checkpoint_of(name, checkpoint_directory), communicator=Communicator(), dtype="float32", device="cpu"
+        )
+        for name in ("mixtral", "qwen3_moe")
+    ]
+    for model in models:
+        driver = PagedDriver(model)
+        driver.step([(driver.start(PROMPT, 0), len(PROMPT))])
+    four, six = (model.expert_tokens() for model in models)
+    assert (len(four), len(six)) == (4, 6)
+    assert any(four) and any(six)
+    both = [layer for model in models for layer in model._body.experts()]
+    monkeypatch.setattr(models[0]._body, "experts", lambda: both)
+    assert models[0].expert_tokens() == [a + b for a, b in zip([*four, 0, 0], six, strict=True)]
+
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": _DEEPSEEK | dict(first_k_dense_replace=1, head_dim=16, moe_intermediate_size=48),
     "glm4_moe": _DEEPSEEK | dict(first_k_dense_replace=1, use_qk_norm=True, head_dim=16, moe_intermediate_size=48),
