@@ -21,6 +21,7 @@ _INNER_SIZE: Final = 96
 _EXPERT_SIZE: Final = 32
 
 _LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_TOWER_LAYER_COUNTS: Final = (*_LAYER_COUNTS, "num_blocks")  # phi4_multimodal's audio tower has blocks
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
@@ -123,7 +124,7 @@ class _Shrinker:
             if name == "per_layer_config":
                 return {key: self._fields(of) for key, of in value.items() if int(key) < self.layers}
             # The config of a part that text does not pass, such as a vision tower.
-            return {inner: 1 if inner in _LAYER_COUNTS else number for inner, number in value.items()}
+            return {inner: 1 if inner in _TOWER_LAYER_COUNTS else number for inner, number in value.items()}
         if isinstance(value, list | tuple):
             return self._list(name, list(value))
         return self._count(name, value) if isinstance(value, int) else value

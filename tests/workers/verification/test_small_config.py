@@ -44,6 +44,15 @@ def test_a_small_copy_is_built_and_is_small(model_type: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) < 10_000_000
 
 
+def test_towers_that_text_does_not_pass_keep_one_layer() -> None:
+    """Of phi4_multimodal's audio and vision towers, 470 million parameters of published size, few are built."""
+    small = shrink_config(config_of("phi4_multimodal"))
+    assert (small.audio_config.num_blocks, small.vision_config.num_hidden_layers) == (1, 1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 70_000_000
+
+
 def test_switches_and_kinds_stay() -> None:
     """Switches, layer types, multipliers, soft caps, biases and kinds of rope scaling are those of the model."""
     gemma = config_of("gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=144)
