@@ -21,6 +21,7 @@ from coatcheck.workers.host.free_memory import gpu_memory, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import make_copier, num_staging_blocks
+from coatcheck.workers.runner.cuda_graphs import Progress
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes
@@ -76,6 +77,10 @@ def load_rank(
     )
     communicator.barrier()
     update_progress(phase=Phase.WARMING)
+
+    def show_captures(done: int, total: int) -> None:
+        update_progress(captured_graphs=done, total_graphs=total)
+
     # Routers and block hashes use the name under which the model is served.
     spec = dataclasses.replace(model.spec, name=config.served_model_name)
     grammars = GrammarBackend.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
@@ -83,7 +88,7 @@ def load_rank(
         compile_watch.start()
     layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
     free = (
-        _measure_free_gpu_bytes(config, model, layout, communicator, device)
+        _measure_free_gpu_bytes(config, model, layout, communicator, device, show_captures)
         if device.type == "cuda"
         else host_free_bytes()
     )
@@ -91,7 +96,7 @@ def load_rank(
         config, layout, communicator, device, ranks_on_host=ranks_on_host, free_device_bytes=free
     )
     runner = _build_runner(config, model, memory, communicator, min(model.spec.max_model_len, memory.tokens), grammars)
-    copy_report = _warm_up(config, runner, memory)
+    copy_report = _warm_up(config, runner, memory, show_captures)
     compile_watch.mark_ready()
     return LoadedRank(spec, memory, runner, grammars, copy_report)
 
@@ -117,7 +122,12 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
 
 
 def _measure_free_gpu_bytes(
-    config: GroupConfig, model: Model, layout: BlockLayout, communicator: Communicator, device: torch.device
+    config: GroupConfig,
+    model: Model,
+    layout: BlockLayout,
+    communicator: Communicator,
+    device: torch.device,
+    progress: Progress,
 ) -> int:
     """The bytes of this rank's GPU that its KV pool may take. All ranks call this together.
 
@@ -129,7 +139,7 @@ def _measure_free_gpu_bytes(
     pool = allocate_kv_pool(layout, -(-_MEASURED_TOKENS // config.block_size), device)
     memory = MemoryBudget(layout, pool, None)
     runner = _build_runner(config, model, memory, communicator, model.spec.max_model_len)
-    runner.warm_up()
+    runner.warm_up(progress)
     _run_largest_steps(config, runner)
     free, total = gpu_memory(device)
     own_bytes = pool.nbytes
@@ -180,13 +190,13 @@ def _run_largest_steps(config: GroupConfig, runner: ModelRunner) -> None:
         runner.launch(plan).wait()
 
 
-def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
+def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget, progress: Progress) -> CopyReport | None:
     """Run the same first steps on every rank. Return the report on their copies."""
     copy_report = None
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
         # At full size: a step that does not fit in memory beside the pool fails now, not under load.
-        runner.warm_up()
+        runner.warm_up(progress)
         _run_largest_steps(config, runner)
     else:
         num_tokens = min(_WARM_UP_TOKENS, config.max_batch_tokens, runner.max_model_len)

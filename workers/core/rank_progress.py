@@ -18,6 +18,8 @@ class Phase(Enum):
 class RankProgress:
     """`address` and the fields after it are set once the group serves.
 
+    `captured_graphs`, `total_graphs`: CUDA graphs, while the rank warms up. It captures all twice: first to measure
+    what a step needs beside the KV pool.
     `address`: of rank 0. `max_model_len`: the longest sequence that the group accepts. `model_len`: the longest that it
     would accept with a larger KV pool. `kernels`: those in use, as GroupStatus has them. `full_disk`: the result of
     describe_full_disk for the rank's host; "" if there is room. `niceness`: of the rank's process, from -20 (scheduled
@@ -28,6 +30,8 @@ class RankProgress:
     phase: Phase = Phase.STARTING
     done_bytes: int = 0
     total_bytes: int = 0
+    captured_graphs: int = 0
+    total_graphs: int = 0
     address: str = ""
     num_blocks: int = 0
     max_model_len: int = 0

@@ -33,6 +33,7 @@ from coatcheck.workers.runner.host_transfer import upload_into
 
 _log = logging.getLogger(__name__)
 _Replay = Callable[[], object]
+Progress = Callable[[int, int], None]  # (graphs that are captured, all graphs)
 
 
 class _StepInputs(NamedTuple):
@@ -84,13 +85,13 @@ class CudaGraphs:
         self._heads: dict[int, _Replay] = {}  # by the number of rows, ascending
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, progress: Progress = lambda done, total: None) -> None:
         """Capture every shape. If the forward pass cannot be captured, log why; steps then run without graphs.
 
-        Raises torch.OutOfMemoryError.
+        `progress`: called after each graph. Raises torch.OutOfMemoryError.
         """
         try:
-            self._capture_all()
+            self._capture_all(progress)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # transformers' own modules may wait for the device
@@ -100,19 +101,21 @@ class CudaGraphs:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # no step begins beside what the stream of the capture still runs
 
-    def _capture_all(self) -> None:
+    def _capture_all(self, progress: Progress) -> None:
         """The largest comes first, so that the smaller graphs reuse its memory."""
         on_gpu = self._device.type == "cuda"
         # One stream for all: the allocator reuses memory only within a stream.
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)) if on_gpu else (None, None)
         forwards: dict[StepShape, _Replay] = {}
+        heads: dict[int, _Replay] = {}
+        total = len(self.shapes) + len(self.row_sizes)
         for shape in sorted(self.shapes, reverse=True):
             self._write_inputs([], shape)
             forwards[shape] = self._capture_call(partial(self._forward, shape), pool, stream)
-        heads = {
-            size: self._capture_call(partial(self._compute_logits, size), pool, stream)
-            for size in reversed(self.row_sizes)
-        }
+            progress(len(forwards), total)
+        for size in reversed(self.row_sizes):
+            heads[size] = self._capture_call(partial(self._compute_logits, size), pool, stream)
+            progress(len(forwards) + len(heads), total)
         self._forwards, self._heads = forwards, dict(sorted(heads.items()))
 
     def _capture_call(self, call: Callable[[], None], pool: Any, stream: Any) -> _Replay:

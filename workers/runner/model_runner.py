@@ -25,7 +25,7 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.attention_planner import AttentionPlanner
 from coatcheck.workers.runner.block_copier import BlockCopier
-from coatcheck.workers.runner.cuda_graphs import CudaGraphs
+from coatcheck.workers.runner.cuda_graphs import CudaGraphs, Progress
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.graph_shapes import GraphSizes
@@ -244,9 +244,10 @@ class ModelRunner:
         return reports
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = lambda done, total: None) -> None:
         """Launch every kernel that serving can need, then capture the CUDA graphs, so nothing compiles while serving.
 
+        `progress`: called with the number of graphs that are captured, and of all graphs.
         All ranks call this together, before the first plan: it overwrites the pool and the batch state.
         """
         vocab, size = self.model.spec.vocab_size, self._layout.block_size
@@ -262,7 +263,7 @@ class ModelRunner:
         self.model.compile_products()
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
-        self.graphs.capture()
+        self.graphs.capture(progress)
 
     def wait_for_copies(self) -> None:
         """Wait until no copy between tiers is in progress on any rank. All ranks call this together."""

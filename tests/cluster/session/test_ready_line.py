@@ -1,8 +1,12 @@
-"""The `ready:` line of `coatcheck serve`: addresses, and what fits the KV pool. The warning about slow ranks."""
+"""What `coatcheck serve` prints: the `ready:` line, the warning about slow ranks, the bars of ranks that start."""
+
+import io
+
+from rich.console import Console
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
-from coatcheck.cluster.session.serve_lines import niceness_warning, ready_line
+from coatcheck.cluster.session.serve_lines import ProgressBars, niceness_warning, ready_line
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 
@@ -77,3 +81,13 @@ def test_ranks_at_a_niceness_above_0_are_told() -> None:
 
     assert warning(0, -5) == warning() == ""
     assert warning(0, 15).startswith("Ray runs ranks at nice 15") and "RAY_worker_niceness=0" in warning(0, 15)
+
+
+def test_a_rank_s_bar_shows_its_graphs() -> None:
+    """While a rank captures CUDA graphs, its bar says how many of them it has."""
+    warming = RankProgress(Phase.WARMING, 5, 5, captured_graphs=12, total_graphs=60)
+    state = ClusterState((GroupState("group-0", ranks=(warming, RankProgress(Phase.LOADING, 1, 5))),))
+    with ProgressBars(Console(force_terminal=True, file=io.StringIO())) as bars:
+        bars.update_bars(state)
+        phases = [task.fields["phase"] for task in bars.tasks]
+    assert phases == ["warming up: 12 of 60 CUDA graphs", "loading"]

@@ -105,9 +105,12 @@ def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path
 
 
 def test_a_closed_runner_holds_no_graph(checkpoint_directory: Path) -> None:
-    """NCCL ends only after the graphs that were captured with it, so `close` frees them; steps go on without."""
+    """NCCL ends only after the graphs that were captured with it, so `close` frees them; steps go on without. The
+    capture says how many graphs it has."""
     runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), GraphSizes((2, 8), (12,)))
-    runner.graphs.capture()
+    progress = Mock()
+    runner.graphs.capture(progress)
+    assert [call.args for call in progress.call_args_list] == [(done, 5) for done in range(1, 6)]
     graphs = [weakref.ref(replay) for replay in runner.graphs._forwards.values()]
     tokens, sizes = serve(runner)
     assert any(sizes) and len(graphs) == 3
