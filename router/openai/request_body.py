@@ -32,6 +32,14 @@ _PROMPT_FIELDS: Final = frozenset({"prompt", "tokens"})
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
 
 _NO_OBJECT: Final = "the body must be a JSON object, sent with content-type application/json"
+# Why a parameter is not served, and what to send in its place, where clients of other servers often send it.
+_REASONS: Final = {
+    **dict.fromkeys(
+        ("use_beam_search", "length_penalty", "early_stopping"),
+        "beams are not searched: ask for n choices with logprobs, and rank them",
+    ),
+    "background": "only the router's memory would hold the response until it is read: wait for it, or stream it",
+}
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -162,7 +170,8 @@ def _explain_extra_field(field: str, kind: type[RequestBody]) -> str:
     """`field`: the path of the field in the body."""
     name = field.rpartition(".")[2]
     if name in UNIMPLEMENTED_FIELDS | ACCEPTED_VALUES.keys() | kind.accepted_values.keys():
-        return f"Unsupported parameter {field!r}; remove it"
+        reason = _REASONS.get(name)
+        return f"Unsupported parameter {field!r}{f' ({reason})' if reason else ''}; remove it"
     return f"Unknown parameter {field!r}; remove it"
 
 

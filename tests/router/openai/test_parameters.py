@@ -101,6 +101,22 @@ async def test_each_parameter_of_openai_s_client(
     await tried(start_http_router, tools, path, works, refused)
 
 
+async def test_a_refusal_says_what_to_send_instead(start_http_router: StartHttpRouter, tools: TokenizerJson) -> None:
+    """Beam search and background responses are refused with the reason, under the name that was sent."""
+    router = await start_http_router(FakeGroup(), tokenizer=tools)
+    beams = "(beams are not searched: ask for n choices with logprobs, and rank them); remove it"
+    bodies: list[tuple[str, dict[str, Any], str, str]] = [
+        (path, LEAST[path] | {name: value}, name, beams)
+        for path in (CHAT, TEXT)
+        for name, value in (("use_beam_search", True), ("length_penalty", 2.0), ("early_stopping", True))
+    ]
+    bodies.append(("/v1/responses", {"input": "hi", "background": True}, "background", "wait for it, or stream it"))
+    for path, body, name, words in bodies:
+        error = await router.expect_refusal(path, body)
+        assert error["param"] == name and f"Unsupported parameter {name!r} (" in error["message"], error
+        assert words in error["message"], error
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_each_parameter_of_other_engines(
     start_http_router: StartHttpRouter, tools: TokenizerJson, path: str
