@@ -1,20 +1,28 @@
 /* y = x W^T + b in vectors. bfloat16 weights are multiplied as pairs where the class has an instruction for their dot
- * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight;
- * a call of many rows widens each part of the weight once for all of them. A part of a quantised weight is unpacked to
- * the first cache, once for all rows of an item.
+ * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight.
+ * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
+ * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
+ * once for all rows of an item.
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
  * in the call, so that a row's bits never depend on its neighbours. */
+#include <omp.h>
+
 #include "simd/cpu_class.h"
+#include "simd/transpose.h"
 #include "linear.h"
 
 #define WIDE 4                              /* vectors of features that a tile of few rows takes */
 #define NARROW (VECTORS > 2 ? VECTORS : 2)  /* and one of many rows */
 #define ROWS (ACCUMULATORS / NARROW)        /* of a tile */
-#define TILES 16                            /* that share a part of the weight */
+#define IS_AVX2 (LANES == 8)                /* 16 registers of 8 floats: measured there */
+#define LOW_ROWS 4                          /* of a tile that widens in registers, with AVX2 */
+#define TILES 16                            /* most tiles that share a part of the weight */
+#define BLOCK (384 << 10)                   /* with AVX2: most bytes of their x, which stays in the second cache */
 #define DEPTH 256                           /* of that part: a tile's x of this depth stays in the first cache */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
+#define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
 
 /* What a word of weights is, and what is done with it. */
 enum { ONE_FLOAT, WIDENED_PAIR, DOT_PAIR };
@@ -23,6 +31,7 @@ typedef struct {
     const uint32_t *w;    /* the first panel's words */
     int64_t panel_stride; /* words from one panel to the next */
     int64_t words;        /* of the depth */
+    int64_t ahead;        /* words from one that is read to one that is prefetched */
 } Weights;
 
 /* sums[m][n] += x [words][m] times n vectors of features. m, n and kind are constants at every call, so that the sums
@@ -38,7 +47,8 @@ INLINE void tile(const int m, const int n, const int kind, const Weights *weight
         for (int j = 0; j < n; j++) {
             const uint32_t *at = w + j / VECTORS * weights->panel_stride + j % VECTORS * LANES;
             loaded[j] = load_words(at);
-            if (j % VECTORS == 0) __builtin_prefetch(at + PANEL * 48);
+            if (j % VECTORS == 0) __builtin_prefetch(at + weights->ahead);
+            if (kind == WIDENED_PAIR) loaded[j] = (Words)low_of(loaded[j]);
         }
 #pragma GCC unroll 32
         for (int i = 0; i < m; i++)
@@ -46,13 +56,20 @@ INLINE void tile(const int m, const int n, const int kind, const Weights *weight
             for (int j = 0; j < n; j++) {
                 Floats *to = sum + i * n + j;
                 if (kind == DOT_PAIR) *to = add_dot(*to, loaded[j], (Words){} + to_bits(x[i]));
-                else *to += (kind == ONE_FLOAT ? (Floats)loaded[j] : low_of(loaded[j])) * x[i];
+                else *to += (Floats)loaded[j] * x[i];
             }
         if (kind != WIDENED_PAIR) continue;
+        /* With AVX2 the compiler takes this for another pointer and reads again: the pairs would take registers that the
+         * sums need. */
+        const uint32_t *again = w;
+        if (IS_AVX2 && n == NARROW) __asm__("" : "+r"(again));
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++)
+            loaded[j] = (Words)high_of(load_words(again + j / VECTORS * weights->panel_stride + j % VECTORS * LANES));
 #pragma GCC unroll 32
         for (int i = 0; i < m; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < n; j++) sum[i * n + j] += high_of(loaded[j]) * x[m + i];
+            for (int j = 0; j < n; j++) sum[i * n + j] += (Floats)loaded[j] * x[m + i];
     }
 #pragma GCC unroll 32
     for (int i = 0; i < m * n; i++) sums[i] = sum[i];
@@ -78,26 +95,44 @@ static void tile_of_floats(int64_t m, int64_t n, const Weights *w, const float *
     any_tile(m, n, ONE_FLOAT, w, x, sums);
 }
 
+/* Elements [from, to) of m rows of x as floats, [to - from][m]; those behind the depth are zero. */
+static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
+    const int64_t depth = l->weight.depth;
+    const int32_t *order = l->weight.order;
+    const void *rows[ACCUMULATORS];
+    for (int64_t i = 0; i < m; i++) rows[i] = source_row(l, first + i, type);
+    int64_t k = from;
+    for (; m <= LANES && !order && k + LANES <= min_i64(to, depth); k += LANES, packed += LANES * m) {
+        float square[LANES * LANES], columns[LANES * LANES], lines[LANES * LANES + LANES];
+        const uint32_t *side[LANES];
+        for (int64_t i = 0; i < LANES; i++) {
+            store_floats(square + i * LANES, load_vector(rows[min_i64(i, m - 1)], k, type));
+            side[i] = (const uint32_t *)square + i * LANES;
+        }
+        transpose(side, LANES, (uint32_t *)columns, LANES);
+        /* Each store overwrites what the one before wrote too much. */
+        for (int64_t c = 0; c < LANES; c++) store_floats(lines + c * m, load_floats(columns + c * LANES));
+        memcpy(packed, lines, LANES * m * sizeof(float));
+    }
+    for (; k < to; k++, packed += m)
+        for (int64_t i = 0; i < m; i++) packed[i] = k < depth ? get(rows[i], order ? order[k] : k, type) : 0;
+}
+
 /* Repacks rows [first, first + m) of x, words [from, to) of each: x is multiplied in the form that the weights have. */
 static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
     const int64_t depth = l->weight.depth;
     const int32_t *order = l->weight.order;
+    if (type == F32 || !HAS_DOT) {
+        const int64_t values = type == BF16 ? 2 : 1;
+        pack_floats(l, first, m, from * values, to * values, type, packed + from * values * m);
+        return;
+    }
     for (int64_t i = 0; i < m; i++) {
-        if (type == F32) {
-            const float *row = source_row(l, first + i, F32);
-            for (int64_t k = from; k < to; k++) packed[k * m + i] = row[order ? order[k] : k];
-            continue;
-        }
         const uint16_t *row = source_row(l, first + i, BF16);
         for (int64_t k = from; k < to; k++) {
             const uint32_t low = 2 * k < depth ? row[order ? order[2 * k] : 2 * k] : 0;
             const uint32_t high = 2 * k + 1 < depth ? row[order ? order[2 * k + 1] : 2 * k + 1] : 0;
-            if (HAS_DOT) {
-                packed[k * m + i] = from_bits(low | high << 16);
-            } else {
-                packed[2 * k * m + i] = from_bits(low << 16);
-                packed[(2 * k + 1) * m + i] = from_bits(high << 16);
-            }
+            packed[k * m + i] = from_bits(low | high << 16);
         }
     }
 }
@@ -113,12 +148,13 @@ static void widen(const Weights *pairs, int64_t panels, float *to) {
             }
 }
 
-/* How a linear is cut: into slices of x to repack, and into items, each a group of panels by up to TILES tiles of rows.
- * `first_slice` and `first_item` count over all linears of a call. */
+/* How a linear is cut: into slices of x to repack, and into items, each a group of panels by `most` tiles of rows. All
+ * panels pass by one block of rows, then by the next. `first_slice` and `first_item` count over all linears of a call. */
 typedef struct {
     const float *x;
     int64_t words, tiles, height; /* tiles of almost equal height: a thin last tile would wait for its own sums */
-    int64_t n, group, blocks;     /* vectors of features of a tile, panels of an item, items for each group of panels */
+    int64_t n, group, columns;    /* vectors of features of a tile, panels of an item, items for each block of rows */
+    int64_t most, blocks;         /* tiles of a block */
     int64_t step;                 /* words of the depth at a time */
     int64_t width;                /* of a word of x, in floats */
     int64_t values;               /* of a word of the weight, in elements */
@@ -127,14 +163,18 @@ typedef struct {
 } Cut;
 
 INLINE Cut cut(const Linear *l, const int type) {
-    const int64_t words = words_of(l->weight.depth, type), tiles = (l->rows + ROWS - 1) / ROWS;
-    const int64_t height = l->rows ? (l->rows + tiles - 1) / tiles : 0;
-    const int64_t n = height <= ACCUMULATORS / WIDE ? WIDE : NARROW, width = type == BF16 && !HAS_DOT ? 2 : 1;
     const int in_place = l->rows == 1 && type == F32 && !l->weight.order, is_plain = l->weight.kind == PLAIN;
+    const int is_wide = type == BF16 && !HAS_DOT, is_low = IS_AVX2 && is_wide && is_plain && l->rows > ROWS;
+    const int64_t words = words_of(l->weight.depth, type), rows = is_low ? LOW_ROWS : ROWS;
+    const int64_t tiles = (l->rows + rows - 1) / rows, height = l->rows ? (l->rows + tiles - 1) / tiles : 0;
+    const int64_t n = height <= ACCUMULATORS / WIDE ? WIDE : NARROW, width = is_wide ? 2 : 1;
     const int64_t values = type == BF16 ? 2 : 1, step = tiles == 1 ? words : DEPTH / width;
+    const int64_t tile_bytes = max_i64(1, height * words * width * 4);
+    const int64_t most = is_low ? max_i64(1, min_i64(TILES, BLOCK / tile_bytes)) : TILES;
     return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
-                 (tiles + TILES - 1) / TILES, is_plain ? step : UNPACKED / values, width, values,
-                 type == BF16 && !HAS_DOT && (tiles > 1 || !is_plain), in_place, 0, 0};
+                 panels_of(l->weight.features) / (n / VECTORS), most, (tiles + most - 1) / most,
+                 is_plain ? step : UNPACKED / values, width, values,
+                 is_wide && (!is_plain || (tiles > 1 && !is_low)), in_place, 0, 0};
 }
 
 /* `count` words of the depth from `k` on, of the item's panels from `panel` on, in the form that tiles multiply. */
@@ -144,19 +184,21 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
         const int as_pairs = type == BF16 && HAS_DOT;
         const int64_t to = min_i64((k + c->step) * c->values, padded_depth(w->depth)), values = as_pairs ? 1 : c->values;
         unpack(w, panel, c->group, k * c->values, to, as_pairs, wide);
-        return (Weights){wide, (to / c->values - k) * values * PANEL, count * values};
+        return (Weights){wide, (to / c->values - k) * values * PANEL, count * values, 0};
     }
-    const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count};
+    /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. */
+    const int64_t ahead = (c->tiles == 1 || !IS_AVX2 ? AHEAD : c->step) * PANEL;
+    const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count, ahead};
     if (!c->widened) return part;
     widen(&part, c->group, (float *)wide);
-    return (Weights){wide, 2 * count * PANEL, 2 * count};
+    return (Weights){wide, 2 * count * PANEL, 2 * count, 0};
 }
 
 /* Item `item` of a linear. */
 INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type) {
     const int64_t words = c->words, height = c->height, rows = l->rows;
-    const int64_t panel = item / c->blocks * c->group, block = item % c->blocks * TILES;
-    const int64_t last = min_i64(block + TILES, c->tiles);
+    const int64_t panel = item % c->columns * c->group, block = item / c->columns * c->most;
+    const int64_t last = min_i64(block + c->most, c->tiles);
     Floats sums[TILES][ACCUMULATORS];
     uint32_t wide[GROUP * UNPACKED * PANEL] __attribute__((aligned(64)));
     memset(sums, 0, (last - block) * sizeof sums[0]);
@@ -180,8 +222,10 @@ INLINE void linears(const Linear *all, int64_t count, const int type) {
         cuts[i] = cut(all + i, type);
         cuts[i].first_slice = slices, cuts[i].first_item = items;
         slices += cuts[i].in_place ? 0 : cuts[i].tiles * 8;
-        items += panels_of(all[i].weight.features) / cuts[i].group * cuts[i].blocks;
+        items += cuts[i].columns * cuts[i].blocks;
     }
+    /* A thread takes consecutive panels, so that what it prefetches behind a panel is its own. */
+    const int64_t chunk = max_i64(1, min_i64(4, items / (8 * omp_get_max_threads())));
 #pragma omp parallel
     {
         if (slices) {
@@ -198,7 +242,7 @@ INLINE void linears(const Linear *all, int64_t count, const int type) {
             }
         }
         int64_t i = 0;
-#pragma omp for schedule(monotonic : dynamic, 1) nowait
+#pragma omp for schedule(monotonic : dynamic, chunk) nowait
         for (int64_t item = 0; item < items; item++) {
             while (i + 1 < count && cuts[i + 1].first_item <= item) i++;
             multiply(all + i, cuts + i, item - cuts[i].first_item, type);
