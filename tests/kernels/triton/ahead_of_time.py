@@ -1,6 +1,6 @@
 """A kernel's key compiled ahead of time without a GPU, and what the binary uses.
 
-    python -m tests.kernels.triton.ahead_of_time [TARGET ...] [--first]
+    python -m tests.kernels.triton.ahead_of_time [TARGET ...] [--first] [--missing]
 
 compiles every key of kernel_keys.py for each target and writes the table of kernels/README.md.
 """
@@ -111,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("targets", nargs="*", default=[*TARGETS], help="others keep their cells")
     parser.add_argument("--first", action="store_true", help="compile the keys of `make test` alone")
+    parser.add_argument("--missing", action="store_true", help="compile only what the table has no cell for")
     options = parser.parse_args()
     keys = KEYS | OTHERS
     readme = Path(__file__).parents[3] / "kernels/README.md"
@@ -118,6 +119,8 @@ def main() -> None:
     cells = read_cells(section)
     for name, key in (KEYS if options.first else keys).items():
         for target in options.targets:
+            if options.missing and cells.get((name, target), "-") != "-":
+                continue
             found = usage(compiled(key(GPUS[target]), target), target)
             cells[name, target] = f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}"
             if found.shared > GPUS[target].shared or found.spilled:
