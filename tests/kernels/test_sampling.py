@@ -175,6 +175,17 @@ def test_logit_bias_adds_and_forbids() -> None:
     assert logits.tolist() == [[0, 0.75, 0, 0], [0, 0, 0, -math.inf]]
 
 
+def test_logprobs_of_the_whole_vocabulary_are_in_order() -> None:
+    """More tokens than the C kernel sorts: all of them in descending order, equal ones by ascending id."""
+    logits = (torch.arange(6000) // 3).float()[None] * 1e-2
+    chosen, rank, ids, values = logprobs(logits, torch.tensor([7]), 6000)
+    order = sorted(range(6000), key=lambda token: (-(token // 3), token))
+    assert ids[0].tolist() == order and rank.tolist() == [6000 - 6]
+    expected = logits.log_softmax(-1)[0]
+    torch.testing.assert_close(values[0], expected[torch.tensor(order)])
+    torch.testing.assert_close(chosen[0], expected[7])
+
+
 @pytest.mark.parametrize("k", [0, 1, 5, 37])
 def test_logprobs_agree_with_the_reference(k: int) -> None:
     """Chosen, rank and the top k are those of a stable sort, ties and forbidden tokens included."""

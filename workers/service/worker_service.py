@@ -25,7 +25,9 @@ from coatcheck.workers.service.group_report import LOAD_SECONDS, GroupReport, Lo
 from coatcheck.workers.service.request_log import RequestLog
 from coatcheck.workers.service.router_session import Outgoing, RouterSession, SessionTable
 
-BUFFER_BYTES: Final = 16 << 20
+# The outputs of one step must fit, or every request of the router is lost. The log-probabilities of all of 128,256
+# tokens for 100 sequences take 49 MiB.
+BUFFER_BYTES: Final = 64 << 20
 _FAILURE_NOTICE_SECONDS: Final = 0.25
 _END_STREAMS_SECONDS: Final = 2.0
 
