@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 
 MAX_CHOICES = 64
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # the default of a server's own limit
+ALL_LOGPROBS = -1
+MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -81,6 +83,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     include_stop: bool = False
     structured: Grammar | None = None
@@ -109,7 +112,11 @@ class SamplingParams:
         _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"from 1 to {MAX_CHOICES}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"from 0 to {MAX_LOGPROBS}")
+            is_count = count is None or ALL_LOGPROBS <= count < 2**31
+            _require(is_count, name, count, "a count from 0, or -1 for all tokens")
+        _limit("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROB_IDS, "ids")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidParameter("logprob_token_ids", "needs logprobs; set logprobs, or remove it")
         _limit("stop", len(self.stop), MAX_STOPS, "strings")
         _require(all(self.stop), "stop", "''", "strings of at least one character")
         longest = max(map(len, self.stop), default=0)
@@ -148,6 +155,7 @@ class SamplingParams:
         # Checked before millions of ids become a tuple.
         _limit("stop_token_ids", len(message.stop_token_ids), MAX_STOP_IDS, "ids")
         _limit("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_IDS, "ids")
+        _limit("logprob_token_ids", len(message.logprob_token_ids), MAX_LOGPROB_IDS, "ids")
         limit = message.reasoning_limit
         for sequence in message.bad_token_ids:
             _limit("bad_token_ids", len(sequence.ids), MAX_BAD_WORD_TOKENS, "ids in one list")
@@ -157,6 +165,7 @@ class SamplingParams:
             logit_bias=dict(message.logit_bias),
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
+            logprob_token_ids=tuple(message.logprob_token_ids),
             structured=Grammar.from_message(message.structured) if message.HasField("structured") else None,
             allowed_token_ids=tuple(message.allowed_token_ids),
             bad_words=tuple(message.bad_words),
@@ -175,6 +184,7 @@ class SamplingParams:
             logit_bias=self.logit_bias,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
+            logprob_token_ids=self.logprob_token_ids,
             structured=self.structured.to_message() if self.structured is not None else None,
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words,
@@ -187,6 +197,7 @@ class SamplingParams:
         limit = self.reasoning_limit
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
+            ("logprob_token_ids", self.logprob_token_ids),
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids),
             *(("bad_token_ids", sequence) for sequence in self.bad_token_ids),
@@ -198,7 +209,7 @@ class SamplingParams:
 
 _NOT_SCALAR = (
     "logit_bias", "stop", "stop_token_ids", "structured", "allowed_token_ids", "bad_words", "bad_token_ids",
-    "reasoning_limit",
+    "reasoning_limit", "logprob_token_ids",
 )  # fmt: skip
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_SCALAR)
 

@@ -9,6 +9,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import is_loopback
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import LogFormat
+from coatcheck.proto.sampling import MAX_LOGPROBS
 from coatcheck.proto.setting_names import Routing, ToolParserName
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
@@ -39,6 +40,8 @@ class RouterConfig:
     cause_wait_seconds: float = 3.0
     # Length of the admission queue; further requests are refused.
     max_queued: int = 1024
+    # Max log-probabilities that a request may ask for at a position; -1: any number, and all tokens.
+    max_logprobs: int = MAX_LOGPROBS
     routing: Routing = "prefix-aware"  # see router/routing/routing_policy.py
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
@@ -81,6 +84,7 @@ class RouterConfig:
         _require(bool(self.tls_cert) == bool(self.tls_key), "tls_key", self.tls_key, "given with tls_cert, or neither")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
+        _require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "at least 0, or -1 for no limit")
         _require(self.routing in get_args(Routing), "routing", self.routing, ", ".join(get_args(Routing)))
         for origin in self.cors_origins:
             is_origin = origin == "*" or re.fullmatch(r"https?://[^/\s,*]+", origin) is not None

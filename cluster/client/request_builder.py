@@ -41,6 +41,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     logprobs: int
     prompt_logprobs: int
+    logprob_token_ids: Sequence[int]
     skip_special_tokens: bool
     include_stop: bool
     structured: Grammar
@@ -204,7 +205,7 @@ def _check_option(name: str, value: Any) -> Any:
         items = _as_tuple(value)
         if items is not None and all(isinstance(text, str) for text in items):
             return items
-    elif name == "stop_token_ids":
+    elif name in ("stop_token_ids", "logprob_token_ids"):
         form = "a list of token ids: whole numbers from 0"
         items = _as_tuple(value)
         if items is not None and all(_is_number(token, Integral) and token >= 0 for token in items):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
+
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -19,7 +21,11 @@ class Logprob:
 
     @classmethod
     def from_message(cls, message: pb.TokenLogprob) -> Self:
-        return cls(message.token_id, message.logprob, message.rank, {top.token_id: top.logprob for top in message.top})
+        top = {top.token_id: top.logprob for top in message.top}
+        if message.all_logprobs:
+            values = enumerate(np.frombuffer(message.all_logprobs, dtype="<f4").tolist())
+            top = dict(sorted(values, key=lambda value: -value[1]))
+        return cls(message.token_id, message.logprob, message.rank, top)
 
     def to_json(self) -> dict[str, Any]:
         top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in self.top.items()]

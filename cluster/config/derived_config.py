@@ -63,6 +63,7 @@ def router_config(
         enable_tokenizer_info_endpoint=config.enable_tokenizer_info_endpoint,
         cluster_certificate=certificate,
         max_queued=config.max_queued,
+        max_logprobs=config.max_logprobs,
         generation_config=config.generation_config,
         tool_parser=config.tool_parser,
         routing=config.routing,

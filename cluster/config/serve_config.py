@@ -178,6 +178,14 @@ class ServeConfig(Settings):
         ge=0,
         le=2**20,
     )
+    max_logprobs: int = setting(
+        "Limits",
+        "Most log-probabilities that a request may ask for at a position. -1: no limit, and a request may ask for "
+        "those of the whole vocabulary.",
+        20,
+        ge=-1,
+        le=2**20,
+    )
 
     routing: Routing = setting(
         "Router",

@@ -83,6 +83,15 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
     return chosen, rank, ids, values
 
 
+def all_logprobs(logits: Tensor) -> Tensor:
+    """Of every token: float32 [R, V], in a tensor of its own."""
+    check_logits(logits)
+    if not uses_triton(logits):
+        return logits.log_softmax(-1)
+    first = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    return logits - launch_logprobs(logits, first)[0][:, None]
+
+
 def logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     picked = logits.gather(1, token_ids[:, None])

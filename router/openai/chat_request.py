@@ -11,7 +11,7 @@ from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
-from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
+from coatcheck.router.openai.sampling_fields import Count, CountOrAll, RequestBody, SamplingFields
 from coatcheck.router.openai.tools import (
     AllowedTools,
     Function,
@@ -116,7 +116,7 @@ class ChatRequest(SamplingFields):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Count | None = None
+    top_logprobs: CountOrAll | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True

@@ -8,7 +8,7 @@ from typing import Final
 from fastapi import Request
 from starlette.responses import Response
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import GrammarRefused
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
@@ -63,6 +63,8 @@ class ChatRunner:
             token_ids = await self._generation.tokenize_prompt(tokenize)
         try:
             return await self._responder.respond(request, [message], make_answer(plan, token_ids), stream=body.stream)
+        except InvalidParameter as error:  # named as in the body
+            raise InvalidParameter(body.sent_names.get(error.name, error.name), error.reason) from None
         except GrammarRefused as refused:
             if functions := body.constrained_functions():
                 raise await self._explain_refused_schemas(functions, refused) from None

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
-from coatcheck.router.openai.sampling_fields import Count, SamplingFields, TokenId
+from coatcheck.router.openai.sampling_fields import Count, CountOrAll, SamplingFields, TokenId
 
 MAX_PROMPTS = 1024
 Prompt = str | list[int]
@@ -57,6 +57,12 @@ def split_prompts(sent: str | list[int] | list[str] | list[list[int]]) -> list[P
     return cast(list[Prompt], sent)
 
 
+def _wider(*counts: int | None) -> int | None:
+    """The largest of the counts that are set; -1 stands for all tokens."""
+    given = [count for count in counts if count is not None]
+    return -1 if -1 in given else max(given, default=None)
+
+
 class CompletionRequest(SamplingFields):
     """`prompt` is a text or token ids, or a list of such prompts. The choices of prompt i have the indices i*n to
     i*n + n-1."""
@@ -71,7 +77,7 @@ class CompletionRequest(SamplingFields):
         BeforeValidator(check_prompt_items),
     ]
     max_tokens: Count = 16
-    logprobs: Count | None = None
+    logprobs: CountOrAll | None = None
     echo: bool = False
 
     @property
@@ -85,7 +91,7 @@ class CompletionRequest(SamplingFields):
         sampling = self.to_sampling_params(
             1 if self.scores_only else self.max_tokens,
             self.logprobs,
-            self.prompt_logprobs if echo_logprobs is None else max(echo_logprobs, self.prompt_logprobs or 0),
+            _wider(echo_logprobs, self.prompt_logprobs),
             self.to_grammar(),
         )
         return [

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from coatcheck.proto.stubs.coatcheck_pb2 import TokenLogprob
 from coatcheck.router.serving.request_validation import load_tokenizer
 from coatcheck.router.text.text_offsets import TextOffsets, prompt_offsets
@@ -53,7 +55,7 @@ class LogprobsFormatter:
         content = []
         for token in logprobs:
             entry = self._entry(token.token_id, token.logprob)
-            entry["top_logprobs"] = [self._entry(top.token_id, top.logprob) for top in token.top]
+            entry["top_logprobs"] = [self._entry(top_id, value) for top_id, value in _ranked(token)]
             content.append(entry)
         return {"content": content, "refusal": None}
 
@@ -76,7 +78,7 @@ class LogprobsFormatter:
         entries: list[dict[str, Any] | None] = [None]
         text_of = cache(self.token_text)
         for token in logprobs:
-            ranked = [(top.token_id, top.logprob, rank) for rank, top in enumerate(token.top, 1)]
+            ranked = [(top_id, value, rank) for rank, (top_id, value) in enumerate(_ranked(token), 1)]
             entries.append({
                 str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
                 for token_id, logprob, rank in [(token.token_id, token.logprob, token.rank), *ranked]
@@ -91,9 +93,19 @@ class LogprobsFormatter:
 
 def _top_logprobs(token: TokenLogprob, text: str, text_of: Callable[[int], str]) -> dict[str, float]:
     made = {text: finite(token.logprob)}  # the token itself comes first, as in vLLM
-    for top in token.top:
-        made.setdefault(text_of(top.token_id), finite(top.logprob))
+    for top_id, value in _ranked(token):
+        made.setdefault(text_of(top_id), finite(value))
     return made
+
+
+def _ranked(token: TokenLogprob) -> Iterable[tuple[int, float]]:
+    """(token id, log-probability) of what is reported beside the token's own. All tokens come in descending order,
+    equal ones by ascending id."""
+    if not token.all_logprobs:
+        return [(top.token_id, top.logprob) for top in token.top]
+    values = np.frombuffer(token.all_logprobs, dtype="<f4")
+    order = np.argsort(-values, kind="stable")
+    return zip(order.tolist(), values[order].tolist(), strict=True)
 
 
 def _from_directory(directory: str, shows_ids: bool) -> LogprobsFormatter:

@@ -12,9 +12,11 @@ from starlette.responses import Response
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
+from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.response_sender import HttpAnswer, LargeResponses, SseResponse, while_connected
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
+from coatcheck.router.serving.logprob_limits import num_values
 
 _T = TypeVar("_T")
 _MAX_LOGPROBS: Final = 1 << 22  # of one response; 2.7 million are 76 MB of JSON
@@ -47,15 +49,26 @@ class Responder:
     def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
         """Raises InvalidRequest if the response could have more log-probabilities than the router may hold in memory.
         In a stream only those of prompts are held."""
-        max_model_len = self._generation.model.max_model_len if self._generation.model else 0
+        model = self._generation.model
+        max_model_len, vocab = (model.max_model_len, model.vocab_size) if model else (0, 0)
         count = 0
         for message in messages:
             sampling = message.sampling
             n = sampling.n or 1
             if sampling.HasField("prompt_logprobs"):
-                count += n * len(message.token_ids.ids) * (sampling.prompt_logprobs + 1)
-            if sampling.HasField("logprobs") and not stream:
-                count += n * min(sampling.max_tokens or max_model_len, max_model_len) * (sampling.logprobs + 1)
+                count += n * len(message.token_ids.ids) * num_values(sampling.prompt_logprobs, vocab)
+            if not sampling.HasField("logprobs"):
+                continue
+            each = num_values(sampling.logprobs, vocab)
+            if sampling.logprob_token_ids:
+                each = 1 + len(sampling.logprob_token_ids)
+            if stream and each > LARGE_VALUES:
+                raise InvalidRequest(
+                    f"each chunk of the stream would have {each:,} log-probabilities, more than {LARGE_VALUES:,}; do "
+                    "not stream, ask for fewer, or name the tokens that you need in logprob_token_ids"
+                )
+            if not stream:
+                count += n * min(sampling.max_tokens or max_model_len, max_model_len) * each
         if count > _MAX_LOGPROBS:
             raise InvalidRequest(
                 f"the response could have {count:,} log-probabilities, more than {_MAX_LOGPROBS:,}; ask for "

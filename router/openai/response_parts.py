@@ -19,6 +19,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.sampling_fields import SamplingFields
+from coatcheck.router.serving.logprob_limits import count_values
 
 DONE: Final = b"data: [DONE]\n\n"
 FINISH_REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
@@ -58,8 +59,7 @@ class EchoedPrompt:
 
     def count_values(self, logprobs: PromptLogprobs) -> int:
         """About how many JSON values show the prompt in one choice, with these `logprobs`."""
-        scored = len(logprobs.tokens) * (1 + len(logprobs.tokens[0].top)) if logprobs.tokens else 0
-        return len(self.token_ids) + scored + count_text(self.echo)
+        return len(self.token_ids) + count_values(logprobs.tokens) + count_text(self.echo)
 
 
 class OpenAIResponse(ABC):
@@ -184,8 +184,7 @@ def count_text(text: str) -> int:
 
 
 def _count_delta(delta: Delta) -> int:
-    tops = len(delta.logprobs[0].top) if delta.logprobs else 0
-    return len(delta.token_ids) + len(delta.logprobs) * (1 + tops) + count_text(delta.text)
+    return len(delta.token_ids) + count_values(delta.logprobs) + count_text(delta.text)
 
 
 def stop_reason(delta: Delta) -> str | int | None:

@@ -46,7 +46,7 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
 UNIMPLEMENTED_FIELDS: Final = frozenset({
     "audio", "web_search_options", "moderation", "image_url", "input_audio", "file", "refusal", "annotations",
     "function_call", "structural_tag",
-    "logprob_token_ids", "prompt_embeds", "kv_transfer_params",
+    "prompt_embeds", "kv_transfer_params",
     "vllm_xargs", "mm_processor_kwargs", "documents", "chat_template", "repetition_detection",
     "continue_final_message", "top_a",
     "lora_path", "stop_regex", "custom_logit_processor", "session_params", "stream_reasoning",
@@ -59,6 +59,7 @@ _MAX_FIELDS: Final = 2048
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # strict: refuses true and 5.0
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+CountOrAll = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: all tokens of the vocabulary
 
 
 class RequestBody(BaseModel):
@@ -216,7 +217,8 @@ class SamplingFields(RequestBody):
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: CountOrAll | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
     cache_salt: str = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     session_id: str = ""
@@ -314,6 +316,7 @@ class SamplingFields(RequestBody):
             "seed": None if self.seed is None else self.seed % 2**64,  # OpenAI's seeds are signed
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
+            "logprob_token_ids": tuple(self.logprob_token_ids),
             "allowed_token_ids": tuple(self.allowed_token_ids),
             "bad_words": tuple(self.bad_words),
             "include_stop": self.include_stop_str_in_output or self.no_stop_trim,

@@ -44,6 +44,7 @@ from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
+from coatcheck.router.serving.logprob_limits import WideAnswers
 from coatcheck.router.serving.output_splitter import OutputSplitter, join_calls
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import (
@@ -114,6 +115,7 @@ class GenerateService:
         self._side = side
         self._tracing = tracing
         self._limits = TenantLimits()
+        self._wide = WideAnswers()
         self._grammars = GrammarValidator()
         self._rng = random.SystemRandom()
         self.created = int(time.time())
@@ -171,12 +173,13 @@ class GenerateService:
                     make_detokenizer=make_detokenizer,
                 )
                 try:
-                    async for event in relay.events():
-                        if event.HasField("delta"):
-                            lifecycle.record_delta(event.delta.choice)
-                            if splitter is not None:
-                                splitter.split(event.delta)
-                        yield event
+                    with self._wide.reserve(request, self._vocab_size()):
+                        async for event in relay.events():
+                            if event.HasField("delta"):
+                                lifecycle.record_delta(event.delta.choice)
+                                if splitter is not None:
+                                    splitter.split(event.delta)
+                            yield event
                 finally:
                     relay.close()
                     self._limits.charge_tokens(tenant, relay.usage.completion_tokens)
@@ -296,6 +299,7 @@ class GenerateService:
             tenant=tenant,
             defaults=self._defaults,
             deadline=deadline,
+            max_logprobs=self._config.max_logprobs,
         )
         if request.sampling.bad_words or request.sampling.max_reasoning_tokens is not None:
             sampling = request.sampling

@@ -19,6 +19,7 @@ from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.serving.admission_queue import Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.fair_queue import TokenCharge
+from coatcheck.router.serving.logprob_limits import count_values
 from coatcheck.router.serving.poison_suspicion import PoisonSuspicion
 from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
@@ -213,11 +214,7 @@ def logprob_portions(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[Seq
     """
     begin = total = 0
     for end, output in enumerate(outputs):
-        count = sum(
-            len(logprobs) * (1 + len(logprobs[0].top))
-            for logprobs in (output.logprobs, output.prompt_logprobs)
-            if logprobs
-        )
+        count = count_values(output.logprobs) + count_values(output.prompt_logprobs)
         if total + count > MAX_LOGPROBS_PER_TURN and end > begin:
             yield outputs[begin:end]
             begin, total = end, 0

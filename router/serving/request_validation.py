@@ -18,18 +18,17 @@ from google.protobuf.message import Message
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidParameter, InvalidRequest, NeverFits, NotFound
 from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.retention import Retention
-from coatcheck.proto.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
+from coatcheck.proto.sampling import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Pooling, Resumed, TokenizeRequest
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.groups.request import Request
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
+from coatcheck.router.serving.logprob_limits import check_answer_size, check_logprobs
 from coatcheck.router.serving.tool_choice import reasoning_start_of_chat
 from coatcheck.router.text.chat_template import render_chat
 from coatcheck.router.text.tokenizer import TokenizerJson
 
-# Max log-probabilities of prompt tokens in one answer; more take seconds to encode.
-MAX_PROMPT_LOGPROBS: Final = 1 << 20
 _LONGEST_NAME: Final = 256
 _SLICE: Final = 16384  # token ids
 _EMPTY = "the prompt is empty; give at least one token"
@@ -91,6 +90,7 @@ def validate_request(
     tenant: Tenant = ANONYMOUS,
     defaults: SamplingDefaults = NO_DEFAULTS,
     deadline: float | None = None,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> Request:
     """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
@@ -99,6 +99,7 @@ def validate_request(
     """
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
     sampling.check_model(vocab_size)
+    check_logprobs(sampling, vocab_size, max_logprobs)
     retention = Retention.from_message(message.retention) if message.HasField("retention") else None
     for name in ("request_id", "cache_salt", "session_id"):  # these are kept, logged, sent on, or hashed for each group
         if len(getattr(message, name)) > _LONGEST_NAME:
@@ -119,12 +120,6 @@ def validate_request(
             length,
         )
     check_token_ids(token_ids, vocab_size)
-    logprobs = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
-    if logprobs > MAX_PROMPT_LOGPROBS:
-        raise NeverFits(
-            f"prompt_logprobs is {sampling.prompt_logprobs} and the prompt has {length} tokens, which makes {logprobs} "
-            f"log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned: ask for fewer, or shorten the prompt"
-        )
     room = capacity - length
     for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
         if asked > room:
@@ -137,6 +132,7 @@ def validate_request(
     max_tokens = sampling.max_tokens or room
     if sampling.max_tokens is None and defaults.max_new_tokens is not None:
         max_tokens = min(room, max(defaults.max_new_tokens, sampling.min_tokens))
+    check_answer_size(sampling, length, max_tokens, vocab_size)
     resume = _resumed(message.resume, sampling, max_tokens, vocab_size)
     # A drawn seed stays below 2^63, for clients in languages without unsigned integers.
     seed = rng.getrandbits(63) if sampling.seed is None else sampling.seed

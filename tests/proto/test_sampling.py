@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
-from coatcheck.proto.sampling import MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, ReasoningLimit, SamplingParams
+from coatcheck.proto.sampling import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGPROB_IDS,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    ReasoningLimit,
+    SamplingParams,
+)
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
@@ -48,9 +56,10 @@ BAD: list[tuple[str, Any]] = [
     ("n", 0),
     ("n", -1),
     ("n", MAX_CHOICES + 1),
-    ("logprobs", -1),
-    ("logprobs", MAX_LOGPROBS + 1),
-    ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("logprobs", -2),
+    ("logprobs", 2**31),
+    ("prompt_logprobs", -2),
+    ("logprob_token_ids", tuple(range(MAX_LOGPROB_IDS + 1))),
     ("stop", ("",)),
     ("stop", ("a",) * (MAX_STOPS + 1)),
     ("stop_token_ids", tuple(range(257))),
@@ -142,10 +151,15 @@ valid = st.builds(
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple),
     ignore_eos=st.booleans(),
     n=st.integers(1, MAX_CHOICES),
-    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
-    prompt_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    logprobs=st.none() | st.integers(-1, 2**31 - 1),
+    prompt_logprobs=st.none() | st.integers(-1, 2**31 - 1),
     skip_special_tokens=st.booleans(),
     include_stop=st.booleans(),
+)
+valid |= st.builds(
+    SamplingParams,
+    logprobs=st.integers(-1, MAX_LOGPROBS),
+    logprob_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=MAX_LOGPROB_IDS).map(tuple),
 )
 texts = st.text(min_size=1, max_size=9).filter(str.strip)
 structured = st.builds(

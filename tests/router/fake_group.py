@@ -7,6 +7,7 @@ compared with one that did not.
 import asyncio
 import hashlib
 import math
+import struct
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
@@ -283,8 +284,10 @@ class FakeGroup(WorkerServicer):
         scored: list[TokenLogprob] = []
         if sampling.HasField("prompt_logprobs") and choice == 0:
             tops = self._tops(sampling.prompt_logprobs)
+            every = self._all() if sampling.prompt_logprobs == -1 else b""
             scored = [
-                TokenLogprob(token_id=token, logprob=-2.0, rank=3, top=tops) for token in submit.prompt_token_ids[1:]
+                TokenLogprob(token_id=token, logprob=-2.0, rank=3, top=tops, all_logprobs=every)
+                for token in submit.prompt_token_ids[1:]
             ]
         while self.chunk and scored:
             part, scored = scored[: self.chunk], scored[self.chunk :]
@@ -302,7 +305,10 @@ class FakeGroup(WorkerServicer):
             output = SequenceOutput(id=submit.id, attempt=submit.attempt, choice=choice, token_ids=[token])
             if sampling.HasField("logprobs"):
                 tops = self._tops(sampling.logprobs)
-                output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1, top=tops))
+                if sampling.logprob_token_ids:
+                    tops = [TopLogprob(token_id=named, logprob=-0.5) for named in sampling.logprob_token_ids]
+                every = self._all() if sampling.logprobs == -1 and not sampling.logprob_token_ids else b""
+                output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1, top=tops, all_logprobs=every))
             if first:
                 first = False
                 output.first_output.CopyFrom(FirstOutput(device_tokens=self._found(submit)))
@@ -324,6 +330,10 @@ class FakeGroup(WorkerServicer):
         if not self.with_tops:
             return []
         return [TopLogprob(token_id=2 + place, logprob=-1.1 * place if place else -math.inf) for place in range(count)]
+
+    def _all(self) -> bytes:
+        """The largest is that of token 9, and the others fall with the token id."""
+        return struct.pack(f"<{VOCAB}f", *(-0.25 if token == 9 else -1.0 - token / 8 for token in range(VOCAB)))
 
     def _found(self, submit: Submit) -> int:
         prompt = len(submit.prompt_token_ids)

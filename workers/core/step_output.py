@@ -20,12 +20,19 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """`rank`: 1 for the most likely token. `top`: (token id, log-probability) of the most likely tokens."""
+    """`rank`: 1 for the most likely token. `top`: (token id, log-probability) of the most likely tokens, or of those
+    that the request names. `all_logprobs`: of all tokens if the request asks for them, little-endian float32 by id."""
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+    all_logprobs: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of its message."""
+        return 16 + 13 * len(self.top) + len(self.all_logprobs)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ _SAMPLING_FIELDS: Final = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_tokens", "logprobs", "prompt_logprobs"),
 )
+_NONE: Final = -2  # stands for None: -1 asks for the log-probabilities of all tokens
 _BIAS: Final = struct.Struct("=if")  # token, bias
 
 
@@ -162,9 +163,10 @@ def _decode_new_sequence(reader: _Reader) -> NewSequence:
 
 def _put_sampling(out: "array[int]", params: SamplingParams) -> None:
     seed, *others = (getattr(params, name) for name in _SAMPLING_FIELDS)
-    content = _SAMPLING.pack(seed or 0, *(-1 if value is None else value for value in others))
+    content = _SAMPLING.pack(seed or 0, *(_NONE if value is None else value for value in others))
     _put_list(out, array("i", content + b"".join(_BIAS.pack(*bias) for bias in params.logit_bias.items())))
     _put_list(out, params.allowed_token_ids)
+    _put_list(out, params.logprob_token_ids)
     out.append(len(params.bad_token_ids))
     for sequence in params.bad_token_ids:
         _put_list(out, sequence)
@@ -179,8 +181,9 @@ def _take_sampling(reader: _Reader) -> SamplingParams:
     content = reader.take_list().tobytes()
     fields = dict(zip(_SAMPLING_FIELDS, _SAMPLING.unpack_from(content), strict=True))
     for name in ("logprobs", "prompt_logprobs"):
-        fields[name] = None if fields[name] < 0 else fields[name]
+        fields[name] = None if fields[name] == _NONE else fields[name]
     allowed = tuple(reader.take_list())
+    named = tuple(reader.take_list())
     (num_bad,) = reader.take(1)
     bad = tuple(tuple(reader.take_list()) for _ in range(num_bad))
     limit = None
@@ -191,6 +194,7 @@ def _take_sampling(reader: _Reader) -> SamplingParams:
         **fields,
         logit_bias=dict(_BIAS.iter_unpack(content[_SAMPLING.size :])),
         allowed_token_ids=allowed,
+        logprob_token_ids=named,
         bad_token_ids=bad,
         reasoning_limit=limit,
     )

@@ -4,42 +4,73 @@ Log-probabilities are copied as tokens are: the copy is queued behind the kernel
 So a request for log-probabilities delays no launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.sampling.logprobs import logprobs
+from coatcheck.kernels.sampling.logprobs import all_logprobs, logprobs
+from coatcheck.proto.sampling import ALL_LOGPROBS
 from coatcheck.workers.core.runner_protocol import CopyReport, StepResult
 from coatcheck.workers.core.step_output import TokenLogprob
-from coatcheck.workers.runner.host_transfer import HostCopy
+from coatcheck.workers.runner.host_transfer import HostCopy, upload
+
+NONE_NAMED: Final[Mapping[int, Sequence[int]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobReport:
-    """Log-probabilities of R tokens: each token's own and its rank, and those of the `counts[r]` most likely tokens."""
+    """Log-probabilities of R tokens: each token's own and its rank, and those of the `counts[r]` most likely tokens, of
+    all tokens, or of those that the request names."""
 
     _counts: Sequence[int]
     _ids: HostCopy  # int64 [R, 2 + max(counts)]: the token, its rank, the most likely tokens
     _values: HostCopy  # float32 [R, 1 + max(counts)]
+    _named: dict[int, tuple[Sequence[int], HostCopy]]  # by row: ids, float32 [ids]
+    _all: HostCopy | None  # float32 [rows whose count is ALL_LOGPROBS, vocab]
 
     @classmethod
-    def start(cls, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> "LogprobReport":
+    def start(
+        cls, logits: Tensor, token_ids: Tensor, counts: Sequence[int], named: Mapping[int, Sequence[int]] = NONE_NAMED
+    ) -> "LogprobReport":
         """Queue the copy. `logits`: float32 [R, vocab], before bias, penalties and temperature. `token_ids`: int64 [R].
-        Both may change afterwards."""
-        chosen, rank, top_ids, top = logprobs(logits, token_ids, max(counts))
+        Both may change afterwards. `named`: by row, ids whose log-probabilities are reported in place of the most
+        likely ones."""
+        counts = [0 if row in named else count for row, count in enumerate(counts)]
+        chosen, rank, top_ids, top = logprobs(logits, token_ids, max(0, *counts))
         ids = torch.cat((token_ids[:, None], rank[:, None], top_ids), dim=1)
-        return cls(counts, HostCopy.start(ids), HostCopy.start(torch.cat((chosen[:, None], top), dim=1)))
+        copies = {
+            row: (
+                wanted,
+                HostCopy.start(all_logprobs(logits[row : row + 1])[0, upload(wanted, torch.int64, ids.device)]),
+            )
+            for row, wanted in named.items()
+        }
+        rows = [row for row, count in enumerate(counts) if count == ALL_LOGPROBS]
+        every = None
+        if rows:
+            every = HostCopy.start(all_logprobs(logits[upload(rows, torch.int64, ids.device)]))
+        return cls(counts, HostCopy.start(ids), HostCopy.start(torch.cat((chosen[:, None], top), dim=1)), copies, every)
 
     def wait(self) -> list[TokenLogprob]:
         """Block until the copy is done. One entry for each token."""
-        return [
-            TokenLogprob(token, chosen, rank, tuple(zip(top_ids[:count], top[:count], strict=True)))
-            for count, (token, rank, *top_ids), (chosen, *top) in zip(
-                self._counts, self._ids.wait(), self._values.wait(), strict=True
-            )
-        ]
+        every = iter(self._all.wait_rows() if self._all is not None else ())
+        entries = []
+        for row, (count, (token, rank, *top_ids), (chosen, *top)) in enumerate(
+            zip(self._counts, self._ids.wait(), self._values.wait(), strict=True)
+        ):
+            if count == ALL_LOGPROBS:
+                values = next(every)
+                entries.append(TokenLogprob(token, float(values[token]), rank, (), values.astype("<f4").tobytes()))
+                continue
+            if row in self._named:
+                wanted, copied = self._named[row]
+                top_ids, top, count = list(wanted), copied.wait(), len(wanted)
+            entries.append(TokenLogprob(token, chosen, rank, tuple(zip(top_ids[:count], top[:count], strict=True))))
+        return entries
 
 
 @dataclass(slots=True)

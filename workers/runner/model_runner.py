@@ -210,7 +210,9 @@ class ModelRunner:
         self._bitmasks.record_tokens(slots, host_copy)
         logprobs = None
         if counts:
-            report = LogprobReport.start(raw_logits, token_ids[reported], list(counts.values()))
+            listed = ((n, self._sampler.sampling(slots[r]).logprob_token_ids) for n, r in enumerate(counts))
+            named = {n: ids for n, ids in listed if ids}
+            report = LogprobReport.start(raw_logits, token_ids[reported], list(counts.values()), named)
             logprobs = [sampled[r] for r in counts], report
         failed_rows = {sampled[r]: reason for r, reason in failed.items()}
         return DeviceStep(len(rows), sampled, host_copy, logprobs, prompt_logprobs, failed=failed_rows)

@@ -12,6 +12,9 @@ from coatcheck.workers.core.request import EngineRequest, Pooling
 
 # The event of a stored block takes 42 bytes: a full message stays below the contract's 256 KiB.
 EVENTS_PER_MESSAGE = 6000
+# Log-probabilities of one message to a router, unless one sequence's are more. A sequence's are at most 21 MB, and the
+# router accepts messages of 64 MiB.
+LOGPROB_BYTES_PER_MESSAGE = 16 * 1024 * 1024
 # Blocks in one chunk of a snapshot. A chunk takes the engine's thread, the service's and the router 1 to 2 ms each.
 CHUNK_BLOCKS = 1000
 
@@ -62,6 +65,13 @@ def write_output(
         message.first_output.prefill_seconds = output.prefill_seconds
 
 
+def logprob_bytes(output: step_output.SequenceOutput) -> int:
+    """About the size of the log-probabilities in the output's message."""
+    if not (output.logprobs or output.prompt_logprobs):
+        return 0
+    return sum(entry.num_bytes for part in (output.logprobs, output.prompt_logprobs) for entry in part)
+
+
 def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
     """The events, numbered from `sequence`, in messages of at most EVENTS_PER_MESSAGE events."""
     for start in range(0, len(events), EVENTS_PER_MESSAGE):
@@ -101,4 +111,5 @@ def _logprob(logprob: step_output.TokenLogprob) -> public.TokenLogprob:
         logprob=logprob.logprob,
         rank=logprob.rank,
         top=[public.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top],
+        all_logprobs=logprob.all_logprobs,
     )

@@ -24,8 +24,10 @@ from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.service.message_conversion import (
     CHUNK_BLOCKS,
+    LOGPROB_BYTES_PER_MESSAGE,
     chunk_message,
     event_messages,
+    logprob_bytes,
     refusal_message,
     request_from_message,
     write_output,
@@ -101,8 +103,9 @@ class SessionTable:
             self.close_request(engine_request_id, "ok")
 
     def build_messages(self, output: StepOutput) -> list[Outgoing]:
-        """The messages of one engine step, in the order of sending: KV events to all sessions, one batch of tokens to
-        each session with outputs, refusals. Closes the requests that end with this step. In the engine's thread."""
+        """The messages of one engine step, in the order of sending: KV events to all sessions, tokens to each session
+        with outputs, in one batch or, if they have many log-probabilities, in several; refusals. Closes the requests
+        that end with this step. In the engine's thread."""
         messages: list[Outgoing] = []
         if output.events:
             if self.sessions:
@@ -110,12 +113,17 @@ class SessionTable:
                     messages.extend((session, message) for session in self.sessions.values())
             self.next_event += len(output.events)
         batches: dict[int, wire.FromGroup] = {}
+        sizes: dict[int, int] = {}  # bytes of log-probabilities in each session's present batch
         for sequence in output.outputs:
             request = self.requests.get(sequence.request_id)
             if request is None:
                 continue  # the router has left or aborted the request, and the engine has not processed the abort yet
             session = request.session
             batch = batches.get(session.number)
+            size = sizes.get(session.number, 0) + logprob_bytes(sequence)
+            if batch is not None and size > LOGPROB_BYTES_PER_MESSAGE:
+                batch, size = None, logprob_bytes(sequence)
+            sizes[session.number] = size
             if batch is None:
                 batch = batches[session.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
                 messages.append((session, batch))

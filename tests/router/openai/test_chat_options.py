@@ -8,7 +8,7 @@ import pytest
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.fake_group import FakeGroup
+from tests.router.fake_group import VOCAB, FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
@@ -72,6 +72,60 @@ async def test_tokens_can_be_shown_as_ids(start_http_router: StartHttpRouter) ->
     text = await router.openai.completions.create(prompt="a", logprobs=1, **options)
     made = text.choices[0].logprobs
     assert made is not None and all(token.startswith("token_id:") for token in made.tokens or [])
+
+
+async def test_logprobs_of_all_tokens_and_of_named_ones(start_http_router: StartHttpRouter) -> None:
+    """A server without a limit returns the whole vocabulary in descending order; every server returns named tokens."""
+    router = await start_http_router(FakeGroup(), max_logprobs=-1)
+    options: dict[str, Any] = dict(model="tiny", max_tokens=2)
+    as_ids: dict[str, Any] = {"return_tokens_as_token_ids": True}
+    answer = await router.openai.chat.completions.create(
+        messages=HELLO, logprobs=True, top_logprobs=-1, extra_body={**as_ids, "prompt_logprobs": -1}, **options
+    )
+    scored = answer.choices[0].logprobs
+    assert scored is not None and scored.content is not None and len(scored.content) == 2
+    for entry in scored.content:
+        ids = [int(top.token.removeprefix("token_id:")) for top in entry.top_logprobs]
+        assert ids == [9, *(token for token in range(VOCAB) if token != 9)]
+        assert [top.logprob for top in entry.top_logprobs[:3]] == [-0.25, -1.0, -1.125]
+    prompt = answer.model_extra["prompt_logprobs"] if answer.model_extra else []
+    assert len(prompt) > 1 and len(prompt[1]) == VOCAB and prompt[1]["9"]["rank"] == 1 and prompt[1]["0"]["rank"] == 2
+    text = await router.openai.completions.create(prompt="a b", logprobs=-1, echo=True, extra_body=as_ids, **options)
+    made = text.choices[0].logprobs
+    assert made is not None and made.top_logprobs is not None and made.top_logprobs[0] is None
+    assert all(len(top) == VOCAB for top in made.top_logprobs[1:])
+
+    limited = await start_http_router(FakeGroup())
+    for stream in (False, True):
+        body = {"prompt": "a", "max_tokens": 1, "logprobs": 0, "logprob_token_ids": [7, 3], "stream": stream, **as_ids}
+        status, _, shown = await limited.request("POST", "/v1/completions", body)
+        assert status == 200 and '"token_id:7":-0.5,"token_id:3":-0.5' in shown, shown
+
+
+async def test_too_many_logprobs_are_refused(start_http_router: StartHttpRouter) -> None:
+    """Each refusal names the field of the body and says what to change."""
+    limited = await start_http_router(FakeGroup())
+    unlimited = await start_http_router(FakeGroup(), max_logprobs=-1)
+    chat: dict[str, Any] = {"messages": HELLO, "max_tokens": 1, "logprobs": True}
+    text: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+    for router, path, body, param in (
+        (limited, CHAT, {**chat, "top_logprobs": -1}, "top_logprobs"),
+        (limited, CHAT, {**chat, "top_logprobs": 21}, "top_logprobs"),
+        (limited, CHAT, {**chat, "prompt_logprobs": -1}, "prompt_logprobs"),
+        (limited, "/v1/completions", {**text, "logprobs": -1, "echo": True}, "logprobs"),
+        (limited, "/v1/completions", {**text, "logprob_token_ids": [5]}, "logprob_token_ids"),
+        (limited, "/v1/completions", {**text, "logprobs": 0, "logprob_token_ids": [-5]}, "logprob_token_ids.0"),
+        (unlimited, "/v1/completions", {**text, "logprobs": VOCAB + 1}, "logprobs"),
+        (unlimited, "/v1/completions", {**text, "logprobs": -2}, "logprobs"),
+    ):
+        error = await router.expect_refusal(path, body)
+        assert error["param"] == param, (body, error)
+    wide = {**text, "logprobs": -1, "n": 64, "max_tokens": 200}
+    message = (await unlimited.expect_refusal("/v1/completions", {**wide, "stream": True, "max_tokens": 150}))[
+        "message"
+    ]
+    assert "5769600 log-probabilities; at most 4194304" in message
+    assert "4,194,304" in (await unlimited.expect_refusal("/v1/completions", wide))["message"]
 
 
 async def test_structural_tags(start_http_router: StartHttpRouter) -> None:

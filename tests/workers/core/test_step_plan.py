@@ -23,14 +23,17 @@ sampling = st.builds(
     frequency_penalty=floats32,
     repetition_penalty=st.floats(0.125, 2, width=32),
     seed=st.integers(0, 2**64 - 1),
-    logprobs=st.none() | st.integers(0, 20),
-    prompt_logprobs=st.none() | st.integers(0, 20),
+    logprobs=st.none() | st.integers(-1, 20),
+    prompt_logprobs=st.none() | st.integers(-1, 20),
     logit_bias=st.dictionaries(ints, floats32, max_size=3),
 )
 sampling |= st.builds(SamplingParams, min_tokens=st.integers(0, 9), seed=ints)
 token_ids = st.lists(ints, min_size=1, max_size=3).map(tuple)
 limits = st.builds(ReasoningLimit, ints, st.just(()) | token_ids, token_ids)
 sampling |= st.builds(SamplingParams, seed=ints, allowed_token_ids=token_ids, reasoning_limit=st.none() | limits)
+sampling |= st.builds(
+    SamplingParams, seed=ints, logprobs=st.integers(-1, 20), logprob_token_ids=st.lists(ints, max_size=5).map(tuple)
+)
 sampling |= st.builds(SamplingParams, seed=ints, bad_token_ids=st.lists(token_ids, max_size=3).map(tuple))
 plans = st.builds(
     StepPlan,

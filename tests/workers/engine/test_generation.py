@@ -206,6 +206,37 @@ def test_logprobs_are_the_models(make: Make, checkpoint: Path) -> None:
         assert [i for i, _ in reported.top] == row.topk(3).indices.tolist()
 
 
+def test_logprobs_of_all_tokens_and_of_named_ones(make: Make, checkpoint: Path) -> None:
+    """With -1 each position has the model's whole distribution in float32, also positions of the prompt; named tokens
+    come in the order of the request; a batch may mix them with others."""
+    engine = make()
+    every, named = params(logprobs=-1, prompt_logprobs=-1), params(logprobs=3, logprob_token_ids=(7, 3, 7))
+    said = run(engine, ask("every", sampling=every), ask("named", sampling=named), ask("rich"))
+    engine.submit_request(ask("prompt", sampling=every))
+    scored: list[TokenLogprob] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            scored += output.prompt_logprobs
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def expected(tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            distribution: torch.Tensor = reference(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)
+        return distribution
+
+    tokens, logprobs = said["every", 0]
+    assert len(logprobs) == len(tokens) and [entry.token_id for entry in scored] == PROMPT[1:]
+    for row, entry in zip(expected(tokens), scored + logprobs, strict=False):
+        values = torch.frombuffer(bytearray(entry.all_logprobs), dtype=torch.float32)
+        assert torch.allclose(values, row, atol=1e-4) and entry.logprob == values[entry.token_id].item()
+        assert not entry.top and entry.rank == int((values > values[entry.token_id]).sum()) + 1
+    tokens, logprobs = said["named", 0]
+    for row, entry in zip(expected(tokens)[len(PROMPT) - 1 :], logprobs, strict=False):
+        assert [token for token, _ in entry.top] == [7, 3, 7] and not entry.all_logprobs
+        assert [value for _, value in entry.top] == pytest.approx([row[i].item() for i in (7, 3, 7)], abs=1e-4)
+    assert all(len(entry.top) == 3 and not entry.all_logprobs for entry in said["rich", 0][1])
+
+
 def test_prompt_logprobs_cover_the_prompt(make: Make, checkpoint: Path) -> None:
     """Every prompt token after the first is scored, chunked or not, and even if its prefix was cached."""
     reference = AutoModelForCausalLM.from_pretrained(checkpoint)
