@@ -10,7 +10,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState, RouterState
-from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 # A router normally needs less to connect to a serving group. After that `serve` says why the group is not used.
 CONNECT_SECONDS: Final = 3.0
@@ -95,13 +94,7 @@ class ProgressBars(Progress):
                     task = self.add_task(f"{group.name} rank {rank}", total=None, phase="")
                     self._rank_tasks[group.name, rank] = task
                 total = progress.total_bytes or None
-                self.update(task, completed=progress.done_bytes, total=total, phase=_describe_phase(progress))
-
-
-def _describe_phase(progress: RankProgress) -> str:
-    if progress.phase is Phase.WARMING and progress.total_graphs:
-        return f"warming up: {progress.captured_graphs} of {progress.total_graphs} CUDA graphs"
-    return progress.phase.value
+                self.update(task, completed=progress.done_bytes, total=total, phase=progress.description)
 
 
 class GroupNotices:

@@ -42,3 +42,10 @@ class RankProgress:
     niceness: int = 0
     numa_nodes: int = 1
     numa_node: int | None = None
+
+    @property
+    def description(self) -> str:
+        """The phase, and how many CUDA graphs are captured while there is something to capture."""
+        if self.phase is Phase.WARMING and self.total_graphs:
+            return f"{self.phase.value}: {self.captured_graphs} of {self.total_graphs} CUDA graphs"
+        return self.phase.value
