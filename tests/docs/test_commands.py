@@ -172,7 +172,8 @@ def test_a_page_can_be_followed(page: str, network: OwnNetwork, tmp_path: Path) 
             if command.output is not None:
                 assert shows(command.output, done.stdout), f"{page}: {command.text} prints\n{done.stdout}"
             if program == "curl":
-                assert '"error"' not in done.stdout, done.stdout
+                # An object's key: the model may sample the token "error".
+                assert '"error":' not in done.stdout, done.stdout
         assert session.interrupt_server() == 0
     if missing:
         pytest.skip(f"all but the commands of {', '.join(missing)} ran: not installed")
