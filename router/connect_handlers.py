@@ -17,23 +17,19 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from starlette.responses import Response, StreamingResponse
 
-from coatcheck.proto.errors import InvalidRequest, status_of
+from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.event_loop.message_limits import check_bytes, parse_message
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.http.errors import error_body
-from coatcheck.router.http.json_response import AsciiJsonResponse
+from coatcheck.router.http.errors import CONNECT_PATH, connect_error, error_response, report_error
 from coatcheck.router.openai.response_sender import ClientDisconnected, while_connected
 from coatcheck.router.serving.embed_service import EmbedService
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
-_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 _LONG_BYTES: Final = 256 << 10  # parsing a longer body could block the event loop for more than 20 ms
 _HEADER: Final = struct.Struct(">BI")
 _COMPRESSED, _END_STREAM = 1, 2
-# The HTTP status of a unary call's error is Connect's for its code, which is not always OpenAI's.
-_STATUS: Final = {"aborted": 409, "failed_precondition": 400}
 
 _Kind = TypeVar("_Kind", bound=Message)
 
@@ -54,7 +50,7 @@ class ConnectHandlers:
         }
         for name, endpoint in unary.items():
             app.add_api_route(
-                f"/{_SERVICE}/{name}", endpoint, methods=["POST"], response_model=None, include_in_schema=False
+                f"{CONNECT_PATH}{name}", endpoint, methods=["POST"], response_model=None, include_in_schema=False
             )
 
     def _unary(
@@ -71,9 +67,7 @@ class ConnectHandlers:
             except ClientDisconnected:
                 raise
             except Exception as error:
-                body = _error(error)
-                _, status = status_of(error)
-                return AsciiJsonResponse(body, _STATUS.get(body["code"], status))
+                return error_response(report_error(error), CONNECT_PATH)
 
         return handle
 
@@ -92,7 +86,7 @@ class ConnectHandlers:
                     async for event in events:
                         yield _envelope(_encode(event, subtype))
             except Exception as error:
-                end = {"error": _error(error)}
+                end = {"error": connect_error(report_error(error))}
             yield _envelope(json.dumps(end).encode(), _END_STREAM)
 
         return StreamingResponse(messages(), media_type=f"application/connect+{subtype}")
@@ -159,10 +153,3 @@ def _to_binary(kind: type[Message], data: bytes) -> bytes:
         return json_format.Parse(data or b"{}", kind()).SerializeToString()
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not a {kind.DESCRIPTOR.full_name} in JSON: {error}") from None
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    """Connect's error object."""
-    code, _ = status_of(error)
-    _, body = error_body(error)
-    return {"code": code.name.lower(), "message": body["error"]["message"]}

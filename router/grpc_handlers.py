@@ -9,41 +9,32 @@ bytes that do not parse, although they are the client's error.
 """
 
 import asyncio
-import logging
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Never, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untyped]  # made by protoc
-from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as above
 from grpc_status import rpc_status
 
-from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReader, status_of
+from coatcheck.proto.errors import InvalidRequest, SlowReader
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope, Tenant
 from coatcheck.router.event_loop.message_limits import check_bytes, parse_message
 from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.http.errors import grpc_status, report_error
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.embed_service import EmbedService
 from coatcheck.router.serving.explanation import trailing_metadata, wants_explanation
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
-_log = logging.getLogger(__name__)
 GENERATION_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 # A longer message is checked in a side process first. Parsing a shorter one takes less than 50 ms.
 _LONG_MESSAGE_BYTES: Final = 1 << 20
-# Max bytes of an error's text. gRPC sends the text twice, once percent-encoded, which may be three times as long; the
-# limit of metadata is 8 KiB.
-_ERROR_BYTES: Final = 1000
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 RequestIterator = AsyncIterator[bytes]
@@ -198,33 +189,12 @@ class CallInfo:
 
 
 async def abort_with(context: Context, error: Exception) -> Never:
-    """Ends the call with the error's status. An error that is INTERNAL or not a CoatcheckError is logged with an
-    incident number, and the client gets only that number."""
-    code, _ = status_of(error)
-    if isinstance(error, CoatcheckError) and code != grpc.StatusCode.INTERNAL.value[0]:
-        text = _clip(str(error))
-    else:
-        incident = uuid.uuid4().hex[:12]
-        _log.error("incident %s", incident, exc_info=error)
-        text = f"internal error; the router's log has it as incident {incident}"
-    status = Status(code=code, message=text)
-    if isinstance(error, Overloaded):
-        delay = Duration()
-        delay.FromNanoseconds(int(error.retry_seconds * 1e9))
-        details = AnyMessage()
-        details.Pack(RetryInfo(retry_delay=delay))
-        status.details.append(details)
-    grpc_status = rpc_status.to_status(status)
+    """Ends the call with the error's status; see `report_error`."""
+    status = rpc_status.to_status(grpc_status(report_error(error)))
     try:
-        await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
+        await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.AbortError:
         raise
     except Exception as error:  # the client has disconnected before it got the status
         raise grpc.aio.AbortError from error
     raise AssertionError("abort always raises")
-
-
-def _clip(text: str) -> str:
-    """The first _ERROR_BYTES bytes of a text: an error may quote input of any length."""
-    data = text[: _ERROR_BYTES + 1].encode()
-    return text if len(data) <= _ERROR_BYTES else data[:_ERROR_BYTES].decode(errors="ignore") + "…"

@@ -11,7 +11,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     GenerateResponse,
     Usage,
 )
-from coatcheck.router.http.errors import anthropic_error, error_body
+from coatcheck.router.http.errors import anthropic_error, report_error
 from coatcheck.router.openai.chat_response import join_calls
 from coatcheck.router.openai.response_parts import count_text
 from coatcheck.router.openai.response_sender import LargeChunkWriter
@@ -82,8 +82,7 @@ class MessagesAnswer:
         )
 
     def make_error(self, error: Exception) -> bytes:
-        status, body = error_body(error)
-        return _event("error", **anthropic_error(status, body["error"]["message"]))
+        return _event("error", **anthropic_error(report_error(error)))
 
     def _part(self, part: Part) -> bytes:
         """The events of a part; another kind of part begins another block."""

@@ -1,12 +1,28 @@
-"""Errors in the form that OpenAI's clients expect, with their HTTP status."""
+"""Errors as clients get them: what an exception tells (ErrorReport), and one function for its form in each API.
 
+| API | form |
+|---|---|
+| OpenAI, and all that no other row names | `openai_error` |
+| Anthropic, by its path | `anthropic_error` |
+| Connect, by its path | `connect_error` |
+| gRPC | `grpc_status` |
+"""
+
+import base64
 import logging
 import uuid
+from dataclasses import dataclass
 from typing import Any, Final
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untyped]  # made by protoc
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as above
 
 from coatcheck.proto.errors import (
     CoatcheckError,
     ContextLengthExceeded,
+    GrpcCode,
     InvalidParameter,
     InvalidRequest,
     NotFound,
@@ -16,17 +32,34 @@ from coatcheck.proto.errors import (
 from coatcheck.router.http.json_response import AsciiJsonResponse
 
 _log = logging.getLogger(__name__)
+ANTHROPIC_PATH: Final = "/v1/messages"
+CONNECT_PATH: Final = "/coatcheck.v1.Generation/"
+LONE_SURROGATE: Final = "a text has a lone surrogate, which is not a character; remove it"
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                  404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
                  413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
                  431: "invalid_request_error"}  # fmt: skip
-ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC_TYPES: Final = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 # OpenAI's error codes; its clients tell errors apart by them.
 _CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
-LONE_SURROGATE: Final = "a text has a lone surrogate, which is not a character; remove it"
+# The field that holds the prompt.
+_PROMPT_FIELDS: Final = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/embeddings": "input",
+    "/v1/responses": "input",
+}
+# Codes of refusals that no exception stands for.
+_CODE_OF_STATUS: Final = {403: GrpcCode.PERMISSION_DENIED, 404: GrpcCode.UNIMPLEMENTED, 405: GrpcCode.UNIMPLEMENTED,
+                          408: GrpcCode.DEADLINE_EXCEEDED, 413: GrpcCode.RESOURCE_EXHAUSTED,
+                          503: GrpcCode.UNAVAILABLE}  # fmt: skip
+# The HTTP status of an error in Connect is that of its code, which is not always OpenAI's.
+_CONNECT_STATUS: Final = {GrpcCode.ABORTED: 409, GrpcCode.FAILED_PRECONDITION: 400}
 # A message may quote input of any length.
 _MESSAGE_CHARACTERS: Final = 1000
+# Max bytes of a text over gRPC, which sends the text twice, once percent-encoded, which may be three times as long; the
+# limit of metadata is 8 KiB.
+_GRPC_BYTES: Final = 1000
 
 
 class InvalidBody(InvalidRequest):
@@ -48,43 +81,108 @@ class UnsupportedThread(InvalidRequest):
         super().__init__("Unsupported parameter 'thread'; remove it, and send the whole conversation")
 
 
-def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and body for an exception. `prompt_field`: the request's field that holds the prompt, if any. An
-    exception that is not a CoatcheckError is logged with an incident number, and the client gets only that number."""
-    _, status = status_of(error)
-    if isinstance(error, InvalidBody):
-        return status, openai_error(status, error.message, param=error.field)
-    if isinstance(error, CoatcheckError):
-        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
-        param = prompt_field if isinstance(error, ContextLengthExceeded) else None
-        if isinstance(error, InvalidParameter):
-            param = error.name.partition("[")[0].removesuffix(" entry")
-        return status, openai_error(status, str(error), param=param, code=code)
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What a client is told of an error, in any API. `status`: of HTTP. `param`: the field that is wrong. `error`: the
+    exception, if there is one."""
+
+    status: int
+    code: GrpcCode
+    message: str
+    param: str | None = None
+    error: BaseException | None = None
+
+    @property
+    def retry_seconds(self) -> float | None:
+        """After how long to try again, if that is known."""
+        return self.error.retry_seconds if isinstance(self.error, Overloaded) else None
+
+
+def report_error(error: BaseException, path: str = "") -> ErrorReport:
+    """What a client is told of an exception. `path`: of the request. An exception whose message is not for users is
+    logged with an incident number, and the client gets only that number."""
+    code, status = status_of(error)
     if isinstance(error, UnicodeEncodeError):  # JSON can escape what UTF-8 cannot encode
-        return 400, openai_error(400, LONE_SURROGATE)
-    incident = uuid.uuid4().hex[:12]
-    _log.error("incident %s", incident, exc_info=error)
-    return 500, openai_error(500, f"internal error; the router's log has it as incident {incident}")
+        return ErrorReport(400, GrpcCode.INVALID_ARGUMENT, LONE_SURROGATE, None, error)
+    if not isinstance(error, CoatcheckError) or code == GrpcCode.INTERNAL:
+        incident = uuid.uuid4().hex[:12]
+        _log.error("incident %s", incident, exc_info=error)
+        return ErrorReport(500, code, f"internal error; the router's log has it as incident {incident}", None, error)
+    param = None
+    if isinstance(error, InvalidBody):
+        param = error.field
+    elif isinstance(error, ContextLengthExceeded):
+        param = _PROMPT_FIELDS.get(path)
+    elif isinstance(error, InvalidParameter):
+        param = error.name.partition("[")[0].removesuffix(" entry")
+    return ErrorReport(status, code, str(error), param, error)
 
 
-def error_response(status: int, message: str, path: str = "") -> AsciiJsonResponse:
+def report_refusal(status: int, message: str) -> ErrorReport:
+    """What a client is told of a request that HTTP's own rules refuse."""
+    return ErrorReport(status, _CODE_OF_STATUS.get(status, GrpcCode.INVALID_ARGUMENT), message)
+
+
+def error_response(report: ErrorReport, path: str = "") -> AsciiJsonResponse:
     """The response in the form of the API that `path` belongs to."""
-    return AsciiJsonResponse(in_form_of(path, status, openai_error(status, message)), status)
+    wait = report.retry_seconds
+    headers = {} if wait is None else {"retry-after": str(max(1, round(wait)))}
+    if path.startswith(CONNECT_PATH):
+        status = _CONNECT_STATUS.get(report.code, report.status)
+        return AsciiJsonResponse(connect_error(report), status, headers=headers)
+    make = anthropic_error if path.startswith(ANTHROPIC_PATH) else openai_error
+    return AsciiJsonResponse(make(report), report.status, headers=headers)
 
 
-def in_form_of(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """An error's body in the form of the API that `path` belongs to. `body`: in OpenAI's form."""
-    return anthropic_error(status, body["error"]["message"]) if path.startswith(ANTHROPIC_PATH) else body
+def openai_error(report: ErrorReport) -> dict[str, Any]:
+    """OpenAI's error object; a long message or parameter is cut."""
+    code = next((code for kind, code in _CODES.items() if isinstance(report.error, kind)), None)
+    kind = _TYPES.get(report.status, "server_error")
+    param = report.param and _clip(report.param)
+    return {"error": {"message": _clip(report.message), "type": kind, "param": param, "code": code}}
 
 
-def anthropic_details(error: BaseException) -> dict[str, Any] | None:
-    """What Anthropic's client looks for in an error to send the whole conversation instead. None for other errors."""
-    if not isinstance(error, UnsupportedThread):
-        return None
-    return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+def anthropic_error(report: ErrorReport) -> dict[str, Any]:
+    """Anthropic's error object. A request that exceeds the context is refused in Anthropic's words."""
+    kind = _ANTHROPIC_TYPES.get(report.status, "api_error")
+    made: dict[str, Any] = {"type": kind, "message": _anthropic_words(report.error) or _clip(report.message)}
+    if isinstance(report.error, UnsupportedThread):
+        # What Anthropic's client looks for to send the whole conversation instead.
+        made["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": made}
 
 
-def anthropic_message(error: BaseException) -> str | None:
+def connect_error(report: ErrorReport) -> dict[str, Any]:
+    """Connect's error object, with the details that gRPC's status has. Base64 has no padding there."""
+    made: dict[str, Any] = {"code": report.code.name.lower(), "message": _clip(report.message)}
+    if details := _details(report):
+        made["details"] = [
+            {
+                "type": detail.TypeName(),
+                "value": base64.b64encode(detail.value).rstrip(b"=").decode(),
+            }
+            for detail in details
+        ]
+    return made
+
+
+def grpc_status(report: ErrorReport) -> Status:
+    """google.rpc's status, with RetryInfo if the time is known. A long message is cut."""
+    data = report.message[: _GRPC_BYTES + 1].encode(errors="replace")
+    message = data.decode() if len(data) <= _GRPC_BYTES else data[:_GRPC_BYTES].decode(errors="ignore") + "…"
+    return Status(code=report.code, message=message, details=_details(report))
+
+
+def _details(report: ErrorReport) -> list[AnyMessage]:
+    if report.retry_seconds is None:
+        return []
+    delay, packed = Duration(), AnyMessage()
+    delay.FromNanoseconds(int(report.retry_seconds * 1e9))
+    packed.Pack(RetryInfo(retry_delay=delay))
+    return [packed]
+
+
+def _anthropic_words(error: BaseException | None) -> str | None:
     """Anthropic's words for a request that exceeds the context, which its clients match to shorten the conversation or
     to lower max_tokens. None for another error."""
     counts = error.counts if isinstance(error, ContextLengthExceeded) else None
@@ -97,22 +195,6 @@ def anthropic_message(error: BaseException) -> str | None:
         f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {limit}, decrease input length or "
         "`max_tokens` and try again"
     )
-
-
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Anthropic's error object."""
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}}
-
-
-def openai_error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object; a long message or parameter is cut."""
-    kind = _TYPES.get(status, "server_error")
-    return {"error": {"message": _clip(message), "type": kind, "param": param and _clip(param), "code": code}}
-
-
-def retry_headers(error: BaseException) -> dict[str, str]:
-    """The header retry-after for an Overloaded error, nothing for others."""
-    return {"retry-after": str(max(1, round(error.retry_seconds)))} if isinstance(error, Overloaded) else {}
 
 
 def _clip(text: str) -> str:

@@ -13,7 +13,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coatcheck.router.access.connection_limits import HTTP_SHARE, max_connections
-from coatcheck.router.http.errors import error_response
+from coatcheck.router.http.errors import error_response, report_refusal
 
 HEAD_BYTES: Final = 64 << 10  # checked after each read from the socket
 # How long a refused client may take to read the response and to close. Closing a connection before all that the client
@@ -146,7 +146,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._on_refused(reason)
         if not self._is_answering:
-            body = error_response(status, message).body
+            body = error_response(report_refusal(status, message)).body
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             )

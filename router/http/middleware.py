@@ -20,8 +20,7 @@ from coatcheck.proto.errors import PermissionDenied, Unauthenticated
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope as TenantScope
 from coatcheck.router.config import MESSAGE_BYTES
-from coatcheck.router.http.errors import error_body, error_response, in_form_of
-from coatcheck.router.http.json_response import AsciiJsonResponse
+from coatcheck.router.http.errors import CONNECT_PATH, ErrorReport, error_response, report_error, report_refusal
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
@@ -31,7 +30,7 @@ _OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and the respon
 _MANAGE_PATHS: Final = {"/reset_prefix_cache"}
 _GENERATE_PATHS: Final = (
     "/v1/", "/v2/", "/rerank", "/score", "/tokenize", "/detokenize", "/version", "/invocations",
-    "/coatcheck.v1.Generation/",
+    CONNECT_PATH,
 )  # fmt: skip
 # A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only paths that need the scope
 # "observe", such as the dashboard, offer `Basic`.
@@ -94,13 +93,13 @@ class RequestGate:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        refusal = self._refuse_foreign_host(headers) or self._authenticate(scope, headers)
+        refusal = self._refuse_foreign_host(scope, headers) or self._authenticate(scope, headers)
         if refusal is not None:
             await respond_unread(scope, receive, send_with_id, refusal)
         else:
             await self._app(scope, receive, send_with_id)
 
-    def _refuse_foreign_host(self, headers: Headers) -> Response | None:
+    def _refuse_foreign_host(self, scope: Scope, headers: Headers) -> Response | None:
         """Refuses a request whose Host header names another host, against DNS rebinding.
 
         A router on loopback without keys serves every client that can connect. A web page in a browser on this host
@@ -111,11 +110,12 @@ class RequestGate:
         if not self._check_host or is_local_host(host):
             return None
         self._metrics.record_refusal("foreign_host")
-        return error_response(
+        refusal = report_refusal(
             403,
             f"this server answers on loopback to localhost and to addresses, not to {host[:80]!r}; call it by one of "
             "those, or have it ask for keys (--api-keys), or start it with --insecure",
         )
+        return error_response(refusal, scope["path"])
 
     def _authenticate(self, scope: Scope, headers: Headers) -> Response | None:
         """Sets scope["tenant"], except for probes; otherwise returns the refusal, with status 401 or 403."""
@@ -131,9 +131,8 @@ class RequestGate:
             )
             return None
         except (Unauthenticated, PermissionDenied) as error:
-            status, body = error_body(error)
-            refusal = AsciiJsonResponse(in_form_of(scope["path"], status, body), status)
-            for challenge in _CHALLENGES[required] if status == 401 else ():
+            refusal = error_response(report_error(error), scope["path"])
+            for challenge in _CHALLENGES[required] if refusal.status_code == 401 else ():
                 refusal.headers.append("www-authenticate", challenge)
             return refusal
 
@@ -183,15 +182,15 @@ class BodyLimitMiddleware:
         length = headers.get("content-length", "0")
         encoding = headers.get("content-encoding", "identity")
         if int(length if length.isdigit() else 0) > self._max_bytes:
-            await respond_unread(scope, receive, send, self._too_long())
+            await respond_unread(scope, receive, send, error_response(self._too_long(), scope["path"]))
             return
         if encoding.lower() != "identity":
             self._metrics.record_refusal("compressed_body")
             message = f"content-encoding is {encoding[:40]!r}; send the body uncompressed"
-            await respond_unread(scope, receive, send, error_response(415, message))
+            await respond_unread(scope, receive, send, error_response(report_refusal(415, message), scope["path"]))
             return
         received, values, has_more = 0, 0, True
-        refusal: AsciiJsonResponse | None = None
+        refusal: ErrorReport | None = None
         deadline = asyncio.get_running_loop().time() + self._body_seconds
 
         async def receive_limited() -> Message:
@@ -203,7 +202,7 @@ class BodyLimitMiddleware:
                     message = await receive()
             except TimeoutError:
                 self._metrics.record_refusal("slow_body")
-                refusal = error_response(408, "the body came too slowly; send it at once")
+                refusal = report_refusal(408, "the body came too slowly; send it at once")
                 return {"type": "http.disconnect"}
             body = message.get("body", b"")
             received += len(body)
@@ -222,12 +221,13 @@ class BodyLimitMiddleware:
             await self._app(scope, receive_limited, send_unless_refused)
         finally:
             if refusal is not None:
-                has_more = has_more and refusal.status_code != 408
-                await respond_unread(scope, receive, send, refusal, has_more=has_more)
+                has_more = has_more and refusal.status != 408
+                response = error_response(refusal, scope["path"])
+                await respond_unread(scope, receive, send, response, has_more=has_more)
 
-    def _too_long(self) -> AsciiJsonResponse:
+    def _too_long(self) -> ErrorReport:
         self._metrics.record_refusal("long_body")
-        return error_response(
+        return report_refusal(
             413, f"the body has more than {self._max_bytes} bytes, or {_MAX_VALUES} values; send less at once"
         )
 

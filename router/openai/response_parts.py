@@ -16,7 +16,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     PromptLogprobs,
     Usage,
 )
-from coatcheck.router.http.errors import error_body
+from coatcheck.router.http.errors import openai_error, report_error
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.sampling_fields import SamplingFields
 from coatcheck.router.serving.logprob_limits import count_values
@@ -125,7 +125,7 @@ class OpenAIResponse(ABC):
 
     def make_error(self, error: Exception) -> bytes:
         """The end of a stream that fails: the status is sent already, so the error is the last event."""
-        return sse_event(error_body(error)[1]) + DONE
+        return sse_event(openai_error(report_error(error))) + DONE
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         """The response object. `responses`: one for each prompt."""

@@ -6,7 +6,7 @@ authenticated the client before.
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -16,15 +16,7 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, PermissionDen
 from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, TokenizeRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
-from coatcheck.router.http.errors import (
-    ANTHROPIC_PATH,
-    anthropic_details,
-    anthropic_message,
-    error_body,
-    error_response,
-    in_form_of,
-    retry_headers,
-)
+from coatcheck.router.http.errors import error_response, report_error, report_refusal
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
@@ -44,13 +36,6 @@ from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.serving.request_validation import check_model_name
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
-
-_PROMPT_FIELDS: Final = {
-    "/v1/completions": "prompt",
-    "/v1/chat/completions": "messages",
-    "/v1/embeddings": "input",
-    "/v1/responses": "input",
-}
 
 
 class OpenAIRoutes:
@@ -232,13 +217,7 @@ class OpenAIRoutes:
 
 async def _handle_error(request: Request, error: Exception) -> Response:
     path = request.url.path
-    status, body = error_body(error, _PROMPT_FIELDS.get(path))
-    if path.startswith(ANTHROPIC_PATH) and (words := anthropic_message(error)):
-        body["error"]["message"] = words
-    body = in_form_of(path, status, body)
-    if path.startswith(ANTHROPIC_PATH) and (details := anthropic_details(error)):
-        body["error"]["details"] = details
-    return AsciiJsonResponse(body, status, headers=retry_headers(error))
+    return error_response(report_error(error, path), path)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
@@ -246,7 +225,7 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     endpoint = f"{request.method} {request.url.path}"
     messages = {404: f"unknown endpoint {endpoint}{_hint(request)}", 405: f"{endpoint}: method not allowed"}
     message = messages.get(error.status_code, str(error.detail))
-    response = error_response(error.status_code, message, request.url.path)
+    response = error_response(report_refusal(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})
     return response
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, GenerateEvent, GenerateResponse, Usage
-from coatcheck.router.http.errors import error_body
+from coatcheck.router.http.errors import report_error
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import ResponseHead
 from coatcheck.router.openai.response_sender import LargeChunkWriter
@@ -102,9 +102,10 @@ class ResponsesAnswer:
         return ended + self._event(f"response.{response['status']}", response=response)
 
     def make_error(self, error: Exception) -> bytes:
-        _, body = error_body(error)
+        report = report_error(error)
         response = self._response("failed")
-        response["error"] = {"code": "server_error", "message": body["error"]["message"]}
+        code = "rate_limit_exceeded" if report.status == 429 else "server_error"
+        response["error"] = {"code": code, "message": report.message}
         return self._event("response.failed", response=response)
 
     def _parse(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Scores]]:

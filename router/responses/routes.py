@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from coatcheck.proto.errors import InvalidParameter
-from coatcheck.router.http.errors import error_response
+from coatcheck.router.http.errors import error_response, report_refusal
 from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_runner import ChatRunner
 from coatcheck.router.openai.request_body import in_thread_if_long
@@ -135,4 +135,6 @@ class ResponsesRoutes:
 
 
 def _not_found(response_id: str) -> Response:
-    return error_response(404, f"this router keeps no response {response_id[:80]!r}; it may have been dropped since")
+    return error_response(
+        report_refusal(404, f"this router keeps no response {response_id[:80]!r}; it may have been dropped since")
+    )
