@@ -4,8 +4,8 @@ Shapes: weight [heads, out_features, in_features]; x [rows, heads, in_features] 
 strides over rows and heads. x may have one head for all, expanded with stride 0.
 
 The forms are those of linear.py: panels for the C library, which computes the heads side by side, or the plain weight
-and a batched product. In the native form a row's result does not depend on the other rows; with `batch_invariant` the
-batched product gets a fixed number of rows.
+and a batched product. In the native form a row's result does not depend on the other rows. With `batch_invariant` the
+plain weight goes to invariant_linear.py on a GPU; on a CPU the batched product gets a fixed number of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
+from coatcheck.kernels.layers.invariant_linear import invariant_heads_linear
 from coatcheck.kernels.layers.linear import ROW_TILE, pack_panels, pick_form, scratch, scratch_size
 
 
@@ -50,6 +52,8 @@ class HeadsLinear:
                 refuse(name, "a last dimension with stride 1", f"strides {tensor.stride()}")
         if self.form == "native":
             self._launch(x, out, first, last)
+        elif self.batch_invariant and uses_triton(x):
+            invariant_heads_linear(self._weight[first:last], x, out)
         elif self.batch_invariant:
             for x_tile, out_tile in zip(x.split(ROW_TILE), out.split(ROW_TILE), strict=True):
                 padded = F.pad(x_tile, (0, 0, 0, 0, 0, ROW_TILE - len(x_tile)))

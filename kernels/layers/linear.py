@@ -6,12 +6,12 @@ y [..., out_features], dense. The weight is packed once and the plain weight dro
     native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
     onednn   CPU without it, or of a kind for which it has no instruction class: oneDNN's blocked form
     triton   GPU, a QuantisedWeight: quantised_linear.py
-    plain    everything else: `F.linear`
+    plain    everything else: `F.linear`, or on a GPU with `batch_invariant` invariant_linear.py
 
 A QuantisedWeight stays quantised in the native and triton forms, if `holds_quantised` says so; the other forms
 dequantise it. In the native form a row's result does not depend on the other rows of the call. Libraries choose the
-order of a sum by the number of rows; `batch_invariant` calls them with a fixed number of rows, padded, so that results
-are the same bits in every form.
+order of a sum by the number of rows. With `batch_invariant` results are the same bits in every form: on a GPU Triton's
+kernels fix the order, on a CPU libraries are called with a fixed number of rows, padded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from coatcheck.kernels import huge_pages, native
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
+from coatcheck.kernels.layers import invariant_linear
 from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS, Codes, pack_codes, pick_step, quantised_linear
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 
-# With `batch_invariant`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
+# With `batch_invariant`, of a CPU's library: enough to keep a matrix unit busy, few enough that a decode step still
+# waits for memory first.
 ROW_TILE = 64
 
 
@@ -58,6 +60,7 @@ class PackedLinear(nn.Module):
         self.weight_shape = (weight.shape[0], weight.shape[1])
         self.dtype, self.device = weight.dtype, weight.device
         self.form = pick_form(weight)
+        self._has_fixed_order = batch_invariant and self.form == "plain" and self.device.type in TRITON_DEVICES
         self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
         # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
         self.parts: tuple[Tensor, ...] = ()
@@ -85,6 +88,9 @@ class PackedLinear(nn.Module):
                 self.codes, x.reshape(-1, depth).contiguous(), self.bias, batch_invariant=self.batch_invariant
             )
             return y.view(*x.shape[:-1], features)
+        if self._has_fixed_order:
+            rows = x.reshape(-1, depth).contiguous()
+            return invariant_linear.invariant_linear(self.parts[0], rows, self.bias).view(*x.shape[:-1], features)
         if self.form != "native":
             return self._in_tiles(x) if self.batch_invariant else self._product(x)
         rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
@@ -99,11 +105,16 @@ class PackedLinear(nn.Module):
     @property
     def variant(self) -> object:
         """Equal for linears that share their kernels."""
-        return None if self.codes is None else (self.codes.variant, self.bias is None)
+        if self.codes is not None:
+            return self.codes.variant, self.bias is None
+        return (self.weight_shape, self.bias is None) if self._has_fixed_order else None
 
     def compile_kernels(self) -> None:
-        """Launch every kernel variant of the triton form once, so that none compiles later; nothing in other forms."""
-        for rows in WARM_UP_ROWS if self.form == "triton" else ():
+        """Launch every variant of Triton's kernels once, so that none compiles later; nothing in forms without them."""
+        lengths: tuple[int, ...] = WARM_UP_ROWS if self.form == "triton" else ()
+        if self._has_fixed_order:
+            lengths = invariant_linear.warm_up_rows(self.parts[0])
+        for rows in lengths:
             self(torch.zeros((rows, self.weight_shape[1]), dtype=self.dtype, device=self.device))
 
     def _product(self, x: Tensor) -> Tensor:

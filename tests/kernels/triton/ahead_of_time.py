@@ -90,9 +90,9 @@ program, and bytes that a thread spills. A key is a kernel with the launch param
 otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 32 KV heads; MQA: one; capped: with a
 soft-cap; short, medium and wide: tiles of attention; batch-invariant: of the deterministic mode); of latent attention
 128 heads over latents of 512 and rotary keys of 64; of experts 128, with 8 for each of 8192 tokens (many) or 8 (few);
-of linears over quantised weights 4096 features of 4096 columns and 8192 rows (many), 64 (some) or 8 (few). `make test`
-compiles the first {first} keys for each target, `make test-all` all of them. On sm_90 none may spill. A cell with - was
-not compiled when the table was written.
+of linears, over quantised weights or in a fixed order, 4096 features of 4096 columns and 8192 rows (many), 64 (some) or
+8 (few). `make test` compiles the first {first} keys for each target, `make test-all` all of them. On sm_90 none may
+spill. A cell with - was not compiled when the table was written.
 Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 
 | key | {targets} |

@@ -1,15 +1,19 @@
-"""Linears over quantised weights in Triton's interpreter; run by interpreted.py."""
+"""Linears over quantised weights, and in a fixed order, in Triton's interpreter; run by interpreted.py."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from coatcheck.kernels.gpu_properties import gpu_properties
+from coatcheck.kernels.layers import invariant_linear
+from coatcheck.kernels.layers.heads_linear import HeadsLinear, heads_linear_reference
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from tests.kernels.layers.quantised_weights import random_weight
-from tests.kernels.triton.agreement import agree
+from tests.kernels.triton.agreement import SENTINEL, agree
 
 # Kind, dtype of the scales, zero points, columns in any order, and (features, depth, group).
 WEIGHTS = (
@@ -54,3 +58,53 @@ def alone(dtype: torch.dtype) -> None:
     small = random_weight(CodeKind.INT8, 24, 48, 24, dtype)
     assert not holds_quantised(small, small.device) and PackedLinear(small).form != "triton"
     agree(PackedLinear(small)(x[:, :48].float().to(dtype)), F.linear(x[:, :48], small.dequantise()))
+
+
+def fixed_order(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
+    """A row has the same bits among any rows: its units computed side by side or by one program, at any place in the
+    batch, in tiles of few rows and of many. Features and columns may divide by no tile."""
+    torch.manual_seed(0)
+    for dtype in dtypes:
+        gpu = gpu_properties(torch.device("cpu"))
+        launch = invariant_linear.pick_launch(dtype.itemsize, gpu)
+        for heads, features, depth, has_bias in ((1, 70, 1030, True), (1, 64, 1024, False), (3, 17, 40, False)):
+            weight = torch.randn(heads, features, depth).to(dtype)
+            bias = torch.randn(features).to(dtype) if has_bias else None
+            units, columns = invariant_linear.units_of(heads, features, depth, launch, gpu)
+            assert columns % launch.block_k == 0 and (units == 2) == (depth > 1000)
+            many = invariant_linear._SPLIT_ROWS + 1
+            assert invariant_linear.warm_up_rows(weight[0]) == ((1, many) if units > 1 else (1,))
+            assert not invariant_linear.is_split(many, heads, features, units, launch, gpu)
+            x = torch.randn(many, heads, depth).to(dtype)
+            whole = _heads_linear(weight, x, bias)
+            exact = heads_linear_reference(weight, x) + (0 if bias is None else bias.float())
+            torch.testing.assert_close(whole.float(), exact, rtol=_ROUNDING[dtype], atol=20 * _ROUNDING[dtype])
+            for first, last in ((0, 1), (7, 8), (3, 70), (63, 193)):
+                assert torch.equal(_heads_linear(weight, x[first:last], bias), whole[first:last])
+            order = torch.randperm(many)[:100]
+            assert torch.equal(_heads_linear(weight, x[order], bias), whole[order])
+
+
+def _heads_linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, heads, depth] -> [rows, heads, features], for several heads over strided rows."""
+    if len(weight) == 1:
+        return invariant_linear.invariant_linear(weight[0], x[:, 0].contiguous(), bias)[:, None]
+    out = x.new_full((len(x), len(weight), weight.shape[1] + 3), SENTINEL)
+    columns_first = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    invariant_linear.invariant_heads_linear(columns_first, x, out[:, :, :-3])
+    assert bool((out[:, :, -3:] == SENTINEL).all())
+    return out[:, :, :-3]
+
+
+def packed_in_fixed_order() -> None:
+    """With `batch_invariant` the modules take these kernels where a GPU has the plain weight."""
+    linear = PackedLinear(torch.randn(70, 90).half(), torch.randn(70).half(), batch_invariant=True)
+    x = torch.randn(2, 5, 90).half()
+    agree(linear(x), F.linear(x, linear.parts[0], linear.bias))
+    assert torch.equal(linear(x[1:, 2:3]), linear(x)[1:, 2:3]) and linear(x[:0]).shape == (0, 5, 70)
+    assert linear.variant == ((70, 90), False)
+    linear.compile_kernels()
+    heads = HeadsLinear(torch.randn(3, 40, 50).half(), batch_invariant=True)
+    x = torch.randn(9, 3, 50).half()
+    torch.testing.assert_close(heads(x).float(), heads_linear_reference(heads._weight, x), rtol=2e-3, atol=4e-2)
+    assert torch.equal(heads(x[4:5]), heads(x)[4:5])

@@ -18,6 +18,7 @@ from coatcheck.kernels.kv import copy_blocks, store_kv
 from coatcheck.kernels.layers import (
     all_reduce_norm,
     grouped_gemm,
+    invariant_linear,
     latent_rotary,
     quantised_linear,
     rms_norm,
@@ -217,6 +218,26 @@ def linear(
     return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages)
 
 
+def fixed_linear(
+    rows: int, gpu: GpuProperties, *, dtype: str = "bf16", heads: int = 1, has_bias: bool = False
+) -> Key:  # fmt: skip
+    """A linear of the deterministic mode: 4096 features of 4096 columns. `heads`: 128 features of 512 columns for each,
+    with the columns of the weight a row apart."""
+    features, depth = (4096, 4096) if heads == 1 else (128, 512)
+    launch = invariant_linear.pick_launch(4 if dtype == "fp32" else 2, gpu)
+    units, _ = invariant_linear.units_of(heads, features, depth, launch, gpu)
+    split = invariant_linear.is_split(rows, heads, features, units, launch, gpu)
+    strides = "i32 i32 i32 i32 i32 i32"
+    constants = dict(
+        SPLIT=split, EVEN=True, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        PRECISION="ieee" if dtype == "fp32" else "tf32",
+        **(dict(w_feature=1) if heads > 1 else dict(w_column=1)), **({} if has_bias else dict(bias=None)),
+    )  # fmt: skip
+    of = f"*{dtype}"
+    arguments = f"{of} {of} {of + ' ' if has_bias else ''}{'*fp32' if split else of} i32 i32 i32 i32 i32 i32 i32 "
+    return Key(invariant_linear._invariant_linear, arguments + strides, constants, 4, launch.num_stages)
+
+
 def same(*parts: Any) -> Keys:
     """A key that does not depend on the processor."""
     key = Key(*parts)
@@ -292,6 +313,11 @@ KEYS: dict[str, Keys] = {
     "linear, fp8, many": partial(linear, CodeKind.FP8, 8192),
     "gate_up, int4, many": partial(quantised_experts, grouped_gemm._quantised_gate_up, CodeKind.INT4, 8192),
     "down, fp8, few": partial(quantised_experts, grouped_gemm._quantised_down, CodeKind.FP8, 8),
+    "fixed order, many": partial(fixed_linear, 8192, has_bias=True),
+    "fixed order, few": partial(fixed_linear, 8),
+    "add_units": same(
+        invariant_linear._add_units, "*fp32 *bf16 *bf16 i32 i32 i32 i32 i32 i32", dict(BLOCK=invariant_linear._ADDED)
+    ),
     "latent": partial(latent, "short", POOLS["bf16"], 128),
     "latent_rotary": partial(latent_store, POOLS["bf16"]),
 }  # fmt: skip
@@ -326,6 +352,9 @@ def _others() -> Iterator[tuple[str, Keys]]:
                 yield name, partial(linear, code, rows, step=32 if code is CodeKind.FP4 else 64)
         yield f"linear, int4, {count}, act-order", partial(linear, CodeKind.INT4, rows, has_zeros=True, is_ordered=True)
         yield f"linear, int4, {count}, fp32", partial(linear, CodeKind.INT4, rows, dtype="fp32")
+    for rows, count in ((8, "few"), (8192, "many")):
+        yield f"fixed order, {count}, fp32", partial(fixed_linear, rows, dtype="fp32")
+    yield "fixed order, 16 heads", partial(fixed_linear, 8192, heads=16)
     for title, product in (("gate_up", grouped_gemm._quantised_gate_up), ("down", grouped_gemm._quantised_down)):
         for tokens, count in ((8192, "many"), (8, "few")):
             for code in CodeKind:

@@ -7,7 +7,7 @@ import pytest
 from coatcheck.kernels.attention.latent_tiles import pick_latent_tiles
 from coatcheck.kernels.attention.tile_launch import TileLaunch, pick_tiles
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_120, GpuProperties
-from coatcheck.kernels.layers import grouped_gemm
+from coatcheck.kernels.layers import grouped_gemm, invariant_linear
 
 
 @pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
@@ -89,3 +89,19 @@ def test_a_decode_reads_its_keys_once() -> None:
     for heads, kv_heads, rows in ((32, 8, 16), (32, 32, 16), (16, 1, 16), (32, 1, 32), (71, 1, 128)):
         short = pick_tiles(heads, kv_heads, 128, element_size=2, pool_bits=16, gpu=SM_90).short
         assert (short.block_m, short.shape.head_tiles) == (rows, kv_heads)
+
+
+@pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_a_fixed_order_depends_on_the_weight_alone(element_size: int, gpu: GpuProperties) -> None:
+    """Units cover the depth and fill the processor with one row of tiles; tiles and the sums of units have bounds."""
+    launch = invariant_linear.pick_launch(element_size, gpu)
+    stage = (launch.block_m + launch.block_n) * launch.block_k * element_size
+    assert launch.num_stages >= 1 and stage * launch.num_stages <= gpu.shared
+    for features, depth in ((4096, 14336), (1280, 8192), (28672, 4096), (256, 300), (1, 70000)):
+        units, columns = invariant_linear.units_of(1, features, depth, launch, gpu)
+        assert columns % launch.block_k == 0 and (units - 1) * columns < depth <= units * columns
+        wide = -(-features // launch.block_n)
+        assert units == 1 or (units * wide <= gpu.processors and columns >= invariant_linear._LEAST_UNIT)
+        split = [invariant_linear.is_split(rows, 1, features, units, launch, gpu) for rows in (1, 512, 513)]
+        assert split == [units > 1, units > 1 and wide * -(-512 // launch.block_m) < gpu.processors, False]

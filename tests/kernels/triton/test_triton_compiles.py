@@ -5,6 +5,7 @@ The keys are those of kernel_keys.py. ahead_of_time.py writes their registers an
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_compiles_without_a_gpu(name: str, target: str) -> None:
 def test_every_other_key_compiles_too(name: str, target: str) -> None:
     """Other head sizes, pools and groups compile within the same limits."""
     check(OTHERS[name], target)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_few_and_many_rows_take_the_same_matrix_instructions(target: str) -> None:
+    """A linear in a fixed order multiplies with the same instructions, whether units are computed side by side or not,
+    so that the order of additions within an instruction is the same."""
+    few, many = (
+        set(re.findall(r"\w*mma[\w.:]*", compiled(KEYS[f"fixed order, {rows}"](GPUS[target]), target).asm["ptx"]))
+        for rows in ("few", "many")
+    )
+    assert few == many and any(".m16n8k16." in name or ".m64n128k16." in name for name in few), few
 
 
 def test_the_readme_knows_every_key() -> None:

@@ -43,8 +43,8 @@ def make_runner(model: Model, sizes: GraphSizes, kv_dtype: str = "auto", num_blo
     return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes)
 
 
-def load(path: Path, dtype: str = "float32") -> Model:
-    return load_model(path, communicator=Communicator(), dtype=dtype, device="cpu")
+def load(path: Path, dtype: str = "float32", *, deterministic: bool = False) -> Model:
+    return load_model(path, communicator=Communicator(), dtype=dtype, device="cpu", deterministic=deterministic)
 
 
 def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[StepShape | None]]:

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from coatcheck.kernels import gpu_properties
+from coatcheck.kernels.layers import linear
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
@@ -77,12 +78,14 @@ def random_plans(seed: int) -> Iterator[StepPlan]:
         yield StepPlan(new_sequences=news, table_writes=writes, cow_copies=cow_copies, scheduled=rows)
 
 
-def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], set[str]]:
-    """(keys of the warm-up, keys of serving) for a (checkpoint, dtype, kv dtype)."""
-    path, dtype, kv_dtype = model_of
+def record(_: Communicator, model_of: tuple[Path, str, str, bool]) -> tuple[set[str], set[str]]:
+    """(keys of the warm-up, keys of serving) for a (checkpoint, dtype, kv dtype, deterministic)."""
+    path, dtype, kv_dtype, is_deterministic = model_of
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
-    model = load(path, dtype)
+    if is_deterministic:  # linears keep the plain weight, as on a GPU
+        linear._pick_form = lambda dtype: "plain"
+    model = load(path, dtype, deterministic=is_deterministic)
     sizes = capture_sizes(_SEQS, 48, 512) if model.supports_cuda_graphs else GraphSizes()
     runner = make_runner(model, sizes, kv_dtype, _BLOCKS)
     runner.warm_up()

@@ -24,6 +24,7 @@ from tests.workers.runner.recorded_keys import ClaimedGpu, record
         ("qwen3-moe", "bfloat16", "auto"),
         ("qwen3-moe as awq", "float16", "auto"),
         ("deepseek-v3", "bfloat16", "fp8"),
+        ("deepseek-v3 as deterministic", "bfloat16", "auto"),
         pytest.param("qwen3", "bfloat16", "fp8", marks=pytest.mark.full),
         pytest.param("olmo2", "float32", "int8", marks=pytest.mark.full),  # transformers' own modules, without graphs
     ],
@@ -32,18 +33,25 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
     checkpoint_directory: Path, tmp_path: Path, arch: str, dtype: str, kv_dtype: str
 ) -> None:
     """Random steps of chunks, decodes, samplings and copies launch only kernels with a key of the warm-up, also where
-    the experts of one layer are plain and those of the other quantised."""
+    the experts of one layer are plain and those of the other quantised, and with --deterministic."""
     family, _, quantised = arch.partition(" as ")
-    if quantised:
+    is_deterministic = quantised == "deterministic"
+    if is_deterministic:
+        # So wide that the depth of its linears has two units.
+        path = tiny_checkpoint(family, tmp_path, kv_lora_rank=32, qk_rope_head_dim=16, hidden_size=1024)
+        quantised = ""
+    elif quantised:
         path = tmp_path / quantised
         plain = FORMATS[quantised](tiny_checkpoint(family, tmp_path, moe_intermediate_size=64), path)
         _restore_experts(path / "model.safetensors", "model.layers.0.mlp.experts.", plain)
     else:
         path = tiny_checkpoint(family, checkpoint_directory)
-    ((warmed, served),) = run_ranks(1, record, (path, dtype, kv_dtype))
+    ((warmed, served),) = run_ranks(1, record, (path, dtype, kv_dtype, is_deterministic))
     assert served <= warmed, served - warmed
     attention = "_latent_tiles" if family.startswith("deepseek") else "_tiles"
     asked = {attention, "_merge", "_draw", "_filter_floor", "_count_tokens", "_penalise", "_copy_blocks", "_token_mask"}
+    if is_deterministic:
+        asked |= {"_invariant_linear", "_add_units"}
     assert {key.split()[0] for key in warmed} >= asked and served
     for kernel in ("_quantised_linear", "_quantised_gate_up", "_quantised_down"):
         assert any(key.startswith(kernel) for key in served) == bool(quantised)
