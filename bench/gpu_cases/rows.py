@@ -162,17 +162,18 @@ def sampling(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Mea
     prompt = torch.full((count,), 5, dtype=torch.int32, device=device)
     total = torch.full((count,), tokens.shape[1] - 1, dtype=torch.int32, device=device)
     amounts = [torch.full((count,), amount, device=device) for amount in (1.2, 0.3, 0.2)]
+    history = tokens, torch.arange(count, device=device), prompt, total
     have, want = logits.clone(), logits.clone()
-    apply_penalties(have, tokens, prompt, total, *amounts)
-    apply_penalties_reference(want, tokens, prompt, total, *amounts)
+    apply_penalties(have, *history, *amounts)
+    apply_penalties_reference(want, *history, *amounts)
     error = _error(have, want)
     yield Measurement(
         "sampling",
         f"penalties, {count} of {vocab}",
-        seconds(partial(apply_penalties, have, tokens, prompt, total, *amounts), device) * 1e3,
+        seconds(partial(apply_penalties, have, *history, *amounts), device) * 1e3,
         error=error,
         beside="torch",
-        beside_ms=seconds(partial(apply_penalties_reference, want, tokens, prompt, total, *amounts), device) * 1e3,
+        beside_ms=seconds(partial(apply_penalties_reference, want, *history, *amounts), device) * 1e3,
         target="error <= 1e-5",
         met=error <= 1e-5,
     )

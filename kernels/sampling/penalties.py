@@ -3,13 +3,15 @@
     if token in prompt or output:  logit = logit / repetition  where logit > 0,  logit * repetition  otherwise
     logit -= frequency * (times in output) + presence * (in output ? 1 : 0)
 
-Shapes: logits float32 [R, V]; token_ids int32 [R, L], each row's prompt then output then padding; prompt_lens,
-total_lens int32 [R], with 0 <= prompt_lens <= total_lens <= L; repetition, presence, frequency float32 [R] (1, 0 and 0
-are off). Repetition counts prompt and output, as in transformers and vLLM; the other two count the output only.
+Shapes: logits float32 [R, V]; token_ids int32 [S, L], each row a prompt, its output, padding; slots int64 [R],
+the row of token_ids for each row of logits; prompt_lens, total_lens int32 [R], 0 <= prompt_lens <= total_lens <= L;
+repetition, presence, frequency float32 [R] (1, 0 and 0 are off). Repetition counts prompt and output, as in
+transformers and vLLM; the other two count the output only.
 
-On a GPU one program takes a part of one row's tokens, in two passes. The first counts each token in a table of the size
-of the vocabulary. The second takes each token's count out of the table by an atomic exchange; of equal tokens, the
-one that gets the count changes the logit. No program reads the whole table.
+On a GPU _PARTS programs share one row's tokens, in two passes. The first counts each token in a table of the size of
+the vocabulary. The second takes each token's count out of the table by an atomic exchange; of equal tokens, the one
+that gets the count changes the logit. No program reads the whole table, and none reads a row without penalties. The
+grid does not depend on the sequences' lengths, so a CUDA graph can hold both passes.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -27,40 +29,63 @@ from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_device, check_dtype, check_logits, check_rows, check_shape
 
 
-@triton.jit(do_not_specialize=["prompt_lens", "total_lens", "ids_stride"])
-def _count_tokens(counts, token_ids, prompt_lens, total_lens, ids_stride, vocab, BLOCK: tl.constexpr):
-    """Add 1 for each token of the prompt and 2^16 for each of the output."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(total_lens + row)
-    ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
-    one = tl.where(at >= tl.load(prompt_lens + row), 65536, 1)
-    tl.atomic_add(counts + row * vocab + ids, one, inside & (ids >= 0) & (ids < vocab), sem="relaxed")
+@triton.jit
+def _length(total_lens, repetition, presence, frequency, row):
+    """The number of tokens of a row; 0 if the row has no penalties."""
+    is_off = (tl.load(repetition + row) == 1) & (tl.load(presence + row) == 0) & (tl.load(frequency + row) == 0)
+    return tl.where(is_off, 0, tl.load(total_lens + row))
 
 
-@triton.jit(do_not_specialize=["total_lens", "repetition", "presence", "frequency", "ids_stride"])
-def _penalise(
-    logits, counts, token_ids, total_lens, repetition, presence, frequency, stride, ids_stride, vocab,
-    BLOCK: tl.constexpr,
+@triton.jit(
+    do_not_specialize=[
+        "slots", "prompt_lens", "total_lens", "repetition", "presence", "frequency", "ids_stride",
+    ]
+)  # fmt: skip
+def _count_tokens(
+    counts, token_ids, slots, prompt_lens, total_lens, repetition, presence, frequency, ids_stride, vocab,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(total_lens + row)
-    ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
-    inside = inside & (ids >= 0) & (ids < vocab)
-    # Only one of equal tokens gets the count. The others get 0.
-    count = tl.atomic_xchg(counts + row * vocab + ids, tl.zeros([BLOCK], tl.int32), inside, sem="relaxed")
-    inside = inside & (count > 0)
-    times = (count >> 16).to(tl.float32)
-    factor = tl.load(repetition + row)
-    x = tl.load(logits + row * stride + ids, inside, other=0.0)
-    x = tl.where(x > 0, x / factor, x * factor) - tl.load(frequency + row) * times
-    tl.store(logits + row * stride + ids, tl.where(times > 0, x - tl.load(presence + row), x), inside)
+    """Add 1 for each token of the prompt and 2^16 for each of the output."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = _length(total_lens, repetition, presence, frequency, row)
+    own, prompt_len = token_ids + tl.load(slots + row) * ids_stride, tl.load(prompt_lens + row)
+    for first in range(part * BLOCK, length, PARTS * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        ids = tl.load(own + at, at < length, other=-1)
+        one = tl.where(at >= prompt_len, 65536, 1)
+        tl.atomic_add(counts + row * vocab + ids, one, (ids >= 0) & (ids < vocab), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["slots", "total_lens", "repetition", "presence", "frequency", "ids_stride"])
+def _penalise(
+    logits, counts, token_ids, slots, total_lens, repetition, presence, frequency, stride, ids_stride, vocab,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = _length(total_lens, repetition, presence, frequency, row)
+    own = token_ids + tl.load(slots + row) * ids_stride
+    factor, per_time, once = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+    for first in range(part * BLOCK, length, PARTS * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        ids = tl.load(own + at, at < length, other=-1)
+        inside = (ids >= 0) & (ids < vocab)
+        # Only one of equal tokens gets the count. The others get 0.
+        count = tl.atomic_xchg(counts + row * vocab + ids, tl.zeros([BLOCK], tl.int32), inside, sem="relaxed")
+        inside = inside & (count > 0)
+        times = (count >> 16).to(tl.float32)
+        x = tl.load(logits + row * stride + ids, inside, other=0.0)
+        x = tl.where(x > 0, x / factor, x * factor) - per_time * times
+        tl.store(logits + row * stride + ids, tl.where(times > 0, x - once, x), inside)
+
+
+_PARTS = 8  # programs that share a row
+_BLOCK = 1024
 
 
 def apply_penalties(
     logits: Tensor,
     token_ids: Tensor,
+    slots: Tensor,
     prompt_lens: Tensor,
     total_lens: Tensor,
     repetition: Tensor,
@@ -70,10 +95,11 @@ def apply_penalties(
     """Return `logits`, changed in place."""
     check_logits(logits)
     rows, vocab = logits.shape
-    check_shape("token_ids", token_ids, (rows, None))
+    check_shape("token_ids", token_ids, (None, None))
     check_dtype("token_ids", token_ids, torch.int32)
     check_rows("token_ids", token_ids)
     check_device("token_ids", token_ids, logits.device)
+    check_dense("slots", slots, (rows,), torch.int64, logits.device)
     for name, tensor, dtype in (
         ("prompt_lens", prompt_lens, torch.int32),
         ("total_lens", total_lens, torch.int32),
@@ -83,22 +109,25 @@ def apply_penalties(
     ):
         check_dense(name, tensor, (rows,), dtype, logits.device)
     if uses_triton(logits):
-        if token_ids.numel():
+        if rows and token_ids.numel():
             counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
-            grid = (rows, -(-token_ids.shape[1] // 1024))
-            _count_tokens[grid](
-                counts, token_ids, prompt_lens, total_lens, token_ids.stride(0), vocab, BLOCK=1024, num_warps=4
+            penalties = (total_lens, repetition, presence, frequency)
+            launch = dict(PARTS=_PARTS, BLOCK=_BLOCK, num_warps=4)
+            _count_tokens[(rows, _PARTS)](
+                counts, token_ids, slots, prompt_lens, *penalties, token_ids.stride(0), vocab, **launch
             )
-            _penalise[grid](
-                logits, counts, token_ids, total_lens, repetition, presence, frequency,
-                logits.stride(0), token_ids.stride(0), vocab, BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+            _penalise[(rows, _PARTS)](
+                logits, counts, token_ids, slots, *penalties, logits.stride(0), token_ids.stride(0), vocab, **launch
+            )
         return logits
     library = native.library_for(logits)
     if library is None:
-        return apply_penalties_reference(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
+        return apply_penalties_reference(
+            logits, token_ids, slots, prompt_lens, total_lens, repetition, presence, frequency
+        )
+    history = token_ids[:, : int(total_lens.max()) if rows else 0][slots]
     if library.penalties(
-        logits.data_ptr(), logits.stride(0), rows, vocab, token_ids.data_ptr(), token_ids.stride(0),
+        logits.data_ptr(), logits.stride(0), rows, vocab, history.data_ptr(), history.stride(0),
         prompt_lens.data_ptr(), total_lens.data_ptr(), repetition.data_ptr(), presence.data_ptr(), frequency.data_ptr(),
     ):  # fmt: skip
         raise native.out_of_memory("apply_penalties")
@@ -108,12 +137,14 @@ def apply_penalties(
 def apply_penalties_reference(
     logits: Tensor,
     token_ids: Tensor,
+    slots: Tensor,
     prompt_lens: Tensor,
     total_lens: Tensor,
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
+    token_ids = token_ids[slots]
     at = torch.arange(token_ids.shape[1], device=logits.device)[None]
     seen = at < total_lens[:, None]
     generated = seen & (at >= prompt_lens[:, None])

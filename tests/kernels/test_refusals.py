@@ -112,7 +112,8 @@ def launches() -> dict[str, Launch]:
         "sum_blocks": Launch(sum_blocks, {"pool": pool, "rows": two}),
         "sample": Launch(sample, {"logits": _f(3, 40), **knobs}),
         "apply_penalties": Launch(
-            apply_penalties, {"logits": _f(3, 40), "token_ids": torch.zeros(3, 4, dtype=I32), **fine}
+            apply_penalties,
+            {"logits": _f(3, 40), "token_ids": torch.zeros(5, 4, dtype=I32), "slots": torch.arange(3), **fine},
         ),
         "apply_token_mask": Launch(
             apply_token_mask, {"logits": _f(3, 40), "rows": two, "mask": torch.zeros(2, 2, dtype=I32)}

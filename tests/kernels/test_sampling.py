@@ -143,15 +143,16 @@ def test_large_vocabularies_agree_with_the_reference() -> None:
 def test_penalties_agree_with_the_reference_and_touch_nothing_else() -> None:
     """Repetition over prompt and output, the others over the output; padding may hold anything."""
     torch.manual_seed(8)
-    logits, tokens = torch.randn(5, 40), torch.randint(0, 40, (5, 12), dtype=torch.int32)
+    logits, tokens = torch.randn(5, 40), torch.randint(0, 40, (7, 12), dtype=torch.int32)
+    slots = torch.tensor([6, 0, 3, 2, 5])
     total = torch.tensor([12, 5, 0, 1, 9], dtype=torch.int32)
     prompt = torch.tensor([4, 5, 0, 0, 2], dtype=torch.int32)
     for row in range(5):
-        tokens[row, total[row] :] = 10**6
+        tokens[slots[row], total[row] :] = 10**6
     values = [torch.tensor([1.3, 2.0, 1.5, 0.7, 1.0]), torch.tensor([0.5, 0.1, 1, -1, 0.2]), torch.rand(5)]
-    want = apply_penalties_reference(logits.clone(), tokens, prompt, total, *values)
+    want = apply_penalties_reference(logits.clone(), tokens, slots, prompt, total, *values)
     have = logits.clone()
-    assert apply_penalties(have, tokens, prompt, total, *values) is have
+    assert apply_penalties(have, tokens, slots, prompt, total, *values) is have
     torch.testing.assert_close(have, want)
     assert torch.equal(have[2], logits[2])
 
@@ -163,7 +164,9 @@ def test_repetition_penalty_is_transformers_own() -> None:
     logits, tokens = torch.randn(2, 30), torch.randint(0, 30, (2, 9), dtype=torch.int32)
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(tokens.long(), logits.clone())
     lens, off = torch.full((2,), 9, dtype=torch.int32), torch.zeros(2)
-    torch.testing.assert_close(apply_penalties(logits, tokens, lens - 4, lens, torch.full((2,), 1.7), off, off), theirs)
+    slots = torch.arange(2)
+    ours = apply_penalties(logits, tokens, slots, lens - 4, lens, torch.full((2,), 1.7), off, off)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_logit_bias_adds_and_forbids() -> None:

@@ -1,6 +1,7 @@
 """What the host launches in a step on a simulated GPU, with CUDA graphs and without, in a separate process.
 
-Prints one JSON object: kind of step -> [launches with graphs, launches without, attention kernels with graphs].
+Prints one JSON object for each kind of sampling, greedy first: kind of step -> [launches with graphs, launches without,
+attention kernels with graphs].
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.simulated_run import make
 
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=1, ignore_eos=True)
+_SAMPLINGS = (
+    SamplingParams(temperature=0.0, seed=1),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.5, seed=1),
+)
 _STEPS = {
     "two decodes": [(0, 9, 1), (1, 5, 1)],
     "a prompt": [(2, 0, 20)],
@@ -29,16 +33,19 @@ _STEPS = {
 def main() -> None:
     gpu = install()
     path = Path(sys.argv[1])
-    with_graphs, without = (count(path, gpu, has_graphs=has_graphs) for has_graphs in (True, False))
-    print(json.dumps({kind: [with_graphs[kind][0], without[kind][0], with_graphs[kind][1]] for kind in _STEPS}))
+    for sampling in _SAMPLINGS:
+        with_graphs, without = (count(path, gpu, sampling, has_graphs=has_graphs) for has_graphs in (True, False))
+        print(json.dumps({kind: [with_graphs[kind][0], without[kind][0], with_graphs[kind][1]] for kind in _STEPS}))
 
 
-def count(path: Path, gpu: SimulatedGpu, *, has_graphs: bool) -> dict[str, tuple[dict[str, int], int]]:
+def count(
+    path: Path, gpu: SimulatedGpu, sampling: SamplingParams, *, has_graphs: bool
+) -> dict[str, tuple[dict[str, int], int]]:
     """Kind of step -> (launches by kind, attention kernels)."""
     runner = make(path, torch.device("cuda", 0), "auto")
     if has_graphs:
         runner.graphs.capture()
-    news = [NewSequence(slot, 0, length, [5] * length, _GREEDY, ()) for slot, length in enumerate((9, 5, 20))]
+    news = [NewSequence(slot, 0, length, [5] * length, sampling, ()) for slot, length in enumerate((9, 5, 20))]
     writes = [TableWrite(0, 0, 0), TableWrite(0, 1, 1), TableWrite(1, 0, 2)]
     writes += [TableWrite(2, index, 3 + index) for index in range(3)]
     prompts = [ScheduledSequence(slot, 0, length, needs_sample=True) for slot, length in ((0, 9), (1, 5))]

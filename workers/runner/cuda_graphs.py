@@ -1,10 +1,13 @@
 """CudaGraphs: steps of up to 512 tokens as CUDA graphs.
 
-A graph replays the kernels that were launched during its capture, on the same addresses. A step is two replays: the
-forward pass of one of a few shapes (graph_shapes.py), and the logits of one of a few numbers of rows. What differs
-between steps is data at fixed addresses: the tokens' slots and positions, the sequences, the plans of attention, and
-the rows that need logits, which one copy writes. A graph computes all other inputs on the device, from these and the
-runner's batch state.
+A graph replays the kernels that were launched during its capture, on the same addresses. A step is three replays: the
+forward pass of one of a few shapes (graph_shapes.py), and the logits and the sampler of one of a few numbers of rows,
+the sampler in one of its forms (sampling_form.py). What differs between steps is data at fixed addresses: the tokens'
+slots and positions, the sequences, the plans of attention, and the rows that sample, which one copy writes. A graph
+computes all other inputs on the device, from these, the runner's batch state and the sampler's parameters.
+
+Between the replays of logits and sampler, a step launches what changes the logits by lists of the host: grammar masks,
+biases, forbidden and forced tokens. Log-probabilities are launched beside the sampler.
 
 A step with fewer tokens than its shape is padded with tokens at position -1: their slot_mapping is -1 (nothing is
 stored) and they are sequences of length 0 (nothing is read). All tokens pass through the last layer, unlike in steps
@@ -25,15 +28,25 @@ from torch import Tensor
 
 from coatcheck.workers.attention.attention import LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans
+from coatcheck.workers.core.sampling_form import SamplingForm
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.attention_planner import AttentionPlanner
 from coatcheck.workers.runner.graph_shapes import GraphSizes, StepShape, pick_shape
 from coatcheck.workers.runner.host_transfer import upload_into
+from coatcheck.workers.runner.sampler import Sampler
 
 _log = logging.getLogger(__name__)
 _Replay = Callable[[], object]
 Progress = Callable[[int, int], None]  # (graphs that are captured, all graphs)
+
+
+class _RowInputs(NamedTuple):
+    """Views of the inputs of the rows that sample, int32 [rows] each, padded to the largest number of rows."""
+
+    tokens: Tensor  # which of the step's tokens has the row's logits
+    slots: Tensor
+    positions: Tensor  # of the token that is sampled
 
 
 class _StepInputs(NamedTuple):
@@ -50,7 +63,8 @@ class _StepInputs(NamedTuple):
 class CudaGraphs:
     """One rank's graphs.
 
-    `token_ids`, `block_tables`: the runner's batch state. `planner`: of attention. `sizes`: empty for no graphs.
+    `token_ids`, `block_tables`: the runner's batch state. `sampler`: of the same slots. `planner`: of attention.
+    `sizes`: empty for no graphs.
     """
 
     def __init__(
@@ -59,6 +73,7 @@ class CudaGraphs:
         layer_caches: LayerCaches,
         token_ids: Tensor,
         block_tables: Tensor,
+        sampler: Sampler,
         planner: AttentionPlanner,
         *,
         block_size: int,
@@ -68,6 +83,7 @@ class CudaGraphs:
         self._layer_caches = layer_caches
         self._token_ids = token_ids
         self._block_tables = block_tables
+        self._sampler = sampler
         self._block_size = block_size
         self._planner = planner
         self._device = token_ids.device
@@ -75,14 +91,17 @@ class CudaGraphs:
         self.row_sizes = sizes.decodes
         self.shapes = sizes.shapes(planner.short_queries)
         ints = max((self._num_ints(shape) for shape in self.shapes), default=0)
-        self._inputs = torch.zeros(ints, dtype=torch.int32, device=self._device)  # rows with logits, then a _StepInputs
+        self._inputs = torch.zeros(ints, dtype=torch.int32, device=self._device)  # a _RowInputs, then a _StepInputs
+        self._rows = _RowInputs(*self._inputs[: 3 * self._max_rows].split(self._max_rows)) if ints else None
         self._views = {shape: self._view_inputs(shape) for shape in self.shapes}
         self._logits = torch.zeros(self._max_rows, model.spec.vocab_size, device=self._device)
+        self._tokens = torch.zeros(self._max_rows, dtype=torch.int64, device=self._device)  # what the rows sampled
         self._hidden: Tensor | None = None  # [tokens of the largest shape, hidden_size]
         self.steps = 0
         self.last_shape: StepShape | None = None
         self._forwards: dict[StepShape, _Replay] = {}
-        self._heads: dict[int, _Replay] = {}  # by the number of rows, ascending
+        self._heads: dict[int, _Replay] = {}  # by the number of rows
+        self._samplers: dict[tuple[SamplingForm, int], _Replay] = {}  # by form and the number of rows
 
     @torch.inference_mode()
     def capture(self, progress: Progress = lambda done, total: None) -> None:
@@ -108,15 +127,18 @@ class CudaGraphs:
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)) if on_gpu else (None, None)
         forwards: dict[StepShape, _Replay] = {}
         heads: dict[int, _Replay] = {}
-        total = len(self.shapes) + len(self.row_sizes)
+        samplers: dict[tuple[SamplingForm, int], _Replay] = {}
+        total = len(self.shapes) + len(self.row_sizes) * (1 + len(SamplingForm))
         for shape in sorted(self.shapes, reverse=True):
             self._write_inputs([], shape)
             forwards[shape] = self._capture_call(partial(self._forward, shape), pool, stream)
             progress(len(forwards), total)
         for size in reversed(self.row_sizes):
             heads[size] = self._capture_call(partial(self._compute_logits, size), pool, stream)
-            progress(len(forwards) + len(heads), total)
-        self._forwards, self._heads = forwards, dict(sorted(heads.items()))
+            for form in SamplingForm:
+                samplers[form, size] = self._capture_call(partial(self._sample, form, size), pool, stream)
+            progress(len(forwards) + len(heads) + len(samplers), total)
+        self._forwards, self._heads, self._samplers = forwards, heads, samplers
 
     def _capture_call(self, call: Callable[[], None], pool: Any, stream: Any) -> _Replay:
         if stream is None:
@@ -148,19 +170,28 @@ class CudaGraphs:
     def replay_logits(self, num_rows: int) -> Tensor:
         """The logits of the `num_rows` rows of the last replay that sample: float32 [num_rows, vocab], valid until the
         next call."""
-        self._heads[next(size for size in self.row_sizes if size >= num_rows)]()
+        self._heads[self._row_size(num_rows)]()
         return self._logits[:num_rows]
+
+    def replay_sampler(self, form: SamplingForm, num_rows: int) -> Tensor:
+        """Sample from the logits of `replay_logits`, which the caller may have changed in place. Returns the tokens,
+        int64 [num_rows], valid until the next call, and writes them into the runner's `token_ids`."""
+        self._samplers[form, self._row_size(num_rows)]()
+        return self._tokens[:num_rows]
 
     def close(self) -> None:
         """Free the graphs; later steps run without."""
-        self._forwards, self._heads, self.shapes, self._views = {}, {}, [], {}
+        self._forwards, self._heads, self._samplers, self.shapes, self._views = {}, {}, {}, [], {}
+
+    def _row_size(self, num_rows: int) -> int:
+        return next(size for size in self.row_sizes if size >= num_rows)
 
     def _num_ints(self, shape: StepShape) -> int:
-        return self._max_rows + 5 * shape.num_tokens + 1 + self._planner.num_ints(shape)
+        return 3 * self._max_rows + 5 * shape.num_tokens + 1 + self._planner.num_ints(shape)
 
     def _view_inputs(self, shape: StepShape) -> _StepInputs:
         tokens = shape.num_tokens
-        rest = self._inputs[self._max_rows : self._num_ints(shape)]
+        rest = self._inputs[3 * self._max_rows : self._num_ints(shape)]
         slots, positions, sequence_slots, seq_lens, cu_seqlens, plans = rest.split(
             (tokens, tokens, tokens, tokens, tokens + 1, self._planner.num_ints(shape))
         )
@@ -177,14 +208,16 @@ class CudaGraphs:
         ends = np.cumsum(counts, dtype=np.int32)
         used = int(ends[-1]) if len(rows) else 0
         padding = tokens - used
-        logits_tokens = _padded(ends[samples > 0] - 1, self._max_rows, 0)
+        sampled = samples > 0
         positions = np.arange(used, dtype=np.int32) + np.repeat(starts - ends + counts, counts)
         cu_seqlens = np.concatenate((ends, used + 1 + np.arange(padding, dtype=np.int32)))
         # Tiles hold many queries of one sequence. In a step without short tiles, padding is one sequence.
         pads = [1] * padding if shape.has_short else [padding] * (padding > 0)
         q_lens, seq_lens = [*counts.tolist(), *pads], [*(starts + counts).tolist(), *[0] * len(pads)]
         return np.concatenate((
-            logits_tokens,
+            _padded(ends[sampled] - 1, self._max_rows, 0),
+            _padded(slots[sampled], self._max_rows, self._sampler.padding_slot),
+            _padded((starts + counts)[sampled], self._max_rows, 0),
             _padded(np.repeat(slots, counts), tokens, 0),
             _padded(positions, tokens, -1),
             _padded(slots, tokens, 0),
@@ -213,9 +246,14 @@ class CudaGraphs:
         self._hidden[: shape.num_tokens].copy_(hidden)
 
     def _compute_logits(self, num_rows: int) -> None:
-        assert self._hidden is not None
-        tokens = self._inputs[:num_rows].long()
+        assert self._hidden is not None and self._rows is not None
+        tokens = self._rows.tokens[:num_rows].long()
         self._logits[:num_rows].copy_(self._model.logits(self._hidden[tokens]))
+
+    def _sample(self, form: SamplingForm, num_rows: int) -> None:
+        assert self._rows is not None
+        slots, positions = self._rows.slots[:num_rows].long(), self._rows.positions[:num_rows].long()
+        self._tokens[:num_rows].copy_(self._sampler.sample(form, self._logits[:num_rows], slots, positions))
 
 
 def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:

@@ -4,8 +4,10 @@ The scheduler sends only changes. So every rank keeps a copy of the scheduler's 
 sequence): token ids, block table and sampling parameters. A step
 
     1. applies the plan's changes to that state,
-    2. runs one forward pass over all rows of the plan (or replays CUDA graphs, if the rows have few tokens),
+    2. runs one forward pass over all rows of the plan,
     3. samples, and writes the new tokens into the state, where the next step reads them.
+
+If the rows have few tokens, 2 and 3 are replays of CUDA graphs.
 
 Sampled tokens therefore never go through the host before the next step, and steps can be launched ahead.
 """
@@ -19,6 +21,7 @@ from torch import Tensor
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.core.sampling_form import SamplingFeature, choose_form
 from coatcheck.workers.core.step_plan import ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -69,10 +72,11 @@ class ModelRunner:
         self._layer_caches = make_caches(layout, pool)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
-        # The batch state, one row per slot. The extra token column is for a token sampled after the last position.
-        self._token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
+        # The batch state, one row per slot. The extra token column is for a token sampled after the last position, and
+        # the extra row for padding.
+        self._token_ids = torch.zeros(max_num_seqs + 1, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
-        self._sampler = Sampler(max_num_seqs, self._device)
+        self._sampler = Sampler(max_num_seqs, self._token_ids)
         self._pooler = Pooler()
         grammars = grammars or GrammarBackend(None, "this runner has no grammar backend")
         self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
@@ -83,7 +87,7 @@ class ModelRunner:
             batch_invariant=model.deterministic,
         )  # fmt: skip
         self.graphs = CudaGraphs(
-            model, self._layer_caches, self._token_ids, self._block_tables, self._planner,
+            model, self._layer_caches, self._token_ids, self._block_tables, self._sampler, self._planner,
             block_size=layout.block_size, sizes=graph_sizes,
         )  # fmt: skip
 
@@ -148,7 +152,7 @@ class ModelRunner:
             hidden = hidden if indices is None else hidden[indices.tokens]
         if num_sampled:
             logits = self.model.logits(hidden) if shape is None else self.graphs.replay_logits(num_sampled)
-            step = self._sample(rows, logits, reports)
+            step = self._sample(rows, logits, reports, is_captured=shape is not None)
         else:
             step = DeviceStep(len(rows), [], None, prompt_logprobs=reports)
         step.embeddings = embeddings
@@ -192,24 +196,39 @@ class ModelRunner:
         return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
 
     def _sample(
-        self, rows: list[ScheduledSequence], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]
+        self,
+        rows: list[ScheduledSequence],
+        logits: Tensor,
+        prompt_logprobs: dict[int, list[LogprobReport]],
+        *,
+        is_captured: bool,
     ) -> DeviceStep:
-        """Sample one token for each row with `sample`. `logits`: float32 [sampled rows, vocab], changed in place."""
+        """Sample one token for each row with `sample`. `logits`: float32 [sampled rows, vocab], changed in place.
+        `is_captured`: they are those of a graph, and the sampler is a graph too."""
         sampled = [index for index, row in enumerate(rows) if row.needs_sample]
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
-        # Logprobs are of the model's logits, before the mask, bias and penalties change them.
-        wanted = ((r, self._sampler.sampling(slot).logprobs) for r, slot in enumerate(slots))
-        counts = {r: count for r, count in wanted if count is not None}
-        reported = self._int64(list(counts))
-        raw_logits = logits[reported] if counts else logits
+        features = self._sampler.features(slots)
+        counts: dict[int, int] = {}
+        raw_logits, reported = logits, None
+        if SamplingFeature.LOGPROBS in features:
+            # Logprobs are of the model's logits, before the mask, bias and penalties change them.
+            wanted = ((r, self._sampler.sampling(slot).logprobs) for r, slot in enumerate(slots))
+            counts = {r: count for r, count in wanted if count is not None}
+            reported = self._int64(list(counts))
+            raw_logits = logits[reported]
         failed = self._apply_bitmasks(logits, slots)
-        token_ids = self._sampler.sample_tokens(logits, slots, positions, self._token_ids)
-        self._token_ids[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
+        self._sampler.edit_logits(logits, slots, positions, features)
+        form = choose_form(features)
+        if is_captured:
+            token_ids = self.graphs.replay_sampler(form, len(slots))
+        else:
+            slot_ids, position_ids = self._int64([slots, positions])
+            token_ids = self._sampler.sample(form, logits, slot_ids, position_ids)
         host_copy = HostCopy.start(token_ids)
         self._bitmasks.record_tokens(slots, host_copy)
         logprobs = None
-        if counts:
+        if reported is not None:
             listed = ((n, self._sampler.sampling(slots[r]).logprob_token_ids) for n, r in enumerate(counts))
             named = {n: ids for n, ids in listed if ids}
             report = LogprobReport.start(raw_logits, token_ids[reported], list(counts.values()), named)

@@ -137,7 +137,7 @@ def empty() -> None:
     filter_floor(none, floats, ints, floats, floats)
     launch_draw(none, floats, floats, slots, ints, slots, slots.clone())
     apply_token_mask(torch.zeros(2, 24), slots, torch.zeros(0, 1, dtype=torch.int32))
-    apply_penalties(none, ids, ints, ints, floats, floats, floats)
+    apply_penalties(none, ids, slots, ints, ints, floats, floats, floats)
     assert [len(part) for part in launch_logprobs(none, slots)] == [0, 0, 0]
 
 

@@ -71,12 +71,16 @@ def filters() -> None:
 
 def penalties() -> None:
     torch.manual_seed(3)
-    logits, tokens = torch.randn(5, 43)[:, :40], torch.randint(0, 40, (5, 1200), dtype=torch.int32)
-    total = torch.tensor([1200, 5, 0, 1, 1100], dtype=torch.int32)
-    prompt = torch.tensor([4, 5, 0, 0, 1050], dtype=torch.int32)
-    for row in range(5):
-        tokens[row, total[row] :] = 10**6  # padding may hold anything
-    values = (torch.tensor([1.3, 2.0, 1.5, 0.7, 1.0]), torch.tensor([0.5, 0.1, 1, -1, 0.2]), torch.rand(5))
-    want = apply_penalties_reference(logits.clone(), tokens, prompt, total, *values)
-    apply_penalties(logits, tokens, prompt, total, *values)
+    logits, tokens = torch.randn(6, 43)[:, :40], torch.randint(0, 40, (7, 9200), dtype=torch.int32)
+    slots = torch.tensor([6, 0, 3, 2, 5, 1])
+    total = torch.tensor([9200, 5, 0, 1, 1100, 9200], dtype=torch.int32)
+    prompt = torch.tensor([4, 5, 0, 0, 1050, 3], dtype=torch.int32)
+    for row in range(6):
+        tokens[slots[row], total[row] :] = 10**6  # padding may hold anything
+    values = (
+        torch.tensor([1.3, 2.0, 1.5, 0.7, 1.0, 1.0]), torch.tensor([0.5, 0.1, 1, -1, 0.2, 0.0]),
+        torch.tensor([0.3, 0.0, 0.5, 0.1, 0.9, 0.0]),
+    )  # fmt: skip
+    want = apply_penalties_reference(logits.clone(), tokens, slots, prompt, total, *values)
+    apply_penalties(logits, tokens, slots, prompt, total, *values)
     agree(logits, want)

@@ -289,9 +289,11 @@ KEYS: dict[str, Keys] = {
     ),
     "logprobs": same(logprobs._logprobs, "*fp32 *i64 *fp32 *fp32 *i64 i32 i32", dict(BLOCK=4096), 8),
     "token_mask": same(token_mask._token_mask, "*fp32 *i64 *i32 i32 i32 i32", dict(BLOCK=1024)),
-    "count_tokens": same(penalties._count_tokens, "*i32 *i32 *i32 *i32 i32 i32", dict(BLOCK=1024)),
+    "count_tokens": same(
+        penalties._count_tokens, "*i32 *i32 *i64 *i32 *i32 *fp32 *fp32 *fp32 i32 i32", dict(PARTS=8, BLOCK=1024)
+    ),
     "penalise": same(
-        penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32", dict(BLOCK=1024)
+        penalties._penalise, "*fp32 *i32 *i32 *i64 *i32 *fp32 *fp32 *fp32 i32 i32 i32", dict(PARTS=8, BLOCK=1024)
     ),
     "route": same(
         route._route, "*fp32 *fp32 *i32 *fp32 fp32 fp32 i32 i32",

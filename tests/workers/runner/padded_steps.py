@@ -31,6 +31,16 @@ SAMPLINGS = [
     SamplingParams(max_tokens=6, temperature=0.0, seed=1, ignore_eos=True),
     SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, top_k=20, seed=2, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=7, temperature=0.0, repetition_penalty=1.3, seed=3, ignore_eos=True),
+    SamplingParams(
+        max_tokens=6,
+        temperature=0.8,
+        min_p=0.02,
+        frequency_penalty=0.4,
+        logit_bias={7: 3.0},
+        seed=4,
+        bad_token_ids=((9,), (7, 7)),
+    ),
+    SamplingParams(max_tokens=5, temperature=1.1, allowed_token_ids=(3, 7, 20, 33), seed=5, logprobs=1),
 ]
 Said = dict[str, list[int]]
 
