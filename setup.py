@@ -75,7 +75,7 @@ setup(
             "coatcheck.kernels._native",
             sources=[
                 f"kernels/csrc/{name}.c"
-                for name in ("cpu", "decoder_layers", "expert_layers", "heads_linear", "pack_weight")
+                for name in ("cpu", "decoder_layers", "expert_layers", "heads_linear", "pack_weight", "team")
             ],
             depends=glob("kernels/csrc/**/*.[ch]", recursive=True),
             include_dirs=[INCLUDE],

@@ -1,7 +1,8 @@
 /* A sublayer of a decoder layer, attention or MLP, as one call, and consecutive whole layers as one. They call the
- * operations of the other files and keep the rows between them in one scratch buffer, which stays in the cache. The
- * results have the same bits as the separate calls. */
+ * operations of the other files in one team of threads, and keep the rows between them in one scratch buffer, which
+ * stays in the cache. The results have the same bits as the separate calls. */
 #include "sublayers.h"
+#include "team.h"
 
 typedef struct {
     Scale norm, q_norm, k_norm;
@@ -29,15 +30,14 @@ static void norm_heads(const Kernels *f, const Scale *s, char *x, int64_t tokens
                      s->offset == 0.0f, type});
 }
 
-void mlp_sublayer(const Kernels *f, const Mlp *m, const Stream *s) {
+static void mlp_part(const Kernels *f, const Mlp *m, const Stream *s) {
     char *scratch = s->scratch;
     void *x = allocate(&scratch, s->tokens * m->gate_up.depth * bytes(m->type));
     normed(f, &m->norm, s, m->gate_up.depth, m->type, x);
     mlp_rows(f, &m->gate_up, &m->down, m->gelu, m->type, x, s->tokens, s->out, scratch);
 }
 
-/* Returns 0, or -1 if attention cannot allocate its list of work items. */
-int attention_sublayer(const Kernels *f, const Attend *a, const KvCache *cache, const Step *step, const Stream *s) {
+static void attention_part(const Kernels *f, const Attend *a, const KvCache *cache, const Step *step, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
     const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
@@ -60,9 +60,32 @@ int attention_sublayer(const Kernels *f, const Attend *a, const KvCache *cache, 
     Attention call = {rotated, q_width, cache, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
                       step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended,
                       .value_dim = a->dim};
-    if (f->attention[a->type](&call)) return -1;
+    f->attention[a->type](&call);
     product(f, &a->output, attended, tokens, a->type, s->out, scratch);
-    return 0;
+}
+
+typedef struct {
+    const Kernels *f;
+    const Mlp *mlp;
+    const Attend *attend;
+    const KvCache *cache;
+    const Step *step;
+    const Stream *stream;
+} Sublayer;
+
+static void sublayer_work(const void *context) {
+    const Sublayer *l = context;
+    if (l->mlp) mlp_part(l->f, l->mlp, l->stream);
+    else attention_part(l->f, l->attend, l->cache, l->step, l->stream);
+}
+
+void mlp_sublayer(const Kernels *f, const Mlp *m, const Stream *s) {
+    run_team(sublayer_work, &(Sublayer){.f = f, .mlp = m, .stream = s});
+}
+
+/* Returns 0, or -1 if attention cannot allocate its list of work items. */
+int attention_sublayer(const Kernels *f, const Attend *a, const KvCache *cache, const Step *step, const Stream *s) {
+    return run_team(sublayer_work, &(Sublayer){.f = f, .attend = a, .cache = cache, .step = step, .stream = s});
 }
 
 /* A layer without other ranks. `table_index`: which of the step's tables it uses. The `after` norms (null weights in
@@ -82,20 +105,46 @@ static void scale_rows(const Kernels *f, const Scale *s, void *x, int64_t tokens
                          type});
 }
 
+typedef struct {
+    const Kernels *f;
+    const Layer *layers;
+    const KvCache *caches;
+    int64_t count;
+    const Step *steps;
+    Stream stream; /* the input of the first layer */
+} Layers;
+
+/* All layers but the MLP of the last one, if that is of experts. */
+static void layers_work(const void *context) {
+    const Layers *c = context;
+    const Kernels *f = c->f;
+    Stream now = c->stream;
+    for (int64_t i = 0; i < c->count; i++) {
+        const Layer *l = c->layers + i;
+        const int64_t width = l->attention.qkv.depth, type = l->attention.type;
+        attention_part(f, &l->attention, c->caches + i, c->steps + l->table_index, &now);
+        scale_rows(f, &l->after_attention, now.out, now.tokens, width, type);
+        if (l->experts) return;
+        now.x = now.out, now.residual = now.sum;
+        mlp_part(f, &l->mlp, &now);
+        scale_rows(f, &l->after_mlp, now.out, now.tokens, width, type);
+    }
+}
+
 /* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next one. The residual
- * is added to in place. Returns 0, or -1 as attention_sublayer does. */
+ * is added to in place. Returns 0, or -1 as attention_sublayer does. A team ends before experts, which are planned by one
+ * thread. */
 int fused_layers(const Kernels *f, const Layer *layers, const KvCache *caches, int64_t count, const Step *steps,
                  const Stream *s) {
     Stream now = *s;
-    for (int64_t i = 0; i < count; i++) {
-        const Layer *l = layers + i;
-        const int64_t width = l->attention.qkv.depth, type = l->attention.type;
-        if (attention_sublayer(f, &l->attention, caches + i, steps + l->table_index, &now)) return -1;
-        scale_rows(f, &l->after_attention, now.out, now.tokens, width, type);
+    for (int64_t first = 0, last; first < count; first = last + 1) {
+        for (last = first; last + 1 < count && !layers[last].experts;) last++;
+        const Layer *l = layers + last;
+        if (run_team(layers_work, &(Layers){f, layers + first, caches + first, last + 1 - first, steps, now})) return -1;
         now.x = now.out, now.residual = now.sum;
-        if (l->experts) sparse_sublayer(f, l->experts, &now);
-        else mlp_sublayer(f, &l->mlp, &now);
-        scale_rows(f, &l->after_mlp, now.out, now.tokens, width, type);
+        if (!l->experts) continue;
+        sparse_sublayer(f, l->experts, &now);
+        scale_rows(f, &l->after_mlp, now.out, now.tokens, l->attention.qkv.depth, l->attention.type);
     }
     return 0;
 }

@@ -1,10 +1,11 @@
 /* The row-wise operations of a mixture of experts: the choice of experts, gpt-oss' activation, and the weighted sum. Each token's
- * result depends on its own row only. Small calls stay on one thread. */
+ * result depends on its own row only. */
 #include "experts.h"
 
 #include "simd/cpu_class.h"
+#include "team.h"
 
-#define PARALLEL_FROM 16384 /* elements */
+#define PARALLEL_FROM 16384 /* elements of a call that wakes other threads */
 #define MAX_EXPERTS 1024
 
 /* The index of the largest of `count` values, the first of equal ones. */
@@ -70,9 +71,14 @@ static void route_token(const Route *call, int64_t token) {
     for (int64_t j = 0; j < k; j++) weights[j] = (r->renormalise ? weights[j] / (total + r->epsilon) : weights[j]) * r->scale;
 }
 
+static void route_items(const void *call, int64_t from, int64_t to) {
+    for (int64_t token = from; token < to; token++) route_token(call, token);
+}
+
+static void route_work(const void *call) { share_items(((const Route *)call)->tokens, 8, route_items, call); }
+
 void FOR_CLASS(route)(const Route *call) {
-#pragma omp parallel for schedule(static) if (call->tokens * call->routing->experts * call->routing->top_k >= PARALLEL_FROM)
-    for (int64_t token = 0; token < call->tokens; token++) route_token(call, token);
+    run_team_if(call->tokens * call->routing->experts * call->routing->top_k >= PARALLEL_FROM, route_work, call);
 }
 
 INLINE void clamped_row(const ClampedSwiglu *c, int64_t row, int64_t from, int64_t to, int type) {
@@ -86,16 +92,23 @@ INLINE void clamped_row(const ClampedSwiglu *c, int64_t row, int64_t from, int64
     }
 }
 
-void FOR_CLASS(clamped_swiglu)(const ClampedSwiglu *c) {
-    /* Parts of 1024 elements, so that one long row keeps every thread busy too. */
-    const int64_t parts = (c->width + 1023) / 1024;
-#pragma omp parallel for schedule(static) if (c->rows * c->width >= PARALLEL_FROM)
-    for (int64_t i = 0; i < c->rows * parts; i++) {
+/* Parts of 1024 elements, so that one long row keeps every thread busy too. */
+static int64_t clamped_parts(const ClampedSwiglu *c) { return (c->width + 1023) / 1024; }
+
+static void clamped_items(const void *context, int64_t first, int64_t last) {
+    const ClampedSwiglu *c = context;
+    for (int64_t i = first, parts = clamped_parts(c); i < last; i++) {
         const int64_t from = i % parts * 1024, to = min_i64(c->width, from + 1024);
         if (c->type == BF16) clamped_row(c, i / parts, from, to, BF16);
         else clamped_row(c, i / parts, from, to, F32);
     }
 }
+
+static void clamped_work(const void *c) {
+    share_items(((const ClampedSwiglu *)c)->rows * clamped_parts(c), 8, clamped_items, c);
+}
+
+void FOR_CLASS(clamped_swiglu)(const ClampedSwiglu *c) { run_team_if(c->rows * c->width >= PARALLEL_FROM, clamped_work, c); }
 
 /* Elements [from, to) of a token's sum, at most 256: the experts in the order of the choice, then the shared one. */
 INLINE void sum_part(const WeightedSum *s, int64_t token, int64_t from, int64_t to, int type) {
@@ -120,14 +133,19 @@ INLINE void sum_part(const WeightedSum *s, int64_t token, int64_t from, int64_t 
     for (int64_t i = 0; i < count; i++) put(out, i, sum[i], type);
 }
 
-static void sum_part_of_type(const WeightedSum *s, int64_t token, int64_t from, int64_t to) {
-    if (s->type == BF16) sum_part(s, token, from, to, BF16);
-    else sum_part(s, token, from, to, F32);
+static int64_t sum_parts(const WeightedSum *s) { return (s->width + 255) / 256; }
+
+static void sum_items(const void *context, int64_t first, int64_t last) {
+    const WeightedSum *s = context;
+    for (int64_t i = first, parts = sum_parts(s); i < last; i++) {
+        const int64_t from = i % parts * 256, to = min_i64(s->width, from + 256);
+        if (s->type == BF16) sum_part(s, i / parts, from, to, BF16);
+        else sum_part(s, i / parts, from, to, F32);
+    }
 }
 
+static void sum_work(const void *s) { share_items(((const WeightedSum *)s)->tokens * sum_parts(s), 16, sum_items, s); }
+
 void FOR_CLASS(weighted_sum)(const WeightedSum *s) {
-    const int64_t parts = (s->width + 255) / 256;
-#pragma omp parallel for schedule(static) if (s->tokens * s->width * s->top_k >= PARALLEL_FROM)
-    for (int64_t i = 0; i < s->tokens * parts; i++)
-        sum_part_of_type(s, i / parts, i % parts * 256, min_i64(s->width, (i % parts + 1) * 256));
+    run_team_if(s->tokens * s->width * s->top_k >= PARALLEL_FROM, sum_work, s);
 }

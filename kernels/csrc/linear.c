@@ -7,11 +7,10 @@
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
  * in the call, so that a row's bits never depend on its neighbours. */
-#include <omp.h>
-
 #include "simd/cpu_class.h"
 #include "simd/transpose.h"
 #include "linear.h"
+#include "team.h"
 
 #define WIDE 4                              /* vectors of features that a tile of few rows takes */
 #define NARROW (VECTORS > 2 ? VECTORS : 2)  /* and one of many rows */
@@ -215,46 +214,70 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
                  (const float *)sums[t - block], c->group * PANEL, type);
 }
 
-INLINE void linears(const Linear *all, int64_t count, const int type) {
+#define SLICES 8       /* of a tile of x */
+#define MOST_ITEMS 4   /* that a thread takes at once: what it prefetches behind an item is then its own */
+
+typedef struct {
+    const Linear *all;
+    int64_t count;
     Cut cuts[MAX_LINEARS];
-    int64_t slices = 0, items = 0;
-    for (int64_t i = 0; i < count; i++) {
-        cuts[i] = cut(all + i, type);
-        cuts[i].first_slice = slices, cuts[i].first_item = items;
-        slices += cuts[i].in_place ? 0 : cuts[i].tiles * 8;
-        items += cuts[i].columns * cuts[i].blocks;
-    }
-    /* A thread takes consecutive panels, so that what it prefetches behind a panel is its own. */
-    const int64_t chunk = max_i64(1, min_i64(4, items / (8 * omp_get_max_threads())));
-#pragma omp parallel
-    {
-        if (slices) {
-            int64_t i = 0;
-#pragma omp for schedule(static)
-            for (int64_t s = 0; s < slices; s++) {
-                while (i + 1 < count && cuts[i + 1].first_slice <= s) i++;
-                const Linear *l = all + i;
-                const Cut *c = cuts + i;
-                const int64_t slice = s - c->first_slice, first = slice / 8 * c->height;
-                const int64_t m = min_i64(c->height, l->rows - first);
-                pack_rows(l, first, m, c->words * (slice % 8) / 8, c->words * (slice % 8 + 1) / 8, type,
-                          (float *)l->scratch + first * c->words * c->width);
-            }
-        }
-        int64_t i = 0;
-#pragma omp for schedule(monotonic : dynamic, chunk) nowait
-        for (int64_t item = 0; item < items; item++) {
-            while (i + 1 < count && cuts[i + 1].first_item <= item) i++;
-            multiply(all + i, cuts + i, item - cuts[i].first_item, type);
-        }
+} Linears;
+
+INLINE void pack_items(const Linears *linears, int64_t from, int64_t to, const int type) {
+    for (int64_t s = from, i = 0; s < to; s++) {
+        while (i + 1 < linears->count && linears->cuts[i + 1].first_slice <= s) i++;
+        const Linear *l = linears->all + i;
+        const Cut *c = linears->cuts + i;
+        const int64_t slice = s - c->first_slice, first = slice / SLICES * c->height, n = slice % SLICES;
+        const int64_t m = min_i64(c->height, l->rows - first);
+        pack_rows(l, first, m, c->words * n / SLICES, c->words * (n + 1) / SLICES, type,
+                  (float *)l->scratch + first * c->words * c->width);
     }
 }
 
-void FOR_CLASS(linear_bf16)(const Linear *l) { linears(l, 1, BF16); }
-void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) { linears(all, count, BF16); }
+INLINE void multiply_items(const Linears *linears, int64_t from, int64_t to, const int type) {
+    for (int64_t item = from, i = 0; item < to; item++) {
+        while (i + 1 < linears->count && linears->cuts[i + 1].first_item <= item) i++;
+        multiply(linears->all + i, linears->cuts + i, item - linears->cuts[i].first_item, type);
+    }
+}
+
+static void pack_pairs(const void *linears, int64_t from, int64_t to) { pack_items(linears, from, to, BF16); }
+static void pack_f32(const void *linears, int64_t from, int64_t to) { pack_items(linears, from, to, F32); }
+static void multiply_pairs(const void *linears, int64_t from, int64_t to) { multiply_items(linears, from, to, BF16); }
+static void multiply_f32(const void *linears, int64_t from, int64_t to) { multiply_items(linears, from, to, F32); }
+
+typedef struct {
+    const Linear *all;
+    int64_t count, type;
+} Call;
+
+INLINE void compute(const Call *call, const int type) {
+    Linears linears;
+    int64_t slices = 0, items = 0;
+    linears.all = call->all, linears.count = call->count;
+    for (int64_t i = 0; i < call->count; i++) {
+        Cut *c = linears.cuts + i;
+        *c = cut(call->all + i, type);
+        c->first_slice = slices, c->first_item = items;
+        slices += c->in_place ? 0 : c->tiles * SLICES;
+        items += c->columns * c->blocks;
+    }
+    share_items(slices, SLICES, type == BF16 ? pack_pairs : pack_f32, &linears);
+    share_items(items, MOST_ITEMS, type == BF16 ? multiply_pairs : multiply_f32, &linears);
+}
+
+static void compute_linears(const void *context) {
+    const Call *call = context;
+    if (call->type == BF16) compute(call, BF16);
+    else compute(call, F32);
+}
+
+void FOR_CLASS(linear_bf16)(const Linear *l) { run_team(compute_linears, &(Call){l, 1, BF16}); }
+void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) { run_team(compute_linears, &(Call){all, count, BF16}); }
 
 /* With the dot products of bfloat16 float32 is multiplied as without them. */
 #if !HAS_DOT
-void FOR_CLASS(linear_f32)(const Linear *l) { linears(l, 1, F32); }
-void FOR_CLASS(linears_f32)(const Linear *all, int64_t count) { linears(all, count, F32); }
+void FOR_CLASS(linear_f32)(const Linear *l) { run_team(compute_linears, &(Call){l, 1, F32}); }
+void FOR_CLASS(linears_f32)(const Linear *all, int64_t count) { run_team(compute_linears, &(Call){all, count, F32}); }
 #endif

@@ -7,12 +7,11 @@
  *
  * A gated linear multiplies panels of gate and up with the same features, and stores activation(gate) * up, which is half
  * as much, as the repacked x of the linear behind it. */
-#include <omp.h>
-
 #include "simd/activation.h"
 #include "simd/cpu_class.h"
 #include "simd/tiles.h"
 #include "linear.h"
+#include "team.h"
 
 #define TILE_ROWS 16
 #define TILE (TILE_ROWS * TILE_WORDS) /* words of a tile, of x and of weights alike */
@@ -213,45 +212,58 @@ static void multiply(const Linear *l, const Cut *c, int64_t item, int has_next, 
     else put_gated_block(l, from, to, panel, sums, more, 1);
 }
 
-INLINE void linears(const Linear *all, int64_t count, const int follows) {
-    Cut cuts[MAX_LINEARS];
-    int64_t tiles = 0, items = 0;
-    for (int64_t i = 0; i < count; i++) {
-        cuts[i] = cut(all + i, follows);
-        cuts[i].first_tile = tiles, cuts[i].first_item = items;
-        tiles += all[i].x ? cuts[i].tiles : 0;
-        items += cuts[i].columns * ((cuts[i].tiles + cuts[i].block - 1) / cuts[i].block);
-    }
-    if (!items) return;
-    /* A thread takes consecutive panels, so that it can prefetch the next ones. */
-    const int64_t chunk = max_i64(1, min_i64(4, items / (4 * omp_get_max_threads())));
-#pragma omp parallel
-    {
-        int64_t i = 0;
-        if (tiles) {
-#pragma omp for schedule(static)
-            for (int64_t t = 0; t < tiles; t++) {
-                while (i + 1 < count && cuts[i + 1].first_tile <= t) i++;
-                const int64_t tile = t - cuts[i].first_tile, size = cuts[i].steps * TILE;
-                pack_tile(all + i, tile, cuts[i].steps * TILE_WORDS, (uint32_t *)all[i].scratch + tile * size);
-            }
-        }
-        _tile_loadconfig(&whole_tiles);
-        i = 0;
-#pragma omp for schedule(monotonic : dynamic, chunk) nowait
-        for (int64_t item = 0; item < items; item++) {
-            while (i + 1 < count && cuts[i + 1].first_item <= item) i++;
-            multiply(all + i, cuts + i, item - cuts[i].first_item, (item + 1) % chunk != 0, follows);
-        }
-        _tile_release();
+#define MOST_ITEMS 4 /* that a thread takes at once: it can prefetch the next one's panels */
+
+typedef struct {
+    const Linear *all;
+    int64_t count, follows;
+    const Cut *cuts;
+} Call;
+
+static void pack_items(const void *context, int64_t from, int64_t to) {
+    const Call *call = context;
+    for (int64_t t = from, i = 0; t < to; t++) {
+        while (i + 1 < call->count && call->cuts[i + 1].first_tile <= t) i++;
+        const int64_t tile = t - call->cuts[i].first_tile, words = call->cuts[i].steps * TILE_WORDS;
+        pack_tile(call->all + i, tile, words, (uint32_t *)call->all[i].scratch + tile * words * TILE_ROWS);
     }
 }
 
-void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) { linears(all, count, PLAIN_PRODUCT); }
+static void multiply_items(const void *context, int64_t from, int64_t to) {
+    const Call *call = context;
+    _tile_loadconfig(&whole_tiles);
+    for (int64_t item = from, i = 0; item < to; item++) {
+        while (i + 1 < call->count && call->cuts[i + 1].first_item <= item) i++;
+        const Linear *l = call->all + i;
+        const int64_t own = item - call->cuts[i].first_item;
+        if (call->follows == PLAIN_PRODUCT) multiply(l, call->cuts + i, own, item + 1 < to, PLAIN_PRODUCT);
+        else if (call->follows == SILU_GATED) multiply(l, call->cuts + i, own, item + 1 < to, SILU_GATED);
+        else multiply(l, call->cuts + i, own, item + 1 < to, GELU_GATED);
+    }
+    _tile_release();
+}
 
-void FOR_CLASS(linear_bf16)(const Linear *l) { linears(l, 1, PLAIN_PRODUCT); }
+static void compute_linears(const void *context) {
+    Call call = *(const Call *)context;
+    Cut cuts[MAX_LINEARS];
+    int64_t tiles = 0, items = 0;
+    call.cuts = cuts;
+    for (int64_t i = 0; i < call.count; i++) {
+        cuts[i] = cut(call.all + i, (int)call.follows);
+        cuts[i].first_tile = tiles, cuts[i].first_item = items;
+        tiles += call.all[i].x ? cuts[i].tiles : 0;
+        items += cuts[i].columns * ((cuts[i].tiles + cuts[i].block - 1) / cuts[i].block);
+    }
+    share_items(tiles, 8, pack_items, &call);
+    share_items(items, MOST_ITEMS, multiply_items, &call);
+}
+
+void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) {
+    run_team(compute_linears, &(Call){all, count, PLAIN_PRODUCT, 0});
+}
+
+void FOR_CLASS(linear_bf16)(const Linear *l) { run_team(compute_linears, &(Call){l, 1, PLAIN_PRODUCT, 0}); }
 
 void FOR_CLASS(gated_linear_bf16)(const Linear *l, int64_t gelu) {
-    if (gelu) linears(l, 1, GELU_GATED);
-    else linears(l, 1, SILU_GATED);
+    run_team(compute_linears, &(Call){l, 1, gelu ? GELU_GATED : SILU_GATED, 0});
 }

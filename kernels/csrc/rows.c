@@ -1,11 +1,12 @@
 /* The row-wise operations: RMSNorm, SiLU-mul, rotary, storing keys and values, copying blocks. Formulas and shapes are
- * in the Python file of each. Small calls stay on one thread: waking the others would cost more than the work. */
+ * in the Python file of each. */
 #include "rows.h"
 
 #include "simd/activation.h"
 #include "simd/cpu_class.h"
+#include "team.h"
 
-#define PARALLEL_FROM 16384 /* elements */
+#define PARALLEL_FROM 16384 /* elements of a call that wakes other threads */
 #define MAX_DIM 512         /* of heads that are stored as another kind */
 
 INLINE void norm_row(const Norm *n, int64_t row, int type) {
@@ -50,11 +51,17 @@ static void norm_rows(const Norm *n, int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++) norm_row(n, row, F32);
 }
 
-void FOR_CLASS(rms_norm)(const Norm *n) {
-    int64_t rows = n->outer * n->inner;
-#pragma omp parallel for schedule(static) if (rows * n->width >= PARALLEL_FROM)
-    for (int64_t part = 0; part < 16; part++) norm_rows(n, rows * part / 16, rows * (part + 1) / 16);
+static int64_t norm_parts(const Norm *n) { return parts_of(n->outer * n->inner * n->width); }
+
+static void norm_items(const void *context, int64_t from, int64_t to) {
+    const Norm *n = context;
+    const int64_t rows = n->outer * n->inner, parts = norm_parts(n);
+    norm_rows(n, rows * from / parts, rows * to / parts);
 }
+
+static void norm_work(const void *n) { share_items(norm_parts(n), 4, norm_items, n); }
+
+void FOR_CLASS(rms_norm)(const Norm *n) { run_team_if(n->outer * n->inner * n->width >= PARALLEL_FROM, norm_work, n); }
 
 INLINE void gated(const void *gate_up, int64_t stride, void *out, int64_t width, int gelu, int type, int64_t row,
                   int64_t from, int64_t to) {
@@ -77,14 +84,27 @@ static void gated_rows(const void *gate_up, int64_t stride, void *out, int64_t w
     }
 }
 
+typedef struct {
+    const void *gate_up;
+    int64_t stride;
+    void *out;
+    int64_t rows, width, gelu, type;
+} Gated;
+
+/* Parts of 1024 elements, so that one long row keeps every thread busy too. */
+static int64_t gated_parts(const Gated *g) { return (g->width + 1023) / 1024; }
+
+static void gated_items(const void *context, int64_t from, int64_t to) {
+    const Gated *g = context;
+    for (int64_t i = from, parts = gated_parts(g); i < to; i++)
+        gated_rows(g->gate_up, g->stride, g->out, g->width, g->gelu, g->type, i / parts, i % parts * 1024,
+                   min_i64(g->width, (i % parts + 1) * 1024));
+}
+
+static void gated_work(const void *g) { share_items(((const Gated *)g)->rows * gated_parts(g), 8, gated_items, g); }
+
 void FOR_CLASS(silu_mul)(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type) {
-    /* Parts of 1024 elements, so that one long row keeps every thread busy too. */
-    int64_t parts = (width + 1023) / 1024;
-#pragma omp parallel for schedule(static) if (rows * width >= PARALLEL_FROM)
-    for (int64_t i = 0; i < rows * parts; i++) {
-        int64_t from = i % parts * 1024, to = from + 1024 < width ? from + 1024 : width;
-        gated_rows(gate_up, stride, out, width, gelu, type, i / parts, from, to);
-    }
+    run_team_if(rows * width >= PARALLEL_FROM, gated_work, &(Gated){gate_up, stride, out, rows, width, gelu, type});
 }
 
 /* Rotates `dim` elements by tables of as many (see kernels/attention/rotary.py). x may be y. */
@@ -158,12 +178,18 @@ static void rotate_tokens(const Rotary *r, int64_t from, int64_t to) {
     }
 }
 
-/* rotary_and_store, and store_kv if q and cos are null. */
-void FOR_CLASS(rotary)(const Rotary *r) {
-#pragma omp parallel for schedule(static) if (r->tokens * (r->heads + 2 * r->kv_heads) * r->dim >= PARALLEL_FROM)
-    for (int64_t part = 0; part < 16; part++)
-        rotate_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
+static int64_t rotary_size(const Rotary *r) { return r->tokens * (r->heads + 2 * r->kv_heads) * r->dim; }
+
+static void rotary_items(const void *context, int64_t from, int64_t to) {
+    const Rotary *r = context;
+    const int64_t parts = parts_of(rotary_size(r));
+    rotate_tokens(r, r->tokens * from / parts, r->tokens * to / parts);
 }
+
+static void rotary_work(const void *r) { share_items(parts_of(rotary_size(r)), 4, rotary_items, r); }
+
+/* rotary_and_store, and store_kv if q and cos are null. */
+void FOR_CLASS(rotary)(const Rotary *r) { run_team_if(rotary_size(r) >= PARALLEL_FROM, rotary_work, r); }
 
 /* Rotates a token's query heads, and stores its normalised latent and its rotary key. */
 INLINE void latent_token(const LatentRotary *r, int64_t token, int type, int table) {

@@ -25,7 +25,8 @@ def _build(program: Path, cpu_class: str, *flags: str) -> None:
     command = [str(_COMPILER), *_FLAGS]
     generic = [*command, "-DCPU_CLASS=generic", "-c", "kernels/csrc/attention/attention.c", "-o", str(attention)]
     subprocess.run(generic, cwd=_ROOT, check=True)
-    sources = ["tests/kernels/arm64_check.c", *(f"kernels/csrc/{name}.c" for name in ("cpu", "linear", "pack_weight"))]
+    names = ("cpu", "linear", "pack_weight", "team")
+    sources = ["tests/kernels/arm64_check.c", *(f"kernels/csrc/{name}.c" for name in names)]
     whole = [*command, *flags, f"-DCPU_CLASS={cpu_class}", *sources, str(attention), "-lm", "-o", str(program)]
     subprocess.run(whole, cwd=_ROOT, check=True)
 

@@ -13,10 +13,10 @@
 #include "attention/item.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "simd/cpu_class.h"
 #include "simd/transpose.h"
+#include "team.h"
 #if HAS_DOT
 #include "simd/widen_bf16.h"
 #endif
@@ -297,25 +297,25 @@ static void join(const Item *it, int64_t splits) {
     }
 }
 
-/* Returns 0, or -1 if the list of work items cannot be allocated. */
-int FOR_CLASS(attention_bf16)(const Attention *a) {
+#define MOST_ITEMS 8 /* that a thread takes at once: an item can then prefetch the keys of the next one */
+
+typedef struct {
+    const Attention *a;
+    int64_t count, partials; /* items; rows of decodes' splits */
+} Call;
+
+static Item *items_of_team(void) { return team_memory(); }
+
+/* Lists the items. */
+static void plan(const void *context, int64_t from, int64_t to) {
+    const Call *call = context;
+    const Attention *a = call->a;
     const int64_t kv_heads = a->cache->kv_heads, dim = a->value_dim, group = a->heads / kv_heads;
-    int64_t count = 0, partials = 0;
-    for (int64_t seq = 0; seq < a->seqs; seq++) {
-        int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;
-        count += kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 && splits > 1 ? splits : 1);
-        if (q_len == 1 && splits > 1) partials += splits * a->heads;
-    }
-    if (count == 0) return 0;
-    Item *items = malloc(count * sizeof(Item));
-    float *left = partials ? malloc(partials * (dim + 2) * sizeof(float)) : NULL;
-    if (!items || (partials && !left)) {
-        free(items);
-        free(left);
-        return -1;
-    }
-    float *next = left;
-    Item *it = items;
+    (void)from, (void)to;
+    resize_team_memory(call->count * sizeof(Item) + call->partials * (dim + 2) * sizeof(float));
+    Item *it = items_of_team();
+    if (!it) return;
+    float *next = (float *)(it + call->count);
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t seq_len = a->seq_lens[seq], q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq];
         int64_t splits = (seq_len + SPLIT - 1) / SPLIT, apart = q_len == 1 && splits > 1 ? splits : 1;
@@ -329,26 +329,41 @@ int FOR_CLASS(attention_bf16)(const Attention *a) {
                     if (apart > 1) next += rows * (dim + 2);
                 }
     }
-    /* A thread takes consecutive items, so that an item can prefetch the keys of the next one. */
-    const int64_t chunk = max_i64(1, min_i64(8, count / 32));
-#pragma omp parallel if (count > 1)
-    {
-        Scratch s __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t i = 0; i < count; i++) run(items + i, &s, i + 1 < count && (i + 1) % chunk ? items + i + 1 : NULL);
-        if (partials) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < count; i++)
-                if (items[i].partial && items[i].split == 0) join(items + i, (items[i].seq_len + SPLIT - 1) / SPLIT);
-        }
-#if HAS_TILES
-        _tile_release();
-#endif
-    }
-    free(items);
-    free(left);
-    return 0;
 }
+
+static void run_items(const void *context, int64_t from, int64_t to) {
+    (void)context;
+    Scratch s __attribute__((aligned(64)));
+    const Item *items = items_of_team();
+    for (int64_t i = from; items && i < to; i++) run(items + i, &s, i + 1 < to ? items + i + 1 : NULL);
+#if HAS_TILES
+    _tile_release();
+#endif
+}
+
+static void join_items(const void *context, int64_t from, int64_t to) {
+    (void)context;
+    const Item *items = items_of_team();
+    for (int64_t i = from; items && i < to; i++)
+        if (items[i].partial && items[i].split == 0) join(items + i, (items[i].seq_len + SPLIT - 1) / SPLIT);
+}
+
+static void attend_all(const void *context) {
+    Call call = {context, 0, 0};
+    const Attention *a = call.a;
+    const int64_t kv_heads = a->cache->kv_heads, group = a->heads / kv_heads;
+    for (int64_t seq = 0; seq < a->seqs; seq++) {
+        int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;
+        call.count += kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 && splits > 1 ? splits : 1);
+        if (q_len == 1 && splits > 1) call.partials += splits * a->heads;
+    }
+    share_items(call.count > 0, 1, plan, &call);
+    share_items(call.count, min_i64(MOST_ITEMS, max_i64(1, call.count / 32)), run_items, &call);
+    if (call.partials) share_items(call.count, MOST_ITEMS, join_items, &call);
+}
+
+/* Returns 0, or -1 if the list of work items cannot be allocated. */
+int FOR_CLASS(attention_bf16)(const Attention *a) { return run_team(attend_all, a); }
 
 /* With the dot products of bfloat16 float32 is multiplied as without them. */
 #if !HAS_DOT

@@ -217,3 +217,39 @@ def test_fused_layers_are_their_layers_in_a_row(dtype: torch.dtype, sandwich: bo
     assert residual is not None and torch.equal(out, want) and torch.equal(total, residual)
     for our, their in zip(ours, theirs, strict=True):
         assert torch.equal(pool_of(our), pool_of(their))
+
+
+def test_fused_layers_have_the_same_bits_with_more_threads_than_cores() -> None:
+    """One thread, and 2 to 9 that take the cores from one another between any two items, give the same bits."""
+    torch.manual_seed(5)
+    layers = [
+        FusedLayer(
+            AttentionSublayer(
+                norm(HIDDEN, torch.bfloat16), linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, torch.bfloat16),
+                linear(HIDDEN, HEADS * DIM, torch.bfloat16), HEADS, KV_HEADS, DIM, scale=0.2,
+            ),
+            MlpSublayer(
+                norm(HIDDEN, torch.bfloat16), linear(2 * 224, HIDDEN, torch.bfloat16),
+                linear(HIDDEN, 224, torch.bfloat16), "silu",
+            ),
+            None, None,
+        )
+        for _ in range(8)
+    ]  # fmt: skip
+    fused, lens = FusedLayers(layers), [(1500, 1), (0, 65), (17, 1), (2100, 1)]
+    batches = [Batch(lens, torch.bfloat16) for _ in layers]
+    for batch in batches[1:]:
+        batch.slots, batch.tables, batch.seq_lens, batch.cu = (
+            batches[0].slots, batches[0].tables, batches[0].seq_lens, batches[0].cu,
+        )  # fmt: skip
+    step, x = batches[0].step(), torch.randn(len(batches[0].slots), HIDDEN).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want, residual = fused(x.clone(), len(layers), [step], [batch.cache for batch in batches])
+        for threads in (2, 3, 9, 9, 9):
+            torch.set_num_threads(threads)
+            out, total = fused(x.clone(), len(layers), [step], [batch.cache for batch in batches])
+            assert torch.equal(out, want) and torch.equal(total, residual)
+    finally:
+        torch.set_num_threads(before)
