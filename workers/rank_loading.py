@@ -2,14 +2,24 @@
 
 import dataclasses
 import gc
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
 from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.core.attention_backend import (
+    LIBRARIES,
+    NEVER_RUN,
+    backend_name,
+    check_backend_host,
+    installed_libraries,
+)
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
@@ -29,6 +39,8 @@ from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.warm_up import copy_warm_up_plans, largest_plans, warm_up_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.verification.verification import verify_once
+
+_log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 64
 _MEASURED_TOKENS = 256  # in the pool with which the largest step is measured
@@ -63,6 +75,7 @@ def load_rank(
     if not config.skip_verify:
         with Checkpoint.open(config.model) as checkpoint:
             verify_once(checkpoint.directory, config.max_model_len)
+    check_attention_library(config, device)
     model = load_model(
         config.model,
         communicator=communicator,
@@ -73,6 +86,8 @@ def load_rank(
         deterministic=config.deterministic,
         expert_parallel=config.expert_parallel,
         mla_shard=config.mla_shard,
+        attention_backend=config.attention_backend,
+        kv_dtype=config.kv_dtype,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
     communicator.barrier()
@@ -99,6 +114,28 @@ def load_rank(
     copy_report = _warm_up(config, runner, memory, show_captures)
     compile_watch.mark_ready()
     return LoadedRank(spec, memory, runner, grammars, copy_report)
+
+
+def check_attention_library(config: GroupConfig, device: torch.device) -> None:
+    """Raise InvalidConfig if this rank cannot take its attention backend. Import the backend's library, and log it."""
+    kind = "cpu" if device.type == "cpu" else "cuda" if torch.version.hip is None else "hip"
+    name = backend_name(config.attention_backend)
+    check_backend_host(
+        config.attention_backend,
+        device=kind,
+        capabilities=[torch.cuda.get_device_capability(device)] if kind == "cuda" else [],
+        is_installed=name in installed_libraries(),
+    )
+    if name in LIBRARIES:
+        try:
+            import_module(LIBRARIES[name].module)
+        except Exception as error:  # a broken installation may raise anything
+            reason = str(error).partition("\n")[0]
+            raise InvalidConfig(
+                f"attention-backend {name} cannot be imported ({type(error).__name__}: {reason}); "
+                f"{LIBRARIES[name].install}, or use --attention-backend triton"
+            ) from None
+        _log.warning("attention by %s instead of our kernels: %s", name, NEVER_RUN)
 
 
 def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Engine:
@@ -172,6 +209,7 @@ def _build_runner(
         grammars=grammars,
         communicator=communicator,
         graph_sizes=_graph_sizes(config, model, device),
+        attention_backend=backend_name(config.attention_backend),
     )
 
 

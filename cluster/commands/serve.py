@@ -20,7 +20,7 @@ from coatcheck.cluster.config.settings import with_flags
 from coatcheck.cluster.preflight.architecture import check_architecture
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.download import check_download
-from coatcheck.cluster.preflight.machine import check_gpus, check_memory, check_ports
+from coatcheck.cluster.preflight.machine import check_attention_backend, check_gpus, check_memory, check_ports
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.cluster.session.apply_settings import ApplySettings
@@ -108,6 +108,7 @@ def _check_settings(settings: ServeConfig, console: Console) -> None:
     check_model(settings)
     check_memory(settings)
     check_gpus(settings)
+    check_attention_backend(settings)
     check_ports(settings)
     check_credentials(settings)
     check_checkpoint(settings)

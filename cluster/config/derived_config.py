@@ -30,6 +30,7 @@ def group_config(
         max_cudagraph_capture_size=config.max_cudagraph_capture_size,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
+        attention_backend=config.attention_backend,
         expert_parallel=config.expert_parallel,
         mla_shard=config.mla_shard,
         skip_verify=config.skip_verify,

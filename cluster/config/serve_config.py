@@ -21,6 +21,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.log_lines import LogFormat
 from coatcheck.proto.setting_names import Routing, ToolParserName
+from coatcheck.workers.core.attention_backend import AttentionBackendSetting
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
@@ -79,6 +80,13 @@ class ServeConfig(Settings):
         "Model",
         "A request gets the same bits whatever runs beside it, whether it is cached, chunked or preempted.",
         False,
+    )
+
+    attention_backend: AttentionBackendSetting = setting(
+        "Model",
+        "On GPUs: triton, or the libraries flashinfer or fa3 (FlashAttention-3), which no GPU has run from Coatcheck. "
+        "auto: triton.",
+        "auto",
     )
 
     skip_verify: bool = setting(

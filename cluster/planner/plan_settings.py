@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from coatcheck.cluster.config.setting_values import parse_dtype, parse_kv_dtype, parse_memory
 from coatcheck.cluster.config.settings import Settings, setting
+from coatcheck.workers.core.attention_backend import AttentionBackendSetting
 
 _PANEL: Final = "Options"
 # `coatcheck serve` measures its largest step and leaves a tenth of the card unused. The plan cannot measure.
@@ -78,6 +79,9 @@ class PlanSettings(Settings):
     quantization: Literal["auto", "int8", "int4", "fp8"] = setting(_PANEL, "As of `coatcheck serve`.", "auto")
     kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = setting(
         _PANEL, "bf16, fp16, fp8, int8, int4, or auto: as --dtype.", "auto"
+    )
+    attention_backend: AttentionBackendSetting = setting(
+        _PANEL, "As of `coatcheck serve`: refused here if it cannot serve the model or the pool.", "auto"
     )
     block_size: Literal[8, 16, 32, 64, 128] = setting(_PANEL, "Tokens in a KV block: 8, 16, 32, 64 or 128.", 16)
     bandwidth: Annotated[float, BeforeValidator(parse_bandwidth)] = setting(

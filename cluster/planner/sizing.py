@@ -14,6 +14,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.checkpoint.held_weights import held_bytes
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries
+from coatcheck.workers.core.attention_backend import MODEL_TYPES_WITH_SINKS, backend_name, check_backend_model
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -48,6 +49,14 @@ class Sizing:
         shape = ModelShape.of(config)
         dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
         kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
+        check_backend_model(
+            settings.attention_backend,
+            shape.layers,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            deterministic=False,
+            has_sinks=config.model_type in MODEL_TYPES_WITH_SINKS,
+        )
         context = settings.context or min(_DEFAULT_CONTEXT, shape.max_model_len or _DEFAULT_CONTEXT)
         layers = shape.layers if settings.latent else shape.expanded
         shard = TpShard(0, settings.tp, divides_latents=settings.mla_shard == "tokens")
@@ -183,6 +192,7 @@ class Sizing:
             "tp": cache.tp,
             "expert_parallel": self.settings.expert_parallel,
             "mla_shard": self.settings.mla_shard,
+            "attention_backend": backend_name(self.settings.attention_backend),
             "block_size": block_size,
             "context": context,
             "concurrency": concurrency,

@@ -14,6 +14,7 @@ from coatcheck.cluster.preflight.host_report import Finding, judge_host
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.proto.errors import CoatcheckError
+from coatcheck.workers.core.attention_backend import AttentionBackendSetting
 
 EPILOG = """\
 Examples:
@@ -34,17 +35,24 @@ def doctor(
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster to reach from here: HOST:PORT or auto.")
     ] = None,
+    attention_backend: Annotated[
+        AttentionBackendSetting, typer.Option(help="A backend to check for the GPUs of this host and the model.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Check GPU, driver, NCCL, shared memory, Ray, ports and the model, and say what to change.
 
     Starts nothing. Exits with 1 if something must be changed.
     """
-    findings = judge_host(read_facts((grpc_port, http_port)), tp)
+    findings = judge_host(read_facts((grpc_port, http_port)), tp, attention_backend)
     if ray_address is not None:
         findings.append(_attempt("Ray cluster", lambda: f"it answers at {find_ray(ray_address)}", "start Ray there"))
     if model:
-        findings.append(_attempt("model", lambda: _check_model(model, tp), "give another model, or mend its files"))
+        findings.append(
+            _attempt(
+                "model", lambda: _check_model(model, tp, attention_backend), "give another model, or mend its files"
+            )
+        )
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
@@ -62,8 +70,8 @@ def _attempt(check: str, run: Callable[[], str], change: str) -> Finding:
         return Finding(check, "error", found, advice or change)
 
 
-def _check_model(model: str, tp: int) -> str:
-    config = ServeConfig.build({"model": model, "tp": tp})
+def _check_model(model: str, tp: int, attention_backend: str) -> str:
+    config = ServeConfig.build({"model": model, "tp": tp, "attention_backend": attention_backend})
     config.check_model_directory()
     check_model(config)
     check_checkpoint(config)

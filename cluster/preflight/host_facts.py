@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from coatcheck.cluster.preflight.machine import has_gpu_file
+from coatcheck.workers.core.attention_backend import installed_libraries
 
 _PROBE_SECONDS: Final = 120.0
 _PROBE: Final = """
@@ -64,7 +65,8 @@ class TorchFacts:
 class HostFacts:
     """`driver`: NVIDIA's, "" without. `shared_memory`: bytes of /dev/shm. `locked_memory`: bytes that a process may
     lock, None for no limit. `infiniband`: devices. `has_verbs`: whether NCCL finds libibverbs. `compiler`: the C
-    compiler's path, "" without. `busy_ports`: why a port cannot be used, by port. `ray`: its version, "" without."""
+    compiler's path, "" without. `busy_ports`: why a port cannot be used, by port. `ray`: its version, "" without.
+    `attention_libraries`: flashinfer and fa3, if Python finds them."""
 
     has_gpu_file: bool
     torch: TorchFacts
@@ -77,6 +79,7 @@ class HostFacts:
     open_files: int
     busy_ports: dict[int, str]
     ray: str
+    attention_libraries: tuple[str, ...] = ()
 
 
 def read_facts(ports: Sequence[int]) -> HostFacts:
@@ -99,6 +102,7 @@ def read_facts(ports: Sequence[int]) -> HostFacts:
             port: why for port in ports if (why := "given twice" if ports.count(port) > 1 else _port_error(port))
         },
         ray=_version("ray"),
+        attention_libraries=tuple(installed_libraries()),
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from coatcheck.cluster.preflight.host_facts import HostFacts
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.attention_backend import NEVER_RUN, backend_name, check_backend_host
 
 _RANK_SHM: Final = 2**30  # NCCL and the ranks of a host share memory there
 _CPU_RANK_SHM: Final = 2**21 + 64  # the buffers and counters of a rank in workers/distributed/shm_collectives.py
@@ -25,7 +27,7 @@ class Finding:
     change: str = ""
 
 
-def judge_host(facts: HostFacts, ranks: int) -> list[Finding]:
+def judge_host(facts: HostFacts, ranks: int, attention_backend: str = "auto") -> list[Finding]:
     """Every finding, in the order in which to mend them. `ranks`: on this host."""
     return [
         *_judge_gpus(facts, ranks),
@@ -34,6 +36,7 @@ def judge_host(facts: HostFacts, ranks: int) -> list[Finding]:
         *_judge_infiniband(facts),
         _judge_shared_memory(facts, ranks),
         *_judge_compiler(facts),
+        *_judge_attention(facts, attention_backend),
         _judge_ray(facts),
         *_judge_ports(facts),
         _judge_open_files(facts),
@@ -113,6 +116,28 @@ def _describe_size(size: int) -> str:
 def _judge_compiler(facts: HostFacts) -> Iterator[Finding]:
     if facts.torch.gpus and not facts.compiler:
         yield Finding("C compiler", "error", "none", "install gcc; Triton compiles a launcher for each kernel with it")
+
+
+def _judge_attention(facts: HostFacts, setting: str) -> Iterator[Finding]:
+    """Nothing without GPUs and without a backend that the operator names."""
+    name = backend_name(setting)
+    try:
+        check_backend_host(
+            setting,
+            device="cuda" if facts.torch.gpus else "cpu",
+            capabilities=[gpu.capability for gpu in facts.torch.gpus],
+            is_installed=name in facts.attention_libraries,
+        )
+    except InvalidConfig as refusal:
+        found, _, change = str(refusal).partition("; ")
+        yield Finding("attention", "error", found, change)
+        return
+    if name != "triton":
+        change = "compare answers and speed with --attention-backend triton on this host first"
+        yield Finding("attention", "warning", f"{name}: {NEVER_RUN}", change)
+    elif facts.torch.gpus:
+        others = f"; {' and '.join(facts.attention_libraries)} can be chosen" if facts.attention_libraries else ""
+        yield Finding("attention", "ok", f"triton{others}")
 
 
 def _judge_ray(facts: HostFacts) -> Finding:

@@ -1,4 +1,5 @@
-"""check_memory, check_gpus, check_ports: whether this machine has what `coatcheck serve` asks for, before Ray starts.
+"""check_memory, check_gpus, check_attention_backend, check_ports: whether this machine has what `coatcheck serve` asks
+for, before Ray starts.
 
 Skipped if `serve` joins a Ray cluster, whose nodes may be other machines. Ranks and routers check again. This module
 does not import torch or Ray.
@@ -11,6 +12,7 @@ from typing import Final
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import host_port, listen
+from coatcheck.workers.core.attention_backend import backend_name, check_backend_host, installed_libraries
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.host.free_memory import host_free_bytes
 
@@ -51,6 +53,19 @@ def check_gpus(config: ServeConfig, devices: Path = Path("/dev")) -> None:
             "device is cuda, and this machine has no GPU (/dev has no GPU device file); leave --device out, give the "
             "container its GPUs, or join a Ray cluster that has GPUs with --ray-address"
         )
+
+
+def check_attention_backend(config: ServeConfig, devices: Path = Path("/dev")) -> None:
+    """Raise InvalidConfig for an attention backend without its library or a GPU. Ranks compare the GPU itself."""
+    if config.ray_address is not None:
+        return
+    device = config.device if config.device != "auto" else "cuda" if has_gpu_file(devices) else "cpu"
+    check_backend_host(
+        config.attention_backend,
+        device=device,
+        capabilities=[],
+        is_installed=backend_name(config.attention_backend) in installed_libraries(),
+    )
 
 
 def has_gpu_file(devices: Path) -> bool:

@@ -15,6 +15,7 @@ from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
+from coatcheck.workers.core.attention_backend import MODEL_TYPES_WITH_SINKS, check_backend_model
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -79,8 +80,17 @@ def check_model(config: ServeConfig) -> None:
         for layer in layers:
             check_deterministic_heads(layer)
     dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
-    if config.kv_dtype != "auto" or dtype is not None:
-        _check_blocks(config, BlockLayout.of(layers, config.block_size, choose_kv_dtype(config.kv_dtype, dtype or "")))
+    kv_dtype = choose_kv_dtype(config.kv_dtype, dtype or "") if config.kv_dtype != "auto" or dtype is not None else None
+    check_backend_model(
+        config.attention_backend,
+        layers,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        deterministic=config.deterministic,
+        has_sinks=model.model_type in MODEL_TYPES_WITH_SINKS,
+    )
+    if kv_dtype is not None:
+        _check_blocks(config, BlockLayout.of(layers, config.block_size, kv_dtype))
 
 
 def _check_generation_config(config: ServeConfig) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coatcheck.kernels.attention.paged_attention import paged_attention
+from coatcheck.kernels.attention.paged_tiles import AttentionPlan
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.kv.store_kv import store_kv
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LayerKind
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LayerKind, LibraryPlan
 from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
@@ -68,6 +69,12 @@ def attend_cache(
     q: Tensor, cache: KVCache, layer: AttentionLayer, metadata: AttentionMetadata, sinks: Tensor | None = None
 ) -> Tensor:
     """q [T, heads, dim] -> [T, heads, dim]: attention of each token over its sequence's keys and values in `cache`."""
+    plan = metadata.plans.get(kind_of(layer)) if metadata.plans else None
+    if isinstance(plan, LibraryPlan):
+        assert sinks is None  # check_backend_model refuses them
+        return plan.attend(
+            q, cache, metadata, scale=layer.scale, sliding_window=layer.sliding_window, softcap=layer.softcap
+        )
     return paged_attention(
         q,
         cache,
@@ -79,8 +86,15 @@ def attend_cache(
         softcap=layer.softcap,
         sinks=sinks,
         batch_invariant=metadata.batch_invariant,
-        plan=metadata.plans.get(kind_of(layer)) if metadata.plans else None,
+        plan=plan,
     )
+
+
+def kernel_plan(metadata: AttentionMetadata, layer: LayerSpec) -> AttentionPlan | None:
+    """The plan of a layer that only our kernels compute; None on a CPU."""
+    plan = metadata.plans.get(kind_of(layer)) if metadata.plans else None
+    assert not isinstance(plan, LibraryPlan)  # check_backend_model refuses such layers
+    return plan
 
 
 def kind_of(layer: LayerSpec) -> LayerKind:

@@ -3,12 +3,14 @@
 The runner builds both once per step, with tensors on the rank's device, and passes them through the model's kwargs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from coatcheck.kernels.attention.paged_tiles import AttentionPlan
+from coatcheck.kernels.kv.kv_cache import KVCache
 
 
 class LayerKind(NamedTuple):
@@ -20,7 +22,24 @@ class LayerKind(NamedTuple):
     sliding_window: int
 
 
-AttentionPlans = dict[LayerKind, AttentionPlan]
+class LibraryPlan:
+    """A step's attention in a library that stands in for our kernels, for layers of one kind."""
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        metadata: "AttentionMetadata",
+        *,
+        scale: float,
+        sliding_window: int,
+        softcap: float,
+    ) -> Tensor:
+        """q [T, heads, dim] -> [T, heads, dim], as paged_attention computes it. `metadata`: of the planned step."""
+        raise NotImplementedError
+
+
+AttentionPlans = Mapping[LayerKind, AttentionPlan | LibraryPlan]
 
 
 class LocalQueries(NamedTuple):
@@ -52,7 +71,7 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor
     # Whether a query's result has the same bits in a decode and in a prefill (see paged_attention.py).
     batch_invariant: bool = False
-    # For Triton's kernels: how attention is divided among programs, for each kind of layers.
+    # On a GPU: how the backend computes attention, for each kind of layers.
     plans: AttentionPlans = field(default_factory=dict)
     local: LocalQueries | None = None  # of these queries; None: not computed
 

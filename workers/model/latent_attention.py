@@ -32,7 +32,7 @@ from coatcheck.kernels.layers.heads_linear import HeadsLinear
 from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.workers.attention.attention import AttentionLayer, kind_of
+from coatcheck.workers.attention.attention import AttentionLayer, kernel_plan
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.token_shards import local_queries
 from coatcheck.workers.distributed.communicator import Communicator
@@ -174,7 +174,7 @@ class LatentAttention:
             cu_seqlens_q=cu_seqlens_q,
             scale=self.spec.scale,
             batch_invariant=metadata.batch_invariant,
-            plan=metadata.plans.get(kind_of(self.spec)) if metadata.plans else None,
+            plan=kernel_plan(metadata, self.spec),
         )
         return self.v_up(latents)
 
@@ -195,7 +195,7 @@ class LatentAttention:
             cu_seqlens_q=local.cu_seqlens_q,
             scale=self.spec.scale,
             batch_invariant=metadata.batch_invariant,
-            plan=metadata.plans.get(kind_of(self.spec)) if metadata.plans else None,
+            plan=kernel_plan(metadata, self.spec),
             lse=lse,
         )
         return merge_parts_of_ranks(self._communicator.all_to_all(pack_parts(out, lse, self.spec.token_shards)))

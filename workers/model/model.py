@@ -26,6 +26,8 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
+from coatcheck.workers.core.attention_backend import check_backend_model
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -137,6 +139,8 @@ def load_model(
     deterministic: bool = False,
     expert_parallel: bool = False,
     mla_shard: str = "replicate",
+    attention_backend: str = "auto",
+    kv_dtype: str = "auto",
     progress: Progress | None = None,
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
@@ -145,6 +149,7 @@ def load_model(
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
+    `attention_backend`, `kv_dtype`: as in GroupConfig; they are compared with the model, and change nothing in it.
     `progress(done_bytes, total_bytes)` is called while weights are read.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
@@ -163,6 +168,15 @@ def load_model(
         causal, config = prepared.causal, prepared.causal.config
         if mla_shard == "tokens":
             check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
+        dtype_name = str(prepared.dtype).removeprefix("torch.")
+        check_backend_model(
+            attention_backend,
+            prepared.layers,
+            dtype=dtype_name,
+            kv_dtype=choose_kv_dtype(kv_dtype, dtype_name),
+            deterministic=deterministic,
+            has_sinks=any(layer.has_sinks for layer in prepared.layers),
+        )
         weights = load_weights(
             causal,
             checkpoint,
@@ -190,7 +204,7 @@ def load_model(
         architecture=type(causal).__name__,
         vocab_size=config.vocab_size,
         max_model_len=prepared.max_model_len,
-        dtype=str(prepared.dtype).removeprefix("torch."),
+        dtype=dtype_name,
         fingerprint=fingerprint,
         eos_token_ids=eos_token_ids,
         layers=layers,

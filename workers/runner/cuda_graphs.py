@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatcheck.workers.attention.attention import LayerCaches
+from coatcheck.workers.attention.attention_backend import AttentionBackend, StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans
 from coatcheck.workers.core.sampling_form import SamplingForm
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.attention_planner import AttentionPlanner
-from coatcheck.workers.runner.graph_shapes import GraphSizes, StepShape, pick_shape
+from coatcheck.workers.runner.graph_shapes import GraphSizes, pick_shape
 from coatcheck.workers.runner.host_transfer import upload_into
 from coatcheck.workers.runner.sampler import Sampler
 
@@ -63,7 +63,7 @@ class _StepInputs(NamedTuple):
 class CudaGraphs:
     """One rank's graphs.
 
-    `token_ids`, `block_tables`: the runner's batch state. `sampler`: of the same slots. `planner`: of attention.
+    `token_ids`, `block_tables`: the runner's batch state. `sampler`: of the same slots. `backend`: of attention.
     `sizes`: empty for no graphs.
     """
 
@@ -74,7 +74,7 @@ class CudaGraphs:
         token_ids: Tensor,
         block_tables: Tensor,
         sampler: Sampler,
-        planner: AttentionPlanner,
+        backend: AttentionBackend,
         *,
         block_size: int,
         sizes: GraphSizes,
@@ -85,11 +85,11 @@ class CudaGraphs:
         self._block_tables = block_tables
         self._sampler = sampler
         self._block_size = block_size
-        self._planner = planner
+        self._backend = backend
         self._device = token_ids.device
         self._max_rows = max(sizes.decodes, default=0)
         self.row_sizes = sizes.decodes
-        self.shapes = sizes.shapes(planner.short_queries)
+        self.shapes = sizes.shapes(backend.short_queries)
         ints = max((self._num_ints(shape) for shape in self.shapes), default=0)
         self._inputs = torch.zeros(ints, dtype=torch.int32, device=self._device)  # a _RowInputs, then a _StepInputs
         self._rows = _RowInputs(*self._inputs[: 3 * self._max_rows].split(self._max_rows)) if ints else None
@@ -157,7 +157,7 @@ class CudaGraphs:
 
     def pick_shape(self, rows: Sequence[ScheduledSequence]) -> StepShape | None:
         """The captured shape for these rows; None if the step must run without a graph."""
-        return pick_shape(rows, self.shapes, self._planner.short_queries) if self._forwards else None
+        return pick_shape(rows, self.shapes, self._backend.short_queries) if self._forwards else None
 
     def replay(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> Tensor:
         """Compute the rows. Returns their tokens' hidden states, [T, hidden_size], valid until the next call."""
@@ -187,15 +187,15 @@ class CudaGraphs:
         return next(size for size in self.row_sizes if size >= num_rows)
 
     def _num_ints(self, shape: StepShape) -> int:
-        return 3 * self._max_rows + 5 * shape.num_tokens + 1 + self._planner.num_ints(shape)
+        return 3 * self._max_rows + 5 * shape.num_tokens + 1 + self._backend.num_ints(shape)
 
     def _view_inputs(self, shape: StepShape) -> _StepInputs:
         tokens = shape.num_tokens
         rest = self._inputs[3 * self._max_rows : self._num_ints(shape)]
         slots, positions, sequence_slots, seq_lens, cu_seqlens, plans = rest.split(
-            (tokens, tokens, tokens, tokens, tokens + 1, self._planner.num_ints(shape))
+            (tokens, tokens, tokens, tokens, tokens + 1, self._backend.num_ints(shape))
         )
-        return _StepInputs(slots, positions, sequence_slots, seq_lens, cu_seqlens, self._planner.view(shape, plans))
+        return _StepInputs(slots, positions, sequence_slots, seq_lens, cu_seqlens, self._backend.view(shape, plans))
 
     def _write_inputs(self, rows: Sequence[ScheduledSequence], shape: StepShape) -> None:
         upload_into(self._inputs, self._pack_inputs(rows, shape))
@@ -224,7 +224,7 @@ class CudaGraphs:
             _padded(starts + counts, tokens, 0),
             np.zeros(1, np.int32),
             _padded(cu_seqlens, tokens, tokens),
-            self._planner.pack(shape, q_lens, seq_lens),
+            self._backend.pack(shape, q_lens, seq_lens),
         ))  # fmt: skip
 
     def _forward(self, shape: StepShape) -> None:

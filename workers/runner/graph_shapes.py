@@ -8,6 +8,7 @@ decodes alone, chunks alone, and both. A step takes the smallest shape of its ki
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.core.step_plan import ScheduledSequence
 
 # A decode reads all weights and each sequence's keys: time grows slowly with padding, so the sizes double at first.
@@ -15,14 +16,6 @@ _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 44
 # From about 256 tokens on a step's time is that of its products, so the sizes are close together there: a step of more
 # than 192 tokens is padded by a fourth at most. Beyond 512 tokens a step takes longer than its launches.
 _CHUNK_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-
-
-class StepShape(NamedTuple):
-    """`num_tokens`: with padding. `has_short`, `has_wide`: which tiles of attention it has."""
-
-    num_tokens: int
-    has_short: bool
-    has_wide: bool
 
 
 class GraphSizes(NamedTuple):

@@ -14,19 +14,24 @@ Sampled tokens therefore never go through the host before the next step, and ste
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
+from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
+from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.attention.attention_backend import AttentionBackend
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.fa3_backend import Fa3Backend
+from coatcheck.workers.attention.flashinfer_backend import FlashInferBackend
 from coatcheck.workers.core.sampling_form import SamplingFeature, choose_form
 from coatcheck.workers.core.step_plan import ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.attention_planner import AttentionPlanner
 from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_graphs import CudaGraphs, Progress
 from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
@@ -37,6 +42,7 @@ from coatcheck.workers.runner.kv_memory import make_caches
 from coatcheck.workers.runner.pooler import Pooler
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
+from coatcheck.workers.runner.triton_backend import TritonBackend
 from coatcheck.workers.runner.warm_up import kernel_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
@@ -49,6 +55,7 @@ class ModelRunner:
 
     `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
     without peers. `graph_sizes`: of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
+    `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_backend.py).
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class ModelRunner:
         grammars: GrammarBackend | None = None,
         communicator: Communicator | None = None,
         graph_sizes: GraphSizes = _NO_GRAPHS,
+        attention_backend: str = "triton",
     ) -> None:
         self.model = model
         self.pool = pool
@@ -82,14 +90,22 @@ class ModelRunner:
         self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
         self._grammar_compiler = GrammarCompiler(grammars, communicator or Communicator())
         self._copier = copier
-        self._planner = AttentionPlanner(
-            model.spec.layers, self._layer_caches, getattr(torch, model.spec.dtype).itemsize,
-            batch_invariant=model.deterministic,
-        )  # fmt: skip
+        self._backend = self._make_backend(attention_backend)
         self.graphs = CudaGraphs(
-            model, self._layer_caches, self._token_ids, self._block_tables, self._sampler, self._planner,
-            block_size=layout.block_size, sizes=graph_sizes,
+            model, self._layer_caches, self._token_ids, self._block_tables, self._sampler, self._backend,
+            block_size=layout.block_size,
+            sizes=graph_sizes if self._backend.captures_chunks else GraphSizes(graph_sizes.decodes),
         )  # fmt: skip
+
+    def _make_backend(self, name: str) -> AttentionBackend:
+        layers, caches, dtype = self.model.spec.layers, self._layer_caches, getattr(torch, self.model.spec.dtype)
+        if name == "fa3":
+            return Fa3Backend(layers)
+        if name == "flashinfer":  # check_backend_model refuses latent layers
+            return FlashInferBackend(
+                cast("Sequence[AttentionLayer]", layers), cast("list[KVCache]", caches), dtype, self._block_tables
+            )
+        return TritonBackend(layers, caches, dtype.itemsize, batch_invariant=self.model.deterministic)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
@@ -165,7 +181,7 @@ class ModelRunner:
         ends = accumulate(row.num_tokens for row in rows)
         tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.needs_sample]
         counts = accumulate((int(row.needs_sample) for row in rows), initial=0)
-        plans = self._planner.make_plans([int(row.needs_sample) for row in rows], _seq_lens(rows))
+        plans = self._backend.make_plans([int(row.needs_sample) for row in rows], _seq_lens(rows))
         return LogitsIndices(self._int64(tokens), self._int32(list(counts)), plans)
 
     def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
@@ -190,7 +206,7 @@ class ModelRunner:
             seq_lens=seq_lens.to(torch.int32),
             cu_seqlens_q=self._int32(cu_seqlens),
             batch_invariant=self.model.deterministic,
-            plans=self._planner.make_plans(lens, _seq_lens(rows)),
+            plans=self._backend.make_plans(lens, _seq_lens(rows)),
         )
         input_ids = self._token_ids[token_slots, positions].long()
         return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
@@ -274,7 +290,7 @@ class ModelRunner:
         vocab, size = self.model.spec.vocab_size, self._layout.block_size
         max_tokens = min(self._token_ids.shape[1] - 1, len(self.pool) * size)
         for plan in kernel_plans(
-            chunk_lengths=self._planner.warm_up_lengths,
+            chunk_lengths=self._backend.warm_up_lengths,
             max_tokens=max_tokens,
             max_model_len=self.max_model_len,
             num_blocks=len(self.pool),

@@ -94,6 +94,16 @@ def test_deepseeks_latent_cache(tmp_path: Path) -> None:
     assert any("divide the tokens of each block" in note for note in divided["notes"])
 
 
+def test_a_backend_that_cannot_serve_the_model_is_refused(tmp_path: Path) -> None:
+    """The plan names the backend, and refuses one that reads no latents or no quantised pool."""
+    assert size(tmp_path, LLAMA)["attention_backend"] == "triton"
+    assert size(tmp_path, LLAMA, attention_backend="flashinfer")["attention_backend"] == "flashinfer"
+    with pytest.raises(InvalidConfig, match="does not read latent caches"):
+        size(tmp_path, DEEPSEEK, attention_backend="fa3")
+    with pytest.raises(InvalidConfig, match="a pool of kv-dtype int8"):
+        size(tmp_path, attention_backend="fa3", kv_dtype="int8")
+
+
 def test_deepseeks_cache_of_every_head(tmp_path: Path) -> None:
     """Where it is not latent, every head's key and value are stored, divided among the ranks."""
     found = size(tmp_path, DEEPSEEK, tp=8, latent=False)

@@ -38,9 +38,30 @@ def test_nothing_is_wrong_with_a_good_host() -> None:
     assert not faults(GOOD) and not any(finding.change for finding in findings)
     checks = [finding.check for finding in findings]
     assert checks == [
-        *("GPU 0", "GPU 1", "driver", "NCCL", "InfiniBand", "shared memory", "Ray", "port", "open files"),
+        *("GPU 0", "GPU 1", "driver", "NCCL", "InfiniBand", "shared memory", "attention", "Ray", "port", "open files"),
     ]
     assert findings[2].found == "NVIDIA 580.65.06, and torch is built for CUDA 13.0"
+
+
+def test_an_attention_backend_is_compared_with_the_host() -> None:
+    """Installed libraries are named. A named one is a warning, because no GPU has run it, or an error with what to
+    change if the host has no such library or no such GPU."""
+
+    def judged(setting: str, facts: HostFacts) -> Finding:
+        (finding,) = (each for each in judge_host(facts, 1, setting) if each.check == "attention")
+        return finding
+
+    both = replace(GOOD, attention_libraries=("flashinfer", "fa3"))
+    assert judged("auto", GOOD) == Finding("attention", "ok", "triton")
+    assert judged("auto", both).found == "triton; flashinfer and fa3 can be chosen"
+    chosen = judged("flashinfer", both)
+    assert chosen.state == "warning" and "no GPU has run it from Coatcheck" in chosen.found
+    absent = judged("flashinfer", GOOD)
+    assert absent.state == "error" and absent.change.startswith("install it on every host with `pip install")
+    old = replace(both, torch=TorchFacts("2.13.0", "13.0", (Gpu("A100", 80 * 2**30, (8, 0)),), "2.27.5"))
+    assert judged("fa3", old).found.endswith("needs compute capability 9.0 (H100, H200), and the GPU has 8.0")
+    cpus = replace(both, torch=TorchFacts("2.13.0+cpu"))
+    assert judged("fa3", cpus).state == judged("triton", cpus).state == "error"
 
 
 def test_a_host_without_gpus_computes_on_cpus() -> None:

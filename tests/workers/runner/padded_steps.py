@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.graph_shapes import GraphSizes, StepShape
+from coatcheck.workers.runner.graph_shapes import GraphSizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
@@ -45,12 +46,16 @@ SAMPLINGS = [
 Said = dict[str, list[int]]
 
 
-def make_runner(model: Model, sizes: GraphSizes, kv_dtype: str = "auto", num_blocks: int = 24) -> ModelRunner:
+def make_runner(
+    model: Model, sizes: GraphSizes, kv_dtype: str = "auto", num_blocks: int = 24, attention_backend: str = "triton"
+) -> ModelRunner:
     """A runner whose pool is filled with NaN in every float format."""
     layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
     pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
     pool.fill_(255)
-    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes)
+    return ModelRunner(
+        model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes, attention_backend=attention_backend
+    )
 
 
 def load(path: Path, dtype: str = "float32", *, deterministic: bool = False) -> Model:

@@ -1,4 +1,4 @@
-"""AttentionPlanner: the attention plans of each step, for the Triton kernels, in one copy to the device."""
+"""TritonBackend: the attention plans of each step, for the Triton kernels, in one copy to the device."""
 
 from collections.abc import Sequence
 
@@ -15,20 +15,22 @@ from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.workers.attention.attention import LayerCaches, kind_of
+from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionPlans, LayerKind
 from coatcheck.workers.attention.token_shards import count_local_keys
 from coatcheck.workers.core.model_spec import LayerSpec
-from coatcheck.workers.runner.graph_shapes import StepShape
 from coatcheck.workers.runner.host_transfer import upload
 
 _UNLIMITED = 1 << 30
 
 
-class AttentionPlanner:
+class TritonBackend:
     """`layers`, `caches`: of each layer. `element_size`: bytes of an element of the queries.
 
     Plans are made for every kind of layers. On a CPU without Triton there are none.
     """
+
+    captures_chunks = True
 
     def __init__(
         self, layers: Sequence[LayerSpec], caches: LayerCaches, element_size: int, *, batch_invariant: bool

@@ -1,0 +1,43 @@
+"""The used parts of the rows of a block table, one after another: indices[indptr[s] + i] = block_tables[s, i].
+
+Shapes: block_tables int32 [num_seqs, max_blocks], rows dense; indptr int32 [num_seqs + 1], ascending from 0; row s has
+indptr[s + 1] - indptr[s] blocks; indices int32 [at least indptr[-1]], of which only the first indptr[-1] are written.
+FlashInfer reads pages in this form. Nothing waits for the device, so a CUDA graph can record the launch.
+"""
+
+# Triton device functions take pointers and constexprs, which mypy cannot type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels.gpu_properties import uses_triton
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["block_tables", "indptr", "indices", "stride"])
+def _gather_pages(block_tables, indptr, indices, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    first = tl.load(indptr + row)
+    count = tl.load(indptr + row + 1) - first
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        blocks = tl.load(block_tables + row.to(tl.int64) * stride + at, at < count)
+        tl.store(indices + first + at, blocks, at < count)
+
+
+def gather_pages(block_tables: Tensor, indptr: Tensor, indices: Tensor) -> None:
+    """Write `indices`."""
+    if uses_triton(indices):
+        _gather_pages[(len(block_tables),)](
+            block_tables, indptr, indices, block_tables.stride(0), BLOCK=_BLOCK, num_warps=4
+        )
+        return
+    for row, (first, end) in enumerate(pairwise(indptr.tolist())):
+        indices[first:end] = block_tables[row, : end - first]

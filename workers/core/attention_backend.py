@@ -1,0 +1,150 @@
+"""Which attention backend a group takes, and why one cannot serve a model, a cache or a host. Pure; imports no torch.
+
+    triton       our Triton kernels on a GPU. The default: every model, dtype, quantised pool and card that Coatcheck
+                 serves, --deterministic, and one plan for steps that mix prompts and decodes
+    flashinfer   FlashInfer's paged prefill kernels (flashinfer-python)
+    fa3          FlashAttention-3 (the package flash_attn_interface), for Hopper GPUs
+
+On a CPU, and for `auto`, the name is `triton`: without a GPU its kernels are those of kernels/csrc. No GPU has run
+flashinfer and fa3 from this project, so `auto` never chooses them.
+
+The limits are those that the libraries' sources state (FlashInfer 0.7.2, FlashAttention's hopper/ of August 2026).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Final, Literal
+
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.model_spec import LayerSpec
+
+AttentionBackendSetting = Literal["auto", "triton", "flashinfer", "fa3"]
+Capability = tuple[int, int]  # of an NVIDIA GPU: (9, 0) for an H100
+
+MODEL_TYPES_WITH_SINKS: Final = frozenset({"gpt_oss"})  # as far as config.json tells
+NEVER_RUN: Final = "no GPU has run it from Coatcheck; its calls are tested against its documented interface alone"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLibrary:
+    """A library that computes attention in place of our kernels.
+
+    `module`: that Python imports. `install`: how to get it. `head_dims`: in words. `capabilities`: in words.
+    """
+
+    module: str
+    install: str
+    fits_head_dim: Callable[[int], bool]
+    head_dims: str
+    fits_capability: Callable[[Capability], bool]
+    capabilities: str
+
+
+LIBRARIES: Final[dict[str, AttentionLibrary]] = {
+    "flashinfer": AttentionLibrary(
+        "flashinfer",
+        "install it on every host with `pip install 'coatcheck[flashinfer]'`",
+        lambda dim: dim in (64, 128, 256),
+        "64, 128 or 256",
+        lambda capability: capability >= (8, 0),
+        "8.0 or later",
+    ),
+    "fa3": AttentionLibrary(
+        "flash_attn_interface",
+        "build FlashAttention's folder hopper/ on every host; PyPI has no wheel with paged KV",
+        lambda dim: dim % 8 == 0 and dim <= 256,
+        "a multiple of 8 up to 256",
+        lambda capability: capability == (9, 0),
+        "9.0 (H100, H200)",
+    ),
+}
+_DTYPES: Final = ("bfloat16", "float16")
+
+
+def backend_name(setting: str) -> str:
+    """The backend of a setting. Raises InvalidConfig for an unknown one."""
+    if setting not in ("auto", "triton", *LIBRARIES):
+        raise InvalidConfig(f"attention-backend is {setting!r}; use auto, triton, {' or '.join(LIBRARIES)}")
+    return "triton" if setting == "auto" else setting
+
+
+def installed_libraries() -> list[str]:
+    """The libraries of LIBRARIES that Python finds on this host. None is imported."""
+    return [name for name, library in LIBRARIES.items() if find_spec(library.module) is not None]
+
+
+def check_backend_model(
+    setting: str,
+    layers: Collection[LayerSpec],
+    *,
+    dtype: str | None,
+    kv_dtype: KvDtype | None,
+    deterministic: bool,
+    has_sinks: bool,
+) -> None:
+    """Raise InvalidConfig if a backend cannot serve these layers or this KV pool.
+
+    `dtype`: of the model; `kv_dtype`: of the pool; each None if it is not known yet.
+    """
+    if (name := backend_name(setting)) == "triton":
+        return
+    library = LIBRARIES[name]
+    if any(layer.is_latent for layer in layers):
+        raise _refusal(name, "does not read latent caches (MLA) here")
+    if has_sinks:
+        raise _refusal(name, "is not called with attention sinks here, and the model has them")
+    if dtype is not None and dtype not in _DTYPES:
+        raise _refusal(name, f"computes in bfloat16 and float16, and the model is {dtype}", "set --dtype bfloat16")
+    if kv_dtype is not None and kv_dtype.is_quantised:
+        raise _refusal(
+            name,
+            f"has no kernel for a scale per token and head, as a pool of kv-dtype {kv_dtype} has",
+            "leave --kv-dtype out",
+        )
+    if dtype is not None and kv_dtype is not None and kv_dtype != dtype:
+        raise _refusal(
+            name, f"needs keys in the queries' dtype {dtype}, and the pool is {kv_dtype}", "leave --kv-dtype out"
+        )
+    for layer in layers:
+        if not library.fits_head_dim(layer.head_dim):
+            raise _refusal(name, f"takes a head_dim of {library.head_dims}, and the model has {layer.head_dim}")
+        if layer.value_dim != layer.head_dim:
+            raise _refusal(
+                name, f"is called with values as wide as keys, and the model has {layer.value_dim} and {layer.head_dim}"
+            )
+    if deterministic:
+        raise _refusal(
+            name,
+            "chooses tiles by the number of queries, so a decode and a prefill differ in their last bits",
+            "leave --deterministic out",
+        )
+
+
+def check_backend_host(setting: str, *, device: str, capabilities: Sequence[Capability], is_installed: bool) -> None:
+    """Raise InvalidConfig if a backend cannot run on a host.
+
+    `device`: cpu, cuda or hip (AMD). `capabilities`: of its GPUs. `is_installed`: whether Python finds the library.
+    """
+    if (name := backend_name(setting)) == "triton":
+        if setting == "triton" and device == "cpu":
+            raise InvalidConfig(
+                "attention-backend triton is for GPUs, and the device is a CPU; leave --attention-backend out"
+            )
+        return
+    library = LIBRARIES[name]
+    if device != "cuda":
+        owner = "a CPU" if device == "cpu" else "an AMD GPU"
+        raise _refusal(name, f"is for NVIDIA GPUs, and the device is {owner}")
+    for capability in capabilities:
+        if not library.fits_capability(capability):
+            shown = ".".join(map(str, capability))
+            raise _refusal(name, f"needs compute capability {library.capabilities}, and the GPU has {shown}")
+    if not is_installed:
+        raise _refusal(name, f"is not installed (Python finds no module {library.module})", library.install)
+
+
+def _refusal(name: str, reason: str, change: str = "") -> InvalidConfig:
+    advice = f"{change}, or " if change else ""
+    return InvalidConfig(f"attention-backend {name} {reason}; {advice}use --attention-backend triton")
