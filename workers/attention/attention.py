@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -72,6 +73,8 @@ def attend_cache(
     plan = metadata.plans.get(kind_of(layer)) if metadata.plans else None
     if isinstance(plan, LibraryPlan):
         assert sinks is None  # check_backend_model refuses them
+        if not len(q):  # no token of the step needs logits; the libraries take no empty step
+            return torch.empty_like(q)
         return plan.attend(
             q, cache, metadata, scale=layer.scale, sliding_window=layer.sliding_window, softcap=layer.softcap
         )

@@ -193,7 +193,8 @@ class FlashInferBackend:
         plans = {}
         for kind in self._options:
             planned = next(self._turns[kind, template])
-            planned.plan(lists, indices)
+            if lists.qo_indptr[-1]:  # without queries nothing runs (see attend_cache)
+                planned.plan(lists, indices)
             plans[kind] = FlashInferPlan(planned.wrapper, pages)
         return plans
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coatcheck.kernels.attention.page_indices import gather_pages
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.quantise import _fp8_bits, _nibbles, _widened
@@ -118,6 +119,13 @@ def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> No
         want[target, :width] = want[source, :width]
         copy_blocks(pool[:, :width], source, target)
         assert torch.equal(pool, want)
+    # Rows shorter and longer than a program's step, and an empty one, of a table with a wider stride.
+    tables, counts = torch.arange(4 * 3000, dtype=torch.int32).reshape(4, 3000)[:, :2500], [2500, 0, 1, 1024]
+    indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+    indices = torch.full((sum(counts) + 5,), -1, dtype=torch.int32)
+    gather_pages(tables, indptr, indices)
+    parts = [table[:count] for table, count in zip(tables, counts, strict=True)]
+    assert torch.equal(indices, torch.cat((*parts, torch.full((5,), -1, dtype=torch.int32))))
 
 
 def empty() -> None:

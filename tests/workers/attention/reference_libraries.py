@@ -42,7 +42,7 @@ def flash_attn_interface(calls: Calls) -> ModuleType:
         table, lens, starts = options["page_table"], options["cache_seqlens"], options["cu_seqlens_q"]
         assert table.dtype == lens.dtype == starts.dtype == torch.int32 and table.stride(-1) == 1
         assert len(table) == len(lens) == len(starts) - 1 and starts[-1] == len(q)
-        assert starts.diff().max() <= options["max_seqlen_q"] and options["num_splits"] >= 1
+        assert len(q) and starts.diff().max() <= options["max_seqlen_q"] and options["num_splits"] >= 1
         out = torch.zeros(q.shape, dtype=q.dtype)
         for row, length in enumerate(lens.tolist()):
             first, last = starts[row], starts[row + 1]
@@ -81,7 +81,7 @@ def flashinfer(calls: Calls) -> ModuleType:
             assert starts.dtype == indptr.dtype == last.dtype == torch.int32
             assert len(starts) == len(indptr) == len(last) + 1 and starts[0] == indptr[0] == 0
             assert all(1 <= length <= options["page_size"] for length in last.tolist())
-            assert (indptr.diff() >= 1).all()
+            assert (indptr.diff() >= 1).all() and starts[-1] > 0
             self.options, self.starts, self.indptr, self.last = options, starts, indptr, last
             self.indices = options["paged_kv_indices"]
             if self.buffers is not None:  # what a graph reads has fixed addresses, and sequences a fixed number

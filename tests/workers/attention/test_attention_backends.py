@@ -117,6 +117,18 @@ def test_tokens_that_need_logits_have_a_plan_of_their_own(name: str, calls: Call
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+def test_a_step_whose_tokens_need_no_logits_runs_nothing_for_them(name: str, calls: Calls) -> None:
+    """The chunk of a prompt that does not end in this step leaves the last layer no query. The libraries are not
+    called."""
+    layer, batch = _LAYERS["full"], Batch([(5, 21)], 4, 2, 64, torch.float16)
+    backend = make_backend(name, layer, batch)
+    before = len(calls)
+    metadata = metadata_of(batch, backend.make_plans([0], [21]))
+    assert attend_cache(batch.q[:0], batch.cache, layer, metadata).shape == (0, 4, 64)
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_captured_step_reads_fixed_buffers(name: str, calls: Calls) -> None:
     """A view is made once for a shape. Each packed step with padding then gives the reference's results, without new
     buffers."""
