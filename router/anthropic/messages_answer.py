@@ -14,7 +14,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.router.http.errors import anthropic_error, report_error
 from coatcheck.router.openai.chat_response import join_calls
 from coatcheck.router.openai.response_parts import count_text
-from coatcheck.router.openai.response_sender import LargeChunkWriter
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
 
@@ -70,9 +69,6 @@ class MessagesAnswer:
             case "final":
                 self._usage = event.final.usage
         return b""
-
-    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> LargeChunkWriter | None:
-        return None
 
     def make_end(self) -> bytes:
         return (

@@ -13,10 +13,14 @@ from coatcheck.router.openai.response_parts import (
     OpenAIResponse,
     ResponseHead,
     stop_reason,
+    with_scores,
 )
+from coatcheck.router.openai.response_sender import LargeChunk
+from coatcheck.router.openai.scored_chunk import ChoiceScores
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
 from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
+from coatcheck.router.serving.logprob_limits import count_values
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class ChatResponse(OpenAIResponse):
         self._open: dict[int, _OpenChoice] = {}
         self._counters: list[ReasoningCounter] = []  # of the choices that have begun
 
-    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes | LargeChunk:
         choice = self._open.get(delta.choice)
         if choice is None:
             choice = self._open[delta.choice] = self._open_choice()
@@ -113,7 +117,7 @@ class ChatResponse(OpenAIResponse):
                 for call in calls
             ]
         choice.logprobs, choice.token_ids = list(delta.logprobs), list(delta.token_ids)
-        return self._choice(delta, "message", message, choice)
+        return with_scores(self._choice(delta, "message", message, choice))
 
     def _open_choice(self) -> _OpenChoice:
         parser, counter = OutputParser(self._plan), None
@@ -131,10 +135,13 @@ class ChatResponse(OpenAIResponse):
         reason = FINISH_REASONS[delta.finish_reason]
         if reason == "stop" and choice.parser.has_complete_calls and self._plan.tool_mode != "named":
             reason = "tool_calls"
+        scores = None
+        if self._request.logprobs:
+            scores = ChoiceScores(self._formatter, choice.logprobs, None, count_values(choice.logprobs))
         made: dict[str, Any] = {
             "index": delta.choice,
             name: message,
-            "logprobs": self._formatter.chat_logprobs(choice.logprobs) if self._request.logprobs else None,
+            "logprobs": scores,
             "finish_reason": reason,
         }
         if delta.finish_reason:

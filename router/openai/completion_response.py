@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, GenerateEvent, TokenLogprob
+from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, TokenLogprob
 from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.completion_request import CompletionRequest
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
@@ -15,7 +16,11 @@ from coatcheck.router.openai.response_parts import (
     OpenAIResponse,
     ResponseHead,
     stop_reason,
+    with_scores,
 )
+from coatcheck.router.openai.response_sender import LargeChunk
+from coatcheck.router.openai.scored_chunk import ChoiceScores
+from coatcheck.router.serving.logprob_limits import count_values
 from coatcheck.router.text.text_offsets import TextOffsets
 
 
@@ -38,22 +43,22 @@ class CompletionResponse(OpenAIResponse):
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
 
-    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes | LargeChunk:
+        index = prompt_index * self._request.n + delta.choice
+        prompt = self._prompts[prompt_index]
+        if index not in self._lengths and prompt.count_values(prompt.logprobs) > LARGE_VALUES:
+            return self._first_chunk(prompt_index, delta)
         if self._is_plain and not delta.finish_reason:
-            index = prompt_index * self._request.n + delta.choice
             return self._make_plain_chunk(index, delta.text) if delta.text else b""
         return self._make_chunk(self._choice(prompt_index, delta))
 
-    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> "CompletionResponse | None":
-        """See OpenAIResponse. The first chunk of each choice may be large, because it shows the prompt."""
-        delta = event.delta
-        if not event.HasField("delta") or prompt_index * self._request.n + delta.choice in self._lengths:
-            return None
+    def write_chunk(self, prompt_index: int, delta: Delta) -> bytes:
+        """The chunk of a delta, however large."""
+        return self._write_chunk(self._choice(prompt_index, delta))
+
+    def _first_chunk(self, prompt_index: int, delta: Delta) -> "_FirstChunk":
+        """The chunk with which a choice begins, which shows the prompt. This response then expects the next event."""
         prompt = self._prompts[prompt_index]
-        if prompt.count_values(prompt.logprobs) <= LARGE_VALUES:
-            return None
-        if self._running_usage is not None:
-            self._count_event(event)
         writer = copy(self)
         writer._prompts, writer._offsets, writer._lengths = {prompt_index: prompt}, {}, {}
         index, offsets = self._begin_choice(prompt_index, delta)
@@ -61,12 +66,11 @@ class CompletionResponse(OpenAIResponse):
             offsets.next_offsets([score.token_id for score in delta.logprobs])
         echo = prompt.echo if self._request.echo else ""
         self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
-        return writer
+        return _FirstChunk(writer, prompt_index, delta)
 
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
-        choice = {
-            "prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None, **self._choice(prompt_index, delta)
-        }  # fmt: skip
+        made = with_scores(self._choice(prompt_index, delta))
+        choice = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None, **made}
         if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[prompt_index].logprobs.tokens)
         return choice
@@ -114,9 +118,21 @@ class CompletionResponse(OpenAIResponse):
             "stop_reason": stop_reason(delta),
         }
         if request.logprobs is not None:
-            choice["logprobs"] = self._formatter.completion_logprobs(logprobs, offsets)
+            choice["logprobs"] = ChoiceScores(self._formatter, logprobs, offsets, count_values(delta.logprobs))
         if request.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if is_first:
                 choice["prompt_token_ids"] = list(prompt.token_ids)
         return choice
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstChunk:
+    """A LargeChunk: the first of a choice, with a response whose first method is write_chunk."""
+
+    response: CompletionResponse
+    prompt_index: int
+    delta: Delta
+
+    def write(self) -> bytes:
+        return self.response.write_chunk(self.prompt_index, self.delta)

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
-from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.response_sender import HttpAnswer, LargeResponses, SseResponse, while_connected
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
@@ -62,11 +61,6 @@ class Responder:
             each = num_values(sampling.logprobs, vocab)
             if sampling.logprob_token_ids:
                 each = 1 + len(sampling.logprob_token_ids)
-            if stream and each > LARGE_VALUES:
-                raise InvalidRequest(
-                    f"each chunk of the stream would have {each:,} log-probabilities, more than {LARGE_VALUES:,}; do "
-                    "not stream, ask for fewer, or name the tokens that you need in logprob_token_ids"
-                )
             if not stream:
                 count += n * min(sampling.max_tokens or max_model_len, max_model_len) * each
         if count > _MAX_LOGPROBS:

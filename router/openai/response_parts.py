@@ -17,8 +17,11 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     Usage,
 )
 from coatcheck.router.http.errors import openai_error, report_error
+from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
+from coatcheck.router.openai.response_sender import LargeChunk
 from coatcheck.router.openai.sampling_fields import SamplingFields
+from coatcheck.router.openai.scored_chunk import ChoiceScores, ScoredChunk
 from coatcheck.router.serving.logprob_limits import count_values
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -95,8 +98,9 @@ class OpenAIResponse(ABC):
         self._between = opening
         self._after = closing + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
-    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
-        """The chunk for an event of prompt number `prompt_index`; empty for an event that clients do not see."""
+    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes | LargeChunk:
+        """The chunk for an event of prompt number `prompt_index`; empty for an event that clients do not see. A chunk
+        of many values is returned unwritten."""
         if self._running_usage is not None:
             self._count_event(event)
         kind = event.WhichOneof("event")
@@ -109,13 +113,8 @@ class OpenAIResponse(ABC):
         return b""
 
     @abstractmethod
-    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes:
+    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes | LargeChunk:
         """As make_chunk, for a delta that the running usage includes already."""
-
-    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> "OpenAIResponse | None":
-        """None if the event's chunk is small enough to be made on the event loop. Otherwise a response whose
-        make_delta_chunk makes the chunk in another process; this response then expects the next event."""
-        return None
 
     def make_end(self) -> bytes:
         """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
@@ -151,7 +150,15 @@ class OpenAIResponse(ABC):
     def _make_plain_chunk(self, index: int, text: str) -> bytes:
         return b"%b%d%b%b%b" % (self._before, index, self._between, _quote(text).encode(), self._after)
 
-    def _make_chunk(self, choice: dict[str, Any]) -> bytes:
+    def _make_chunk(self, choice: dict[str, Any]) -> bytes | LargeChunk:
+        """The chunk of a choice whose `logprobs` are ChoiceScores or None; unwritten if they have many values."""
+        scores: ChoiceScores | None = choice["logprobs"]
+        if scores is None or scores.num_values <= LARGE_VALUES:
+            return self._write_chunk(choice)
+        return ScoredChunk.split(self._write_chunk({**choice, "logprobs": None}), scores)
+
+    def _write_chunk(self, choice: dict[str, Any]) -> bytes:
+        choice = with_scores(choice)
         chunk = {**self._head.to_json(self.chunk_kind), "choices": [choice]}
         if self._include_usage:
             chunk["usage"] = _token_counts([self._running_usage]) if self._running_usage is not None else None
@@ -172,6 +179,12 @@ def _token_counts(usages: Sequence[Usage]) -> dict[str, int]:
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def with_scores(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with its ChoiceScores as JSON, if it has any."""
+    scores: ChoiceScores | None = choice["logprobs"]
+    return choice if scores is None else {**choice, "logprobs": scores.to_json()}
 
 
 def sse_event(chunk: dict[str, Any]) -> bytes:

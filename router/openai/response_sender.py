@@ -35,12 +35,9 @@ class HttpAnswer(Protocol):
     def count_values(self, responses: Sequence[GenerateResponse]) -> int:
         """About how many JSON values the response object has."""
 
-    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
-        """What the stream has for an event of prompt number `prompt_index`; may be empty."""
-
-    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> "LargeChunkWriter | None":
-        """None if the event's chunk is small enough to be made on the event loop. Otherwise what makes the chunk in
-        another process; this answer then expects the next event."""
+    def make_chunk(self, prompt_index: int, event: GenerateEvent) -> "bytes | LargeChunk":
+        """What the stream has for an event of prompt number `prompt_index`; may be empty. A chunk of many values is
+        returned unwritten: another process writes it."""
 
     def make_end(self) -> bytes:
         """The end of a stream."""
@@ -49,10 +46,11 @@ class HttpAnswer(Protocol):
         """The end of a stream that fails."""
 
 
-class LargeChunkWriter(Protocol):
+class LargeChunk(Protocol):
     """Can be pickled."""
 
-    def make_delta_chunk(self, prompt_index: int, delta: Delta) -> bytes: ...
+    def write(self) -> bytes:
+        """The bytes of the chunk."""
 
 
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
@@ -80,10 +78,8 @@ class LargeResponses:
         return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
     async def make_chunk(self, response: HttpAnswer, prompt_index: int, event: GenerateEvent) -> bytes:
-        writer = response.writer_for_large_chunk(prompt_index, event)
-        if writer is None:
-            return response.make_chunk(prompt_index, event)
-        return await self._side.run_unlimited(writer.make_delta_chunk, prompt_index, event.delta)
+        made = response.make_chunk(prompt_index, event)
+        return made if isinstance(made, bytes) else await self._side.run_unlimited(made.write)
 
 
 class SseResponse(Response):

@@ -10,7 +10,6 @@ from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, Gen
 from coatcheck.router.http.errors import report_error
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import ResponseHead
-from coatcheck.router.openai.response_sender import LargeChunkWriter
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
 from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
@@ -92,9 +91,6 @@ class ResponsesAnswer:
             case "final":
                 self._usage = event.final.usage
         return b""
-
-    def writer_for_large_chunk(self, prompt_index: int, event: GenerateEvent) -> LargeChunkWriter | None:
-        return None
 
     def make_end(self) -> bytes:
         ended = self._end_item("incomplete" if self._was_cut else "completed")

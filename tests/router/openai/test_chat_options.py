@@ -1,5 +1,6 @@
 """Options of chats and completions that other engines have too."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.fake_group import VOCAB, FakeGroup
+from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.openai.scripted_chat import HELLO, TOOL_TEMPLATE, WEATHER, allows, saying
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
@@ -126,6 +127,26 @@ async def test_too_many_logprobs_are_refused(start_http_router: StartHttpRouter)
     ]
     assert "5769600 log-probabilities; at most 4194304" in message
     assert "4,194,304" in (await unlimited.expect_refusal("/v1/completions", wide))["message"]
+
+
+async def test_all_open_requests_share_a_budget_of_wide_logprobs(start_http_router: StartHttpRouter) -> None:
+    """Two requests of 90% of a request's limit each are open: a third gets 429 and when to try again, one that is not
+    wide is served, and once one of the two has ended the third is served too."""
+    group = FakeGroup(hold_after=0, token=lambda submit, choice, position: EOS)
+    router = await start_http_router(group, max_logprobs=-1)
+    text: dict[str, Any] = {"prompt": "a", "max_tokens": 200}
+    wide = {**text, "logprobs": -1, "n": 31}
+    open_ones = [asyncio.create_task(router.request("POST", "/v1/completions", wide)) for _ in range(2)]
+    await group.until(lambda: len(group.submits) == 2)
+    status, headers, shown = await router.request("POST", "/v1/completions", wide)
+    assert status == 429 and int(headers["retry-after"]) >= 1, shown
+    assert "too many log-probabilities" in json.loads(shown)["error"]["message"]
+    narrow = asyncio.create_task(router.request("POST", "/v1/completions", {**text, "logprobs": 20}))
+    await group.until(lambda: len(group.submits) == 3)
+    group.go()
+    for answer in await asyncio.gather(narrow, *open_ones):
+        assert answer[0] == 200
+    assert (await router.request("POST", "/v1/completions", wide))[0] == 200
 
 
 async def test_structural_tags(start_http_router: StartHttpRouter) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from coatcheck.router.openai import completion_response, response_sender
+from coatcheck.router.http.json_response import json_bytes
+from coatcheck.router.openai import completion_response, response_parts, response_sender
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
+from coatcheck.router.openai.scored_chunk import ChoiceScores, ScoredChunk
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import HttpRouter
@@ -30,6 +33,13 @@ _BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SCORED, "max_tokens": 1, "n": 2, "stream": True,
          "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    "all, streamed": ("/v1/completions", {"prompt": _TEXT, "logprobs": -1, "max_tokens": 1, "stream": True}),
+    "all, echoed": ("/v1/completions", {**_SCORED, "logprobs": -1, "max_tokens": 1, "stream": True}),
+    "all of a chat, streamed": (
+        "/v1/chat/completions",
+        {**_CHAT, "logprobs": True, "top_logprobs": -1, "max_tokens": 1, "n": 1, "stream": True,
+         "return_token_ids": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
     "stopped": ("/v1/completions", {**_SCORED, "max_tokens": 40, "stop": ["a", "e", "o"]}),
     "a chat": ("/v1/chat/completions", {**_CHAT, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 1}),
     "a chat with its ids": ("/v1/chat/completions", {**_CHAT, "return_token_ids": True}),
@@ -42,7 +52,7 @@ _CHANGING = re.compile(r'"created":\d+')
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(tokenizer: TokenizerJson) -> AsyncIterator[HttpRouter]:
     """One for all of these tests, so that its side processes start once."""
-    router = await launch_router(HttpRouter, tokenizer, [FakeGroup(with_tops=True)], http_port=0)
+    router = await launch_router(HttpRouter, tokenizer, [FakeGroup(with_tops=True)], http_port=0, max_logprobs=-1)
     await router.wait_for_groups(1)
     yield router
     await router.close()
@@ -56,7 +66,7 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
     path, body = _BODIES[kind]
 
     async def answered(large_values: int) -> tuple[dict[str, str], str]:
-        for module in (response_sender, completion_response):
+        for module in (response_sender, response_parts, completion_response):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
         status, headers, text = await router.request("POST", path, body, {"x-request-id": "one"})
         assert status == 200, text
@@ -73,7 +83,7 @@ async def test_a_stream_goes_on_behind_a_large_chunk(router: HttpRouter, monkeyp
     """Tokens after the prompt have the same offsets and log-probabilities, whichever process made the first chunk."""
 
     async def joined(large_values: int) -> dict[str, list[Any]]:
-        for module in (response_sender, completion_response):
+        for module in (response_sender, response_parts, completion_response):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
         status, _, text = await router.request("POST", "/v1/completions", {**_SCORED, "max_tokens": 20, "stream": True})
         assert status == 200, text
@@ -87,3 +97,21 @@ async def test_a_stream_goes_on_behind_a_large_chunk(router: HttpRouter, monkeyp
     in_place = await joined(1 << 30)
     assert len(in_place["text_offset"]) > 20
     assert await joined(-1) == in_place
+
+
+async def test_what_looks_like_the_place_of_the_scores(
+    router: HttpRouter, tokenizer: TokenizerJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that has the JSON of the missing field in it is not taken for the field."""
+    for module in (response_sender, response_parts, completion_response):
+        monkeypatch.setattr(module, "LARGE_VALUES", -1)
+    said = '{"logprobs":null}, \\"logprobs\\":null'
+    body = {**_SCORED, "prompt": said, "logprobs": 1, "max_tokens": 1, "stream": True}
+    status, _, text = await router.request("POST", "/v1/completions", body)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+    assert status == 200 and chunks[0]["choices"][0]["text"].startswith(said)
+    scores = ScoredChunk.split(
+        json_bytes({"text": said, "logprobs": None, "end": None}),
+        ChoiceScores(LogprobsFormatter(tokenizer), [], None, 0),
+    )
+    assert json.loads(scores.write()) == {"text": said, "logprobs": {"content": [], "refusal": None}, "end": None}
