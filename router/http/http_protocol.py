@@ -142,10 +142,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Responds with an error, unless a response is being sent, and closes the connection."""
+        """Responds with an error, unless a response is being sent or an earlier request is being answered, and closes
+        the connection."""
         self._stop_head_timer()
         self._on_refused(reason)
-        if not self._is_answering:
+        if self._is_answering and not (self.cycle.response_started or self.pipeline or self._in_head):
+            # The request's body cannot be read: the application sees a disconnect, and its response is dropped.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not self._is_answering or self.cycle.disconnected:
             body = error_response(report_refusal(status, message)).body
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

@@ -93,20 +93,24 @@ class RequestGate:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        refusal = self._refuse_foreign_host(scope, headers) or self._authenticate(scope, headers)
+        refusal = self._refuse_host(scope, headers) or self._authenticate(scope, headers)
         if refusal is not None:
             await respond_unread(scope, receive, send_with_id, refusal)
         else:
             await self._app(scope, receive, send_with_id)
 
-    def _refuse_foreign_host(self, scope: Scope, headers: Headers) -> Response | None:
-        """Refuses a request whose Host header names another host, against DNS rebinding.
+    def _refuse_host(self, scope: Scope, headers: Headers) -> Response | None:
+        """Refuses a request with several Host headers, of which a proxy may have read another (RFC 9112, 3.2), and a
+        request whose Host header names another host, against DNS rebinding.
 
         A router on loopback without keys serves every client that can connect. A web page in a browser on this host
         could let its own domain resolve to a loopback address, and the browser would let the page read the router's
         responses. The Host header still names the page's domain.
         """
-        host = headers.get("host", "")
+        hosts = headers.getlist("host")
+        if len(hosts) > 1:
+            return error_response(report_refusal(400, "the request has several Host headers; send one"), scope["path"])
+        host = hosts[0] if hosts else ""
         if not self._check_host or is_local_host(host):
             return None
         self._metrics.record_refusal("foreign_host")

@@ -73,8 +73,13 @@ async def speak(counts: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> A
         ),
         (b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nx-slow: ", b"HTTP/1.1 200 ", "slow_head"),
         (b"\x16\x03\x01\x02\x00\x01", b"HTTP/1.1 400 ", "not_http"),
+        (
+            b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nzz\r\n",
+            b"HTTP/1.1 400 ",
+            "not_http",
+        ),
     ],
-    ids=["nothing", "an empty line", "half a head", "half a body", "gzip", "half a second head", "TLS"],
+    ids=["nothing", "an empty line", "half a head", "half a body", "gzip", "half a second head", "TLS", "no chunk"],
 )
 async def test_nobody_is_waited_for_without_end(
     speak: Speak, counts: CollectorRegistry, sent: bytes, answered: bytes, counted: str | None
@@ -143,6 +148,20 @@ async def test_every_answer_has_its_request_s_id(start_http_router: StartHttpRou
     ):
         _, answered, _ = await router.request(method, path, None, {"x-request-id": "mine", **headers})
         assert answered["x-request-id"] == "mine", path
+
+
+async def test_several_hosts_are_refused(start_http_router: StartHttpRouter) -> None:
+    """A request with two Host headers is refused, whichever comes first."""
+    router = await start_http_router(FakeGroup())
+    host, _, port = router.http_address.rpartition(":")
+    for names in (b"localhost", b"evil.example"), (b"evil.example", b"localhost"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        hosts = b"".join(b"host: " + name + b"\r\n" for name in names)
+        writer.write(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n")
+        async with asyncio.timeout(MAX_WAIT_SECONDS):
+            said = await reader.read()
+        writer.close()
+        assert said.startswith(b"HTTP/1.1 400 ") and b"several Host headers" in said
 
 
 def test_no_limit_is_no_share_of_nothing() -> None:
