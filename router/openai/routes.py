@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -18,6 +18,7 @@ from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
 from coatcheck.router.http.errors import error_response, report_error, report_refusal
 from coatcheck.router.http.json_response import AsciiJsonResponse
+from coatcheck.router.http.openapi import ApiApp
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.chat_runner import ChatRunner
@@ -62,7 +63,7 @@ class OpenAIRoutes:
         self._responder = Responder(generation, self.large)
         self.chats = ChatRunner(generation, planner, self._responder, self._formatter)
         # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
-        self.app = FastAPI(
+        self.app = ApiApp(
             title="Coatcheck",
             docs_url=None,
             redoc_url=None,

@@ -1,6 +1,7 @@
 """Requests that schemathesis generates from /openapi.json, valid ones and invalid ones."""
 
 import asyncio
+import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # which schemathesis does
 @pytest.mark.parametrize("count", [8, pytest.param(800, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
 async def test_no_generated_request_is_our_fault(start_http_router: StartHttpRouter, count: int) -> None:
-    """Each request to each operation gets an answer, or a refusal in OpenAI's form."""
+    """Each request to each operation gets an answer, or a refusal in the form of its API, as the schema says."""
     router = await start_http_router(FakeGroup())
     seen = await asyncio.to_thread(send, f"http://{router.http_address}", count)
     assert set(seen) <= {200, 400, 404, 405, 413}, seen
@@ -29,7 +30,13 @@ def send(url: str, count: int) -> Counter[int]:
     """How often each status was returned."""
     import schemathesis  # here, because the import takes a second in every process that collects this test
     from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
 
+    conformance = [status_code_conformance, content_type_conformance, response_schema_conformance]
     seen = Counter[int]()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for found in schema.get_all_operations():
@@ -44,8 +51,22 @@ def send(url: str, count: int) -> Counter[int]:
                 answer = case.call(base_url=url, timeout=MAX_WAIT_SECONDS)
                 seen[answer.status_code] += 1
                 assert answer.status_code < 500 and b'"server_error"' not in answer.content, answer.text
+                case.validate_response(answer, checks=conformance)
                 if answer.status_code != 200 and answer.content:
                     assert "message" in answer.json()["error"], answer.text
 
             ask()
     return seen
+
+
+async def test_the_schema_has_every_response(start_http_router: StartHttpRouter) -> None:
+    """No operation is described by FastAPI's defaults: a response that is any object, and the status 422."""
+    router = await start_http_router(FakeGroup(), enable_tokenizer_info_endpoint=True)
+    described = json.loads((await router.request("GET", "/openapi.json"))[2])
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            assert {"200", "default"} <= set(responses) <= {"200", "503", "default"}, (method, path)
+            for content in responses["200"]["content"].values():
+                assert content["schema"] != {"type": "object"}, (method, path)
+    assert "HTTPValidationError" not in described["components"]["schemas"]
