@@ -6,6 +6,7 @@ So a request for log-probabilities delays no launch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Final
 
@@ -13,24 +14,30 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.sampling.logprobs import all_logprobs, logprobs
-from coatcheck.proto.sampling import ALL_LOGPROBS
+from coatcheck.proto.sampling import ALL_LOGPROBS, MAX_LOGPROBS
 from coatcheck.workers.core.runner_protocol import CopyReport, StepResult
 from coatcheck.workers.core.step_output import TokenLogprob
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
 
 NONE_NAMED: Final[Mapping[int, Sequence[int]]] = MappingProxyType({})
+_ALL_ROWS: Final = 8  # of which all log-probabilities are computed at once: 10 MB of a vocabulary of 152,000
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobReport:
     """Log-probabilities of R tokens: each token's own and its rank, and those of the `counts[r]` most likely tokens, of
-    all tokens, or of those that the request names."""
+    all tokens, or of those that the request names.
+
+    Rows with more than MAX_LOGPROBS are computed by themselves, so that memory is bounded by what they ask for and not
+    by their largest count times R: the largest step of the warm-up has MAX_LOGPROBS in every row.
+    """
 
     _counts: Sequence[int]
-    _ids: HostCopy  # int64 [R, 2 + max(counts)]: the token, its rank, the most likely tokens
-    _values: HostCopy  # float32 [R, 1 + max(counts)]
+    _ids: HostCopy  # int64 [R, 2 + k]: the token, its rank, the k most likely tokens; k: the largest narrow count
+    _values: HostCopy  # float32 [R, 1 + k]
+    _wide: dict[int, tuple[HostCopy, HostCopy]]  # by row: int64 ids and float32 values [1, counts[row]]
     _named: dict[int, tuple[Sequence[int], HostCopy]]  # by row: ids, float32 [ids]
-    _all: HostCopy | None  # float32 [rows whose count is ALL_LOGPROBS, vocab]
+    _all: list[HostCopy]  # float32 [rows whose count is ALL_LOGPROBS, vocab], in parts of _ALL_ROWS
 
     @classmethod
     def start(
@@ -40,24 +47,34 @@ class LogprobReport:
         Both may change afterwards. `named`: by row, ids whose log-probabilities are reported in place of the most
         likely ones."""
         counts = [0 if row in named else count for row, count in enumerate(counts)]
-        chosen, rank, top_ids, top = logprobs(logits, token_ids, max(0, *counts))
+        narrow = max([0, *(count for count in counts if count <= MAX_LOGPROBS)])
+        chosen, rank, top_ids, top = logprobs(logits, token_ids, narrow)
         ids = torch.cat((token_ids[:, None], rank[:, None], top_ids), dim=1)
+
+        def copy_of(rows: Sequence[int]) -> Tensor:
+            # Not a view: the kernel is compiled again for rows that do not begin at a multiple of 16 bytes.
+            return logits[upload(rows, torch.int64, logits.device)]
+
+        wide = {}
+        for row, count in enumerate(counts):
+            if count > MAX_LOGPROBS:
+                _, _, row_ids, row_top = logprobs(copy_of([row]), token_ids[row : row + 1].clone(), count)
+                wide[row] = HostCopy.start(row_ids), HostCopy.start(row_top)
         copies = {
-            row: (
-                wanted,
-                HostCopy.start(all_logprobs(logits[row : row + 1])[0, upload(wanted, torch.int64, ids.device)]),
-            )
+            row: (wanted, HostCopy.start(all_logprobs(copy_of([row]))[0, upload(wanted, torch.int64, ids.device)]))
             for row, wanted in named.items()
         }
         rows = [row for row, count in enumerate(counts) if count == ALL_LOGPROBS]
-        every = None
-        if rows:
-            every = HostCopy.start(all_logprobs(logits[upload(rows, torch.int64, ids.device)]))
-        return cls(counts, HostCopy.start(ids), HostCopy.start(torch.cat((chosen[:, None], top), dim=1)), copies, every)
+        every = [
+            HostCopy.start(all_logprobs(copy_of(rows[begin : begin + _ALL_ROWS])))
+            for begin in range(0, len(rows), _ALL_ROWS)
+        ]
+        values = HostCopy.start(torch.cat((chosen[:, None], top), dim=1))
+        return cls(counts, HostCopy.start(ids), values, wide, copies, every)
 
     def wait(self) -> list[TokenLogprob]:
         """Block until the copy is done. One entry for each token."""
-        every = iter(self._all.wait_rows() if self._all is not None else ())
+        every = chain.from_iterable(part.wait_rows() for part in self._all)
         entries = []
         for row, (count, (token, rank, *top_ids), (chosen, *top)) in enumerate(
             zip(self._counts, self._ids.wait(), self._values.wait(), strict=True)
@@ -66,7 +83,10 @@ class LogprobReport:
                 values = next(every)
                 entries.append(TokenLogprob(token, float(values[token]), rank, (), values.astype("<f4").tobytes()))
                 continue
-            if row in self._named:
+            if row in self._wide:
+                wide_ids, wide_values = self._wide[row]
+                (top_ids,), (top,) = wide_ids.wait(), wide_values.wait()
+            elif row in self._named:
                 wanted, copied = self._named[row]
                 top_ids, top, count = list(wanted), copied.wait(), len(wanted)
             entries.append(TokenLogprob(token, chosen, rank, tuple(zip(top_ids[:count], top[:count], strict=True))))

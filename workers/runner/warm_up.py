@@ -11,7 +11,7 @@ The plans bypass the scheduler: no statistic counts them, and no block is alloca
 
 from collections.abc import Iterable, Iterator
 
-from coatcheck.proto.sampling import MAX_LOGPROBS, SamplingParams
+from coatcheck.proto.sampling import ALL_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 
 _NUM_COPIED_BLOCKS = 8
@@ -24,6 +24,9 @@ _SAMPLINGS = (
     SamplingParams(seed=0, top_k=5, top_p=0.9, min_p=0.01),
     SamplingParams(seed=0, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     SamplingParams(seed=0, temperature=0.0, logit_bias={0: 1.0}, logprobs=2, prompt_logprobs=1),
+    SamplingParams(seed=0, temperature=0.0, logprobs=ALL_LOGPROBS, prompt_logprobs=ALL_LOGPROBS),
+    SamplingParams(seed=0, temperature=0.0, logprobs=MAX_LOGPROBS + 1),
+    SamplingParams(seed=0, temperature=0.0, logprobs=0, logprob_token_ids=(0,)),
 )
 
 _COSTLIEST = SamplingParams(
