@@ -1,7 +1,8 @@
 """LmHead: a causal model's last step, from normed hidden states to logits.
 
 The model's own code around `lm_head` runs unchanged, because soft-caps and logit scaling differ between architectures.
-The base model is replaced by one that returns the given hidden states.
+The base model is replaced by one that returns the given hidden states. Where that code was seen to do nothing besides,
+only the linear runs.
 """
 
 from collections.abc import Iterator
@@ -21,13 +22,62 @@ class LmHead:
     """Removes the base model from `model` and keeps the rest."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        get_linear: Any = model.get_output_embeddings
+        linear = get_linear()
         setattr(model, model.base_model_prefix, _PassThroughBody())
         self.model: Any = model
+        self._linear_name = next((name for name, module in model.named_modules() if module is linear), None)
+        self._only_linear: nn.Module | None = None
+        self._is_probed = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> float32 [R, vocab_size]."""
-        logits: Tensor = self.model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        if not self._is_probed:
+            self._only_linear, self._is_probed = self._find_only_linear(hidden.dtype), True
+        hidden = hidden.unsqueeze(0)
+        linear = self._only_linear
+        logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits if linear is None else linear(hidden)
         return logits[0].float()
+
+    def _find_only_linear(self, dtype: torch.dtype) -> nn.Module | None:
+        """The linear, if the model's code hands it the hidden states and returns what it returns. Else None.
+
+        The code of transformers around a llama's linear takes 0.2 ms of a decode step. A linear that records its input
+        takes the place of the real one, whichever module that has become, for one call.
+        """
+        if self._linear_name is None:
+            return None
+        parent, _, name = self._linear_name.rpartition(".")
+        owner, config = self.model.get_submodule(parent), self.model.config
+        linear: nn.Module = getattr(owner, name)
+        sizes = (config.hidden_size, config.vocab_size)
+        # Some logits are beyond any soft-cap.
+        hidden, result = (torch.linspace(-99, 88, 2 * size, device="cpu").view(1, 2, size).to(dtype) for size in sizes)
+        recorder = _Recorder(result)
+        setattr(owner, name, recorder)
+        try:
+            with torch.inference_mode():
+                logits = self.model(inputs_embeds=hidden.clone(), use_cache=False).logits
+        except Exception:  # such as a bias on another device
+            return None
+        finally:
+            setattr(owner, name, linear)
+        is_same = logits.data_ptr() == recorder.result.data_ptr() and torch.equal(logits, result)
+        has_given = len(recorder.given) == 1 and torch.equal(recorder.given[0], hidden)
+        return linear if is_same and has_given else None
+
+
+class _Recorder(nn.Module):
+    """Records copies of its inputs, and returns a copy of `result`."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.result = result.clone()
+        self.given: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.given.append(hidden.clone())
+        return self.result
 
 
 @dataclass

@@ -20,7 +20,7 @@ class Outbox:
         self.overflowed = asyncio.Event()
         self._limit = buffer_bytes
         self._bytes = 0
-        self._messages: deque[FromGroup] = deque()
+        self._messages: deque[tuple[FromGroup, int]] = deque()  # with their bytes
         self._changed = asyncio.Event()
         self._written = asyncio.Event()  # set while no message waits
         self._written.set()
@@ -29,11 +29,12 @@ class Outbox:
 
     def put_message(self, message: FromGroup) -> None:
         """Queue a message. Drop it and set `overflowed` if it does not fit."""
-        self._bytes += message.ByteSize()
+        size = message.ByteSize()
+        self._bytes += size
         if self._bytes > self._limit:
             self.overflowed.set()
             return
-        self._messages.append(message)
+        self._messages.append((message, size))
         self._written.clear()
         self._changed.set()
 
@@ -47,15 +48,15 @@ class Outbox:
             await self._changed.wait()
             self._changed.clear()
             while not self._is_closed and self._messages:
-                message = self._messages.popleft()
+                message, size = self._messages.popleft()
                 await write(message)
-                self._bytes -= message.ByteSize()
+                self._bytes -= size
             if not self._messages:
                 self._written.set()
 
     def put_last_message(self, message: FromGroup) -> None:
         """Queue a last message, after which `write_messages` returns."""
-        self._messages.append(message)
+        self._messages.append((message, 0))
         self._is_ending = True
         self._changed.set()
 

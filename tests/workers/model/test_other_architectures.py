@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.model.lm_head import probe_head
+from coatcheck.workers.model.lm_head import LmHead, probe_head
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import VOCAB
@@ -88,6 +88,41 @@ def test_a_head_that_needs_more_than_hidden_states_is_refused() -> None:
         model = GreedyHead(shape_of("llama"))
     with pytest.raises(InvalidModel, match="llama cannot be served: its head needs more than hidden states"):
         probe_head(model)
+
+
+class ScaledInPlace(LlamaForCausalLM):
+    """Changes the logits where they lie."""
+
+    def forward(self, **arguments: Any) -> Any:
+        output = super().forward(**arguments)
+        output.logits.mul_(0.5)
+        return output
+
+
+class ScaledBefore(LlamaForCausalLM):
+    """Changes the hidden states where they lie."""
+
+    def forward(self, *, inputs_embeds: torch.Tensor, **arguments: Any) -> Any:
+        return super().forward(inputs_embeds=inputs_embeds.mul_(0.5), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_alone"), [(LlamaForCausalLM, True), (ScaledInPlace, False), (ScaledBefore, False)]
+)
+def test_a_linear_runs_alone_only_if_the_models_code_does_nothing_else(
+    kind: type[PreTrainedModel], is_alone: bool
+) -> None:
+    """Logits are those of the whole code. That code runs again unless it passes hidden states and logits through."""
+    torch.manual_seed(0)
+    model: Any = kind(shape_of("llama")).eval()
+    head, hidden = LmHead(model), torch.randn(3, model.config.hidden_size)
+    with torch.inference_mode():
+        want = model(inputs_embeds=hidden[None].clone(), use_cache=False).logits[0]
+        assert torch.equal(head.logits(hidden.clone()), want)
+        called: list[object] = []
+        model.register_forward_hook(lambda *_: called.append(1))
+        assert torch.equal(head.logits(hidden.clone()), want)
+    assert len(called) == (0 if is_alone else 1)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
