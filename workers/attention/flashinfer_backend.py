@@ -31,13 +31,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatcheck.kernels.attention.page_indices import gather_pages
+from coatcheck.kernels.gpu_properties import gpu_properties
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import AttentionLayer, kind_of
 from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans, LayerKind, LibraryPlan
 
-_WORKSPACE_BYTES = 384 << 20  # for partial results, one for all wrappers; SGLang reserves as much
+_LEAST_WORKSPACE = 128 << 20  # bytes; what FlashInfer recommends
 # FlashInfer's template for Hopper does not divide a sequence's keys among programs, so it gets steps of long chunks.
 _UNDIVIDED_QUERIES = 128
 
@@ -65,6 +66,20 @@ class PageLists:
 def pick_template(q_lens: Sequence[int]) -> str:
     """FlashInfer's `backend`: auto takes the template for Hopper where there is one; fa2 divides keys."""
     return "auto" if min(q_lens, default=0) >= _UNDIVIDED_QUERIES else "fa2"
+
+
+def workspace_bytes(layer: AttentionLayer, max_decodes: int, processors: int) -> int:
+    """Bytes for the partial results of any step: float32 [tiles, rows of a tile, heads, head_dim + 1].
+
+    `max_decodes`: sequences in the largest captured step. `processors`: of the GPU. The bounds are those of
+    FlashInfer's scheduler.cuh: a step that is divided has at most two tiles of up to 128 rows for each processor, and a
+    captured one as many tiles as its decodes can need. The library refuses a plan that needs more.
+    """
+    group = layer.num_heads // layer.num_kv_heads
+    rows = 16 if group <= 16 else 64 if group <= 64 else 128
+    captured = (-(-max_decodes * group // rows) + max_decodes) * rows
+    divided = -(-2 * processors // layer.num_kv_heads) * 128
+    return max(_LEAST_WORKSPACE, max(captured, divided) * layer.num_heads * (layer.head_dim + 1) * 4 + (1 << 20))
 
 
 class StepPages:
@@ -175,7 +190,10 @@ class FlashInferBackend:
                     f"of {layer.module} differ; use --attention-backend triton"
                 )
         self._wrapper_type = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        size = max(
+            workspace_bytes(layer, len(block_tables), gpu_properties(self._device).processors) for layer in layers
+        )
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=self._device)  # one for all wrappers
         # A step has up to two plans, so two wrappers take turns.
         self._turns = {
             (kind, template): cycle([self._make_wrapper(kind, backend=template) for _ in range(2)])

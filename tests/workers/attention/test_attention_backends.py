@@ -29,7 +29,7 @@ from coatcheck.workers.attention.attention import AttentionLayer, attend_cache, 
 from coatcheck.workers.attention.attention_backend import AttentionBackend, StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.attention.fa3_backend import Fa3Backend, choose_num_splits
-from coatcheck.workers.attention.flashinfer_backend import FlashInferBackend, PageLists, pick_template
+from coatcheck.workers.attention.flashinfer_backend import FlashInferBackend, PageLists, pick_template, workspace_bytes
 from coatcheck.workers.core.attention_backend import LIBRARIES
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.distributed.communicator import Communicator
@@ -202,6 +202,16 @@ def test_splits_are_bounded_by_their_memory() -> None:
     """Decodes get 32 splits at most, and a long chunk few or one; partial results stay below 128 MiB."""
     assert [choose_num_splits(tokens, 32, 128) for tokens in (1, 256, 512, 2048, 8192)] == [32, 32, 16, 4, 1]
     assert choose_num_splits(65536, 128, 256) == 1
+
+
+def test_the_workspace_holds_the_largest_plan() -> None:
+    """At least what FlashInfer recommends. 512 decodes with 64 heads over 8 need 768 tiles of 16 rows, and a divided
+    chunk with one KV head 264 tiles of 128."""
+    assert workspace_bytes(_LAYERS["full"], 8, 132) == 128 << 20
+    large = AttentionLayer(64, 8, 128, module="", scale=1.0)
+    assert workspace_bytes(large, 512, 132) == 768 * 16 * 64 * 129 * 4 + (1 << 20)
+    single = AttentionLayer(16, 1, 128, module="", scale=1.0)
+    assert workspace_bytes(single, 8, 132) == 264 * 128 * 16 * 129 * 4 + (1 << 20)
 
 
 def test_steps_of_long_chunks_take_the_template_for_hopper() -> None:
