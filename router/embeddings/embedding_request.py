@@ -54,10 +54,13 @@ class PoolingFields(RequestBody):
             for index, prompt in enumerate(prompts)
         ]
 
-    def truncate(self, message: EmbedRequest, token_ids: Sequence[int], max_tokens: int) -> EmbedRequest:
-        """The message with the tokens that truncate_prompt_tokens keeps of its prompt. `max_tokens`: of a prompt."""
-        count = min(self.truncate_prompt_tokens or -1, max_tokens)
-        count = max_tokens if count < 0 else count
+    def kept_tokens(self, index: int) -> int | None:
+        """How many tokens of prompt number `index` are kept; -1: as many as the context has; None: it is not cut."""
+        return self.truncate_prompt_tokens
+
+    def truncate(self, message: EmbedRequest, token_ids: Sequence[int], count: int, max_tokens: int) -> EmbedRequest:
+        """The message with `count` tokens of its prompt, see `kept_tokens`. `max_tokens`: of a prompt."""
+        count = max_tokens if count < 0 else min(count, max_tokens)
         message.token_ids.ids[:] = token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
         return message
 
@@ -72,7 +75,7 @@ class EmbeddingRequest(PoolingFields):
     """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's, and so are
     `messages`: a chat in place of `input`, and the fields of the chat."""
 
-    accepted_values: ClassVar = {"add_special_tokens": (True,), "embed_dtype": ("float32",), "endianness": ("native",)}
+    accepted_values: ClassVar = {"embed_dtype": ("float32",), "endianness": ("native", "little")}
 
     input: Annotated[
         str
@@ -84,6 +87,9 @@ class EmbeddingRequest(PoolingFields):
     ] = None
     messages: Annotated[list[Message] | None, Field(fail_fast=True, max_length=MAX_MESSAGES)] = None
     add_generation_prompt: bool = False
+    add_special_tokens: bool | None = Field(
+        None, description="Of texts true, of chats false: they have the template's."
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -93,6 +99,10 @@ class EmbeddingRequest(PoolingFields):
         """One for each input. Raises InvalidRequest."""
         if (self.input is None) == (self.messages is None):
             raise InvalidRequest("give either input or messages")
+        if self.add_special_tokens is (self.messages is not None):
+            raise InvalidParameter(
+                "add_special_tokens", "cannot be changed: texts get the tokenizer's tokens, chats those of the template"
+            )
         prompts: Sequence[Prompt | Chat]
         if self.messages is not None:
             prompts = [to_chat_proto(self.messages, [], self.chat_template_kwargs, self.add_generation_prompt)]
@@ -105,10 +115,17 @@ class EmbeddingRequest(PoolingFields):
 
 
 def embedding_response(
-    model: str, encoding_format: Literal["float", "base64"], embedded: Sequence[EmbedResponse]
+    response_id: str,
+    model: str,
+    created: int,
+    encoding_format: Literal["float", "base64"],
+    embedded: Sequence[EmbedResponse],
 ) -> dict[str, Any]:
-    """OpenAI's list of embeddings. base64: of the values as float32, least significant byte first."""
+    """OpenAI's list of embeddings, with vLLM's `id` and `created`. base64: of the values as float32, least significant
+    byte first."""
     return {
+        "id": response_id,
+        "created": created,
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _encode(encoding_format, one.embedding)}

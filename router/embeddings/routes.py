@@ -40,7 +40,15 @@ class EmbeddingRoutes:
         messages = await in_thread_if_long(request, lambda: body.to_requests(request_id))
         embedded = await self._embed(request, body, messages)
         values = sum(len(one.embedding) for one in embedded) if body.encoding_format == "float" else len(embedded)
-        return await self._large.make_json(values, embedding_response, self._model_name, body.encoding_format, embedded)
+        return await self._large.make_json(
+            values,
+            embedding_response,
+            f"embd-{request_id}",
+            self._model_name,
+            int(time.time()),
+            body.encoding_format,
+            embedded,
+        )
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Scores how similar texts are."""
@@ -65,15 +73,18 @@ class EmbeddingRoutes:
         """The embeddings of all messages; the first error cancels the others."""
         trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
         options = CallOptions(request.scope["tenant"], trace_context)
-        calls = [partial(self._embed_one, body, message, options) for message in messages]
+        calls = [partial(self._embed_one, body, index, message, options) for index, message in enumerate(messages)]
         return await while_connected(request.receive, run_all(calls))
 
-    async def _embed_one(self, body: PoolingFields, message: EmbedRequest, options: CallOptions) -> EmbedResponse:
-        if body.truncate_prompt_tokens is not None:
-            message = await self._truncate(body, message)
+    async def _embed_one(
+        self, body: PoolingFields, index: int, message: EmbedRequest, options: CallOptions
+    ) -> EmbedResponse:
+        count = body.kept_tokens(index)
+        if count is not None:
+            message = await self._truncate(body, message, count)
         return await self._service.embed(message, options)
 
-    async def _truncate(self, body: PoolingFields, message: EmbedRequest) -> EmbedRequest:
+    async def _truncate(self, body: PoolingFields, message: EmbedRequest, count: int) -> EmbedRequest:
         """The message with the tokens of its prompt that are kept, in place of its text or chat."""
         token_ids: Sequence[int] = message.token_ids.ids
         if not message.HasField("token_ids"):
@@ -83,4 +94,5 @@ class EmbeddingRoutes:
             token_ids = (await self._generation.tokenize(prompt)).token_ids
         model = self._generation.model
         # A prompt leaves room for one token.
-        return body.truncate(message, list(token_ids), model.max_model_len - 1 if model is not None else len(token_ids))
+        most = model.max_model_len - 1 if model is not None else len(token_ids)
+        return body.truncate(message, list(token_ids), count, most)

@@ -55,16 +55,23 @@ class TextDocument(RequestBody):
 
 
 class RerankRequest(PoolingFields):
-    """`top_n`: how many of the documents are returned; 0 for all."""
+    """`top_n`: how many of the documents are returned; 0 for all. `max_tokens_per_doc` is Cohere's."""
 
     query: str
     documents: Annotated[list[str | TextDocument], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     top_n: Count = 0
+    max_tokens_per_doc: Annotated[Count, Field(description="The first tokens of each document are kept; 0: all.")] = 0
     return_documents: bool = True
 
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
         """One for the query, then one for each document. Raises InvalidRequest."""
         return self.to_embed_requests(_not_empty([self.query, *self._texts()]), request_id)
+
+    def kept_tokens(self, index: int) -> int | None:
+        """See PoolingFields. Prompt 0 is the query."""
+        counts = [self.truncate_prompt_tokens, self.max_tokens_per_doc if index else None]
+        found = [count for count in counts if count and count > 0]
+        return min(found) if found else self.truncate_prompt_tokens
 
     def make_response(self, response_id: str, model: str, created: int, embedded: Sequence[EmbedResponse]) -> Any:
         """The documents with the highest scores, highest first."""

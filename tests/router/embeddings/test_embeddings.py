@@ -35,6 +35,7 @@ async def test_openai_s_client_gets_embeddings(start_http_router: StartHttpRoute
         assert one.embedding == expected(text)
     count = sum(len(byte_level_tokenizer().encode(text).ids) for text in TEXTS)
     assert (whole.model, whole.usage.prompt_tokens, whole.usage.total_tokens) == ("tiny", count, count)
+    assert whole.model_extra is not None and whole.model_extra["id"].startswith("embd-")
     numbers = await create(model="tiny", input=TEXTS[0], encoding_format="float", dimensions=4)
     assert numbers.data[0].embedding == expected(TEXTS[0], 4)
     ids = byte_level_tokenizer().encode(TEXTS[1]).ids
@@ -58,6 +59,8 @@ async def test_openai_s_client_gets_embeddings(start_http_router: StartHttpRoute
         ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a " * 900}, "maximum context length"),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens cannot be changed"),
+        ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens cannot be"),
         ({"input": "a", "temperature": 1.0}, "Unknown parameter 'temperature'"),
     ],
 )
@@ -85,11 +88,40 @@ async def test_prompts_are_cut(start_http_router: StartHttpRouter) -> None:
     assert score == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("cut", "query", "document"),
+    [
+        ({"max_tokens_per_doc": 2}, 3, 2),
+        ({"max_tokens_per_doc": 0}, 3, 3),
+        ({"max_tokens_per_doc": 2, "truncate_prompt_tokens": 1}, 1, 1),
+        ({"max_tokens_per_doc": 1, "truncate_prompt_tokens": -1}, 3, 1),
+    ],
+)
+async def test_documents_are_cut(
+    start_http_router: StartHttpRouter, cut: dict[str, int], query: int, document: int
+) -> None:
+    """max_tokens_per_doc, which Cohere's clients send, cuts the documents and not the query."""
+    group = FakeGroup()
+    router = await start_http_router(group)
+    body = {"query": "one two three", "documents": ["four five six"], **cut}
+    assert (await router.request("POST", "/rerank", body))[0] == 200
+    asked = byte_level_tokenizer().encode("one two three").ids, byte_level_tokenizer().encode("four five six").ids
+    assert sorted(list(submit.prompt_token_ids) for submit in group.submits) == sorted(
+        [asked[0][: query if query < 3 else None], asked[1][: document if document < 3 else None]]
+    )
+    assert (await router.request("POST", "/rerank", body | {"max_tokens_per_doc": -5}))[0] == 400
+
+
 async def test_a_chat_has_an_embedding(start_http_router: StartHttpRouter) -> None:
     """`messages` in place of `input`: the chat as the template writes it, without the beginning of an answer."""
     router = await start_http_router(FakeGroup())
     chat = {"messages": [{"role": "user", "content": "hello"}]}
-    for more, text in (({}, "<|user|>hello"), ({"add_generation_prompt": True}, "<|user|>hello<|assistant|>")):
+    plain: dict[str, Any] = {"add_special_tokens": False}
+    for more, text in (
+        ({}, "<|user|>hello"),
+        (plain, "<|user|>hello"),
+        ({"add_generation_prompt": True}, "<|user|>hello<|assistant|>"),
+    ):
         assert (await router.request("POST", "/v1/embeddings", chat | more))[0] == 200
         ids = [token for token in router.groups[0].submits[-1].prompt_token_ids if token != EOS]
         assert byte_level_tokenizer().decode(ids) == text
