@@ -40,7 +40,7 @@ def doctor(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Check GPU, driver, NCCL, shared memory, Ray, ports and the model, and say what to change.
+    """Check GPU, CPU kernels, driver, NCCL, shared memory, Ray, ports and the model, and say what to change.
 
     Starts nothing. Exits with 1 if something must be changed.
     """

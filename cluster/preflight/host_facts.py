@@ -25,6 +25,7 @@ _PROBE_SECONDS: Final = 120.0
 _PROBE: Final = """
 import json, sys, torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "nccl": "", "problem": ""}
+found.update(kernels="", cpu_classes=[], kernels_problem="")
 try:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -36,6 +37,12 @@ try:
         torch.cuda.init()
 except Exception as error:
     found["problem"] = str(error).splitlines()[0]
+try:
+    from coatcheck.kernels import native
+    library = native.library()
+    found.update(kernels=native.native_status(), cpu_classes=library.available if library else [])
+except Exception as error:
+    found["kernels_problem"] = str(error).splitlines()[0]
 print(json.dumps(found))
 """
 
@@ -52,13 +59,18 @@ class Gpu:
 @dataclass(frozen=True)
 class TorchFacts:
     """`cuda`: the CUDA version that torch was built for, "" for a CPU build. `nccl`: its version, "" without.
-    `problem`: why the GPUs, or torch itself, cannot be used; "" if they can."""
+    `problem`: why the GPUs, or torch itself, cannot be used; "" if they can. `kernels`: the form of the CPU kernels,
+    as the ready line names it. `cpu_classes`: those that COATCHECK_CPU may name, the best one last.
+    `kernels_problem`: why the CPU kernels cannot be used."""
 
     version: str = ""
     cuda: str = ""
     gpus: tuple[Gpu, ...] = ()
     nccl: str = ""
     problem: str = ""
+    kernels: str = ""
+    cpu_classes: tuple[str, ...] = ()
+    kernels_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,16 @@ def probe_torch(has_gpu: bool, python: str = sys.executable) -> TorchFacts:
         return TorchFacts(problem=lines[-1])
     found = json.loads(done.stdout.splitlines()[-1])
     gpus = tuple(Gpu(name, memory, (major, minor)) for name, memory, major, minor in found["gpus"])
-    return TorchFacts(found["version"], found["cuda"] or "", gpus, found["nccl"], found["problem"])
+    return TorchFacts(
+        found["version"],
+        found["cuda"] or "",
+        gpus,
+        found["nccl"],
+        found["problem"],
+        found["kernels"],
+        tuple(found["cpu_classes"]),
+        found["kernels_problem"],
+    )
 
 
 def _driver() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from coatcheck.cluster.preflight.host_facts import HostFacts
+from coatcheck.cluster.preflight.host_facts import HostFacts, TorchFacts
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.attention_backend import NEVER_RUN, backend_name, check_backend_host
 
@@ -31,6 +31,7 @@ def judge_host(facts: HostFacts, ranks: int, attention_backend: str = "auto") ->
     """Every finding, in the order in which to mend them. `ranks`: on this host."""
     return [
         *_judge_gpus(facts, ranks),
+        *_judge_cpu_kernels(facts.torch),
         *_judge_driver(facts),
         *_judge_nccl(facts, ranks),
         *_judge_infiniband(facts),
@@ -70,6 +71,17 @@ def _judge_gpus(facts: HostFacts, ranks: int) -> Iterator[Finding]:
         yield Finding("GPU", "error", torch.problem or f"torch {torch.version} sees no GPU", change)
     else:
         yield Finding("GPU", "ok", f"none; ranks compute on CPUs (torch {torch.version})")
+
+
+def _judge_cpu_kernels(torch: TorchFacts) -> Iterator[Finding]:
+    if torch.kernels_problem:
+        yield Finding("CPU kernels", "error", torch.kernels_problem, "unset COATCHECK_CPU, or name one of these")
+    elif torch.cpu_classes:
+        choices = ", ".join(torch.cpu_classes)
+        yield Finding("CPU kernels", "ok", f"{torch.kernels}; COATCHECK_CPU can force one of {choices}")
+    elif torch.kernels:
+        change = "install again on this host, where a C compiler is; without the kernels CPUs are several times slower"
+        yield Finding("CPU kernels", "ok" if torch.gpus else "warning", torch.kernels, "" if torch.gpus else change)
 
 
 def _judge_driver(facts: HostFacts) -> Iterator[Finding]:

@@ -75,6 +75,28 @@ def test_a_host_without_gpus_computes_on_cpus() -> None:
     assert finding.change.startswith("give it 81 MiB, 3 MiB for each rank (Docker: --shm-size")
 
 
+def test_the_cpu_kernels_are_named_with_the_classes_that_can_be_forced() -> None:
+    """The report has the form of the kernels that the ready line has, and what COATCHECK_CPU may be. Missing kernels
+    are a fault where no GPU computes."""
+    torch = TorchFacts("2.13.0+cpu", kernels="native (avx2)", cpu_classes=("generic", "avx2"))
+    cpus = replace(GOOD, has_gpu_file=False, torch=torch, driver="")
+    (finding,) = [one for one in judge_host(cpus, 2) if one.check == "CPU kernels"]
+    assert finding == Finding("CPU kernels", "ok", "native (avx2); COATCHECK_CPU can force one of generic, avx2")
+    missing = "torch reference (native library not built)"
+    (finding,) = faults(replace(cpus, torch=TorchFacts("2.13.0+cpu", kernels=missing)))
+    assert (finding.state, finding.found) == ("warning", missing) and "C compiler" in finding.change
+    assert not faults(replace(GOOD, torch=replace(TORCH, kernels=missing)))
+
+
+def test_a_forced_class_that_the_processor_lacks_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says which classes COATCHECK_CPU may name."""
+    monkeypatch.setenv("COATCHECK_CPU", "z80")
+    problem = probe_torch(False).kernels_problem
+    assert "expected one of generic" in problem and "'z80'" in problem
+    (finding,) = faults(replace(GOOD, torch=replace(TORCH, kernels_problem=problem)))
+    assert (finding.check, finding.state) == ("CPU kernels", "error") and "unset COATCHECK_CPU" in finding.change
+
+
 @pytest.mark.parametrize(
     ("facts", "check", "state", "found", "change"),
     [
@@ -116,6 +138,7 @@ def test_facts_of_this_host() -> None:
         facts = read_facts((port, 9, 9))
         assert facts.busy_ports == {port: "Address already in use", 9: "given twice"}
     assert facts.ray and facts.torch.version and not facts.torch.problem
+    assert facts.torch.kernels and not facts.torch.kernels_problem
 
 
 def test_a_driver_is_looked_for_where_there_is_a_gpu(tmp_path: Path) -> None:
@@ -125,7 +148,8 @@ def test_a_driver_is_looked_for_where_there_is_a_gpu(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     assert probe_torch(True, str(python)).problem == "Found no NVIDIA driver"
-    assert probe_torch(False, str(python)) == TorchFacts("2.13.0+cu130", "13.0")
+    without = probe_torch(False, str(python))
+    assert (without.version, without.cuda, without.gpus, without.problem) == ("2.13.0+cu130", "13.0", (), "")
 
 
 _CUDA_BUILD_WITHOUT_DRIVER = """
