@@ -1,4 +1,4 @@
-"""CPU tensors on huge pages, for weights.
+"""CPU tensors on huge pages, for weights and KV pools.
 
 A step reads every weight once, so caches do not help, and with pages of 4 KiB it also misses the TLB for each page.
 Linux gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). Other systems give plain memory. Small tensors
@@ -7,7 +7,10 @@ share a mapping. A mapping is freed with its last tensor.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import sys
 import threading
 from contextlib import suppress
 from math import prod
@@ -18,6 +21,8 @@ from torch import Tensor
 _PAGE = 2 << 20
 _SHARED = 16 * _PAGE  # the size of a shared mapping; tensors below a quarter of it share one
 _CACHE_LINE = 64
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+_POPULATED_AT_ONCE = 4 * _PAGE  # meanwhile nothing else in the process can map memory
 
 
 class _Mapping:
@@ -60,3 +65,24 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
                 memory = _shared.allocate(size)
     assert memory is not None, "a new mapping is large enough"
     return memory.view(dtype).view(shape)
+
+
+def populate_in_background(tensor: Tensor) -> None:
+    """Have a thread of low priority allocate the pages of a CPU tensor that nobody has written yet.
+
+    The values stay, and others may read and write them meanwhile. Without this a page is allocated when it is first
+    written, and a host that has promised too much memory ends the process then. An older kernel than Linux 5.14, or
+    another system, leaves it at that.
+    """
+    if sys.platform == "linux" and tensor.nbytes:
+        threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True).start()
+
+
+def _populate(tensor: Tensor) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone
+    advise = ctypes.CDLL(None).madvise
+    start, end = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, tensor.data_ptr() + tensor.nbytes
+    for address in range(start, end, _POPULATED_AT_ONCE):
+        size = min(_POPULATED_AT_ONCE, end - address)
+        if advise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from hypothesis import strategies as st
 
 from coatcheck.kernels import huge_pages
 from tests.examples import examples
+
+
+def wait_until_populated() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "populate":
+            thread.join()
 
 
 def resident_bytes() -> int:
@@ -43,3 +50,23 @@ def test_memory_goes_back_with_the_last_tensor() -> None:
     del tensor
     gc.collect()
     assert held - resident_bytes() > 60 << 20
+
+
+def test_pages_are_allocated_in_the_background() -> None:
+    """All pages of a tensor that nobody reads or writes are allocated, and what is written meanwhile stays."""
+    before = resident_bytes()
+    tensor = huge_pages.empty((96 << 20,), torch.uint8)
+    huge_pages.populate_in_background(tensor)
+    tensor[:: 1 << 20] = 7
+    wait_until_populated()
+    assert resident_bytes() - before > 90 << 20
+    assert int(tensor.sum(dtype=torch.int64)) == 7 * 96
+
+
+def test_a_dropped_tensor_may_still_be_populated() -> None:
+    """A tensor that is dropped while its pages are allocated is freed once that has ended."""
+    before = resident_bytes()
+    huge_pages.populate_in_background(huge_pages.empty((64 << 20,), torch.uint8))
+    wait_until_populated()
+    gc.collect()
+    assert resident_bytes() - before < 16 << 20

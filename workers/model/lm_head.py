@@ -5,8 +5,6 @@ The base model is replaced by one that returns the given hidden states. Where th
 only the linear runs.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.attention.dummy_weights import use_dummy_weights
 
 
 class LmHead:
@@ -99,13 +98,12 @@ class _PassThroughBody(nn.Module):
 
 
 def probe_head(model: PreTrainedModel) -> None:
-    """Run the head once on the meta device. Raises InvalidModel if it needs more than hidden states."""
+    """Run the head once with dummy weights. Raises InvalidModel if it needs more than hidden states."""
     name = model.base_model_prefix
     base, config = model.base_model, model.config
-    hidden = torch.empty(1, config.hidden_size, dtype=model.dtype, device="meta")
     try:
-        with _buffers_on_meta(model), torch.inference_mode():
-            shape = tuple(LmHead(model).logits(hidden).shape)
+        with use_dummy_weights(model):
+            shape = tuple(LmHead(model).logits(torch.zeros(1, config.hidden_size)).shape)
     except Exception as error:  # the model's code may raise anything
         raise InvalidModel(f"{config.model_type} cannot be served: its head needs more than hidden states") from error
     finally:
@@ -115,16 +113,3 @@ def probe_head(model: PreTrainedModel) -> None:
             f"{config.model_type} cannot be served: its logits for one token have shape {list(shape)} instead of "
             f"[1, {config.vocab_size}]"
         )
-
-
-@contextmanager
-def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
-    """Move the buffers to meta for the duration: torch refuses operations between meta tensors and a GPU's."""
-    original = {module: dict(module._buffers) for module in model.modules()}
-    try:
-        for module, buffers in original.items():
-            module._buffers.update({name: None if b is None else b.to("meta") for name, b in buffers.items()})
-        yield
-    finally:
-        for module, buffers in original.items():
-            module._buffers.update(buffers)

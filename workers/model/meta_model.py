@@ -6,14 +6,16 @@ whether an untested architecture can be served: build the modules from config.js
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from coatcheck.kernels import native
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
@@ -181,10 +183,13 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
     """
     attention.register_attention()
     try:
-        with torch.device("meta"):
-            build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
-            model = build(config, dtype=dtype, attn_implementation=attention.NAME)
-        assert isinstance(model, PreTrainedModel)
+        try:
+            with torch.device("meta"), _ArangeOnCpu():
+                model = _build_uninitialised(config, dtype)
+        except Exception:  # the model's code may combine these tensors with meta tensors
+            with torch.device("meta"):
+                model = _build_uninitialised(config, dtype)
+        _move_to_meta(model)
         nn.Module.train(model, False)
         _keep_in_float32(model)
         if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
@@ -201,6 +206,40 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
             f"{config.model_type} cannot be served: transformers does not initialise {', '.join(uninitialised)}"
         )
     return model
+
+
+def _build_uninitialised(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
+    with no_init_weights():
+        model = build(config, dtype=dtype, attn_implementation=attention.NAME)
+    assert isinstance(model, PreTrainedModel)
+    model.tie_weights()  # left out by no_init_weights
+    return model
+
+
+class _ArangeOnCpu(TorchFunctionMode):
+    """While inside, `torch.arange` makes CPU tensors, so that rotary frequencies are computed from them on the CPU too.
+
+    Before torch computes arange or a division on meta, or fills a meta tensor with random numbers (`no_init_weights`
+    leaves that out), it imports its compiler and sympy: a quarter of a rank's start (bench/LOG.md, 2026-11-23).
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.arange and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def _move_to_meta(model: nn.Module) -> None:
+    """Move all buffers and plain attributes to meta, as a model's own code would have made them there."""
+    for module in model.modules():
+        for tensors in (module._buffers, vars(module)):
+            for name, value in list(tensors.items()):
+                if isinstance(value, Tensor) and not value.is_meta:
+                    tensors[name] = value.to("meta")
 
 
 def _keep_in_float32(model: Any) -> None:
@@ -239,7 +278,7 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
     if not buffers or not_float:
         return uninitialised + not_float
     for name, buffer in buffers.items():  # filled with NaN, to detect those that the initialiser leaves out
-        module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
+        module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device=device)
     with torch.no_grad():
         initialise: Any = model._init_weights  # untyped in transformers
         initialise(module)

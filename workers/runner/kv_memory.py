@@ -25,12 +25,15 @@ _TORCH_DTYPES: Final = {
 
 
 def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """uint8 [num_blocks, bytes_per_block], zeroed, so that every page is allocated.
+    """uint8 [num_blocks, bytes_per_block], zeroed.
 
-    On CPU it lies on huge pages: a decode step reads blocks that lie anywhere.
+    On CPU it lies on huge pages, because a decode step reads blocks that lie anywhere, and a thread allocates the pages
+    while the rank already serves: the kernel takes up to a second to zero 1 GiB.
     """
     if device.type == "cpu":
-        return huge_pages.empty((num_blocks, layout.bytes_per_block), torch.uint8).zero_()
+        pool = huge_pages.empty((num_blocks, layout.bytes_per_block), torch.uint8)
+        huge_pages.populate_in_background(pool)
+        return pool
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)
 
 
