@@ -2,7 +2,7 @@
  * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight.
  * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
  * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
- * once for all rows of an item.
+ * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers.
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
@@ -12,7 +12,7 @@
 #include "linear.h"
 #include "team.h"
 
-#define WIDE 4                              /* vectors of features that a tile of few rows takes */
+#define WIDE MOST_VECTORS                   /* vectors of features that a tile of few rows takes */
 #define NARROW (VECTORS > 2 ? VECTORS : 2)  /* and one of many rows */
 #define ROWS (ACCUMULATORS / NARROW)        /* of a tile */
 #define IS_AVX2 (LANES == 8)                /* 16 registers of 8 floats: measured there */
@@ -20,6 +20,7 @@
 #define TILES 16                            /* most tiles that share a part of the weight */
 #define BLOCK (384 << 10)                   /* with AVX2: most bytes of their x, which stays in the second cache */
 #define DEPTH 256                           /* of that part: a tile's x of this depth stays in the first cache */
+#define FEW_ROWS 3                          /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
 #define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
 
@@ -94,6 +95,24 @@ static void tile_of_floats(int64_t m, int64_t n, const Weights *w, const float *
     any_tile(m, n, ONE_FLOAT, w, x, sums);
 }
 
+/* sums += up to FEW_ROWS rows of x by the codes of a quantised weight. */
+static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float *x, Floats *sums) {
+#define TILE_OF(M, KIND, HAS_ZEROS) \
+    code_tile(M, M <= ACCUMULATORS / WIDE ? WIDE : NARROW, KIND, HAS_ZEROS, w, panel, x, sums)
+#define ROWS_OF(M) \
+    case M: \
+        if (w->kind == CODES_FP8) TILE_OF(M, CODES_FP8, 0); \
+        else if (w->kind == CODES_FP4) TILE_OF(M, CODES_FP4, 0); \
+        else if (w->kind == CODES_INT8 && w->zeros) TILE_OF(M, CODES_INT8, 1); \
+        else if (w->kind == CODES_INT8) TILE_OF(M, CODES_INT8, 0); \
+        else if (w->zeros) TILE_OF(M, CODES_INT4, 1); \
+        else TILE_OF(M, CODES_INT4, 0); \
+        break;
+    switch (m) { ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) }
+#undef ROWS_OF
+#undef TILE_OF
+}
+
 /* Elements [from, to) of m rows of x as floats, [to - from][m]; those behind the depth are zero. */
 static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
     const int64_t depth = l->weight.depth;
@@ -123,7 +142,10 @@ static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, i
     const int32_t *order = l->weight.order;
     if (type == F32 || !HAS_DOT) {
         const int64_t values = type == BF16 ? 2 : 1;
-        pack_floats(l, first, m, from * values, to * values, type, packed + from * values * m);
+        const float factor = type == BF16 ? factor_of_x(l->weight.kind) : 1.0f;
+        float *at = packed + from * values * m;
+        pack_floats(l, first, m, from * values, to * values, type, at);
+        for (int64_t i = 0; i < (to - from) * values * m && factor != 1.0f; i++) at[i] *= factor;
         return;
     }
     for (int64_t i = 0; i < m; i++) {
@@ -180,9 +202,10 @@ INLINE Cut cut(const Linear *l, const int type) {
 INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, int64_t count, const int type, uint32_t *wide) {
     const Weight *w = &l->weight;
     if (w->kind != PLAIN) {
-        const int as_pairs = type == BF16 && HAS_DOT;
-        const int64_t to = min_i64((k + c->step) * c->values, padded_depth(w->depth)), values = as_pairs ? 1 : c->values;
-        unpack(w, panel, c->group, k * c->values, to, as_pairs, wide);
+        const int form = type == F32 ? WEIGHT_FLOATS : HAS_DOT ? WEIGHT_PAIRS : NUMBERS;
+        const int64_t to = min_i64((k + c->step) * c->values, padded_depth(w->depth));
+        const int64_t values = form == WEIGHT_PAIRS ? 1 : c->values;
+        unpack(w, panel, c->group, k * c->values, to, form, wide);
         return (Weights){wide, (to / c->values - k) * values * PANEL, count * values, 0};
     }
     /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. */
@@ -193,21 +216,57 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
     return (Weights){wide, 2 * count * PANEL, 2 * count, 0};
 }
 
+/* sums[t] += tile t of x by a part of the weight, from word k of the depth on, for tiles [from, to). */
+INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, int64_t k, int64_t from, int64_t to,
+                          const int type, Floats sums[TILES][ACCUMULATORS]) {
+    for (int64_t t = from; t < to; t++) {
+        const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
+        const float *tile_x = c->x + (first * c->words + k * m) * c->width;
+        (type == F32 || c->widened ? tile_of_floats : tile_of_pairs)(m, c->n, part, tile_x, sums[t - from]);
+    }
+}
+
+/* As multiply_part, by a part of numbers of codes. `group_sums`: of the group that the part begins in, so far. */
+static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part, int64_t panel, int64_t k, int64_t from,
+                             int64_t to, Floats group_sums[TILES][ACCUMULATORS], Floats sums[TILES][ACCUMULATORS]) {
+    const Weight *w = &l->weight;
+    const int64_t groups = (w->depth + w->group - 1) / w->group, end = 2 * k + part->words;
+    for (int64_t at = 2 * k; at < end;) {
+        const int64_t group = min_i64(at / w->group, groups - 1);
+        const int64_t last = group == groups - 1 ? padded_depth(w->depth) : (group + 1) * w->group, stop = min_i64(end, last);
+        Floats scale[WIDE];
+        for (int64_t j = 0; j < c->n && stop == last; j++) scale[j] = scale_of_sums(w, panel, group, j, (int)w->kind);
+        const Weights numbers = {part->w + (at - 2 * k) * PANEL, part->panel_stride, stop - at, 0};
+        for (int64_t t = from; t < to; t++) {
+            const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
+            Floats *of_group = group_sums[t - from];
+            tile_of_floats(m, c->n, &numbers, c->x + first * c->words * 2 + at * m, of_group);
+            for (int64_t i = 0; i < m * c->n && stop == last; i++)
+                sums[t - from][i] += of_group[i] * scale[i % c->n], of_group[i] = (Floats){};
+        }
+        at = stop;
+    }
+}
+
 /* Item `item` of a linear. */
 INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type) {
     const int64_t words = c->words, height = c->height, rows = l->rows;
     const int64_t panel = item % c->columns * c->group, block = item / c->columns * c->most;
     const int64_t last = min_i64(block + c->most, c->tiles);
-    Floats sums[TILES][ACCUMULATORS];
+    const int as_numbers = type == BF16 && !HAS_DOT && l->weight.kind != PLAIN;
+    Floats sums[TILES][ACCUMULATORS], group_sums[TILES][ACCUMULATORS];
     uint32_t wide[GROUP * UNPACKED * PANEL] __attribute__((aligned(64)));
     memset(sums, 0, (last - block) * sizeof sums[0]);
+    if (as_numbers && rows <= FEW_ROWS) {
+        tile_of_codes(rows, &l->weight, panel, c->x, sums[0]);
+        put_rows(l, 0, rows, panel * PANEL, c->group * PANEL, (const float *)sums[0], c->group * PANEL, type);
+        return;
+    }
+    if (as_numbers) memset(group_sums, 0, (last - block) * sizeof group_sums[0]);
     for (int64_t k = 0; k < words; k += c->step) {
         const Weights part = part_of(l, c, panel, k, min_i64(c->step, words - k), type, wide);
-        for (int64_t t = block; t < last; t++) {
-            const int64_t first = t * height, m = min_i64(height, rows - first);
-            const float *tile_x = c->x + (first * words + k * m) * c->width;
-            (type == F32 || c->widened ? tile_of_floats : tile_of_pairs)(m, c->n, &part, tile_x, sums[t - block]);
-        }
+        if (as_numbers) multiply_numbers(l, c, &part, panel, k, block, last, group_sums, sums);
+        else multiply_part(l, c, &part, k, block, last, type, sums);
     }
     for (int64_t t = block; t < last; t++)
         put_rows(l, t * height, min_i64(height, rows - t * height), panel * PANEL, c->group * PANEL,

@@ -127,8 +127,8 @@ static void multiply_thin(const Linear *l, const uint32_t *x, int64_t panel, int
         for (int64_t k = 0; k < steps; k += THIN_PART) {
             const int64_t count = min_i64(THIN_PART, steps - k), from = k * 2 * TILE_WORDS, to = from + count * 2 * TILE_WORDS;
             uint32_t *more = unpacked + 2 * count * TILE;
-            unpack(w, panel, 2, from, to, 1, unpacked);
-            unpack(w, other, 2, from, to, 1, more);
+            unpack(w, panel, 2, from, to, WEIGHT_PAIRS, unpacked);
+            unpack(w, other, 2, from, to, WEIGHT_PAIRS, more);
             multiply_one(x + k * TILE, unpacked, more, count * TILE, count);
         }
     }
@@ -158,7 +158,7 @@ static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int
     for (int64_t part = 0; part < parts; part++) {
         const int64_t k = steps * part / parts, count = steps * (part + 1) / parts - k;
         const uint32_t *part_w = is_plain ? w + k * TILE : unpacked, *more_w = part_w + (is_plain ? steps : count) * TILE;
-        if (!is_plain) unpack(&l->weight, panel, 2, k * 2 * TILE_WORDS, (k + count) * 2 * TILE_WORDS, 1, unpacked);
+        if (!is_plain) unpack(&l->weight, panel, 2, k * 2 * TILE_WORDS, (k + count) * 2 * TILE_WORDS, WEIGHT_PAIRS, unpacked);
         for (int64_t pair = 0; pair < pairs; pair++, ahead += count * lines * 64) {
             const uint32_t *pair_x = x + ((from + 2 * pair) * steps + k) * TILE;
             multiply_two(pair_x, pair_x + steps * TILE, part_w, more_w, count, part == 0, ahead, lines, sums[pair]);

@@ -161,6 +161,10 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     **{f"rope-{kind}": dict(rope_parameters=dict(rope_type=kind, rope_theta=1e4) | _ROPE[kind]) for kind in _ROPE},
 }  # fmt: skip
 
+# Prompts of another seed where those of seed 0 meet a near tie of experts, which rounding decides. laguna/gelu: in
+# layer 2 the second and the third expert of token 29 score within 3e-7 of each other.
+_SEEDS = {"laguna/gelu": 1}
+
 _LARGE = 10**8  # parameters of a family with parts that no setting makes small; its variants would take minutes
 
 
@@ -232,7 +236,8 @@ def verdict_on(name: str, config: Any, directory: Path) -> Verdict:
             probe_head(model)
         else:
             read_config(directory)
-        difference = find_difference(tiny_checkpoint(name.replace("/", "-"), directory, config=config))
+        checkpoint = tiny_checkpoint(name.replace("/", "-"), directory, config=config)
+        difference = find_difference(checkpoint, seed=_SEEDS.get(name, 0))
     except InvalidModel as refusal:
         return Verdict(name, "refused", str(refusal))
     except NoReference as reason:

@@ -39,8 +39,9 @@ def has_bf16_products() -> bool:
 def test_the_product_is_that_of_the_dequantised_weight(
     dtype: torch.dtype, kind: CodeKind, scales: torch.dtype, has_zeros: bool
 ) -> None:
-    """A quantised weight gives the bits that its dequantised weight gives. Processors without products of bfloat16 do
-    not round the dequantised weight, so there the result lies as near to the float32 product as a rounded sum can."""
+    """A quantised weight gives the bits that its dequantised weight gives. Processors without products of bfloat16
+    multiply the sum of each group with its scale, so there the result lies as near to the float32 product as a rounded
+    sum can."""
     torch.manual_seed(kind)
     for features, depth, group in SHAPES:
         weight = random_weight(kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros)
@@ -56,14 +57,29 @@ def test_the_product_is_that_of_the_dequantised_weight(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype) -> None:
-    """The result of a row has the same bits alone and in any batch."""
-    for kind in CodeKind:
-        linear = PackedLinear(random_weight(kind, 144, 96, 32, dtype))
-        x = torch.randn(200, 96).to(dtype)
-        whole = linear(x)
-        for first, last in ((0, 1), (5, 12), (100, 124), (3, 199)):
-            assert torch.equal(linear(x[first:last]), whole[first:last])
+@pytest.mark.parametrize("kind", CodeKind)
+@pytest.mark.parametrize(("depth", "group"), [(96, 32), (400, 40), (416, 416)])  # more depth than is unpacked at a time
+def test_a_row_never_depends_on_its_neighbours(dtype: torch.dtype, kind: CodeKind, depth: int, group: int) -> None:
+    """The result of a row has the same bits alone, beside few rows, and in any batch."""
+    has_zeros = group == 40 and kind in (CodeKind.INT8, CodeKind.INT4)
+    linear = PackedLinear(random_weight(kind, 144, depth, group, dtype, has_zeros=has_zeros))
+    x = torch.randn(200, depth).to(dtype)
+    whole = linear(x)
+    for first, last in ((0, 1), (1, 3), (3, 6), (6, 10), (5, 12), (100, 124), (3, 199)):
+        assert torch.equal(linear(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("scale", "size"), [(1e6, 1.0), (1e-12, 1.0), (1e6, 1e-9), (1e-3, 1e9)])
+def test_large_and_small_fp8_weights_are_exact(rows: int, scale: float, size: float) -> None:
+    """Scales above 2^8 and rows of x far below 1 meet the smallest codes of e4m3 without overflow or lost bits."""
+    bits = torch.cat([torch.arange(0, 127), torch.arange(128, 255)]).repeat(64, 1).to(torch.uint8)
+    weight = QuantisedWeight.of_codes(CodeKind.FP8, bits, torch.full((64, 1), scale), 254, torch.bfloat16)
+    for column in (1, 3, 7, 8, 126, 128, 135):  # one code at a time; the first seven are subnormal
+        x = torch.zeros(rows, 254).bfloat16()
+        x[:, column] = size
+        exact = F.linear(x.float(), weight.dequantise(torch.float32))
+        torch.testing.assert_close(PackedLinear(weight)(x).float(), exact, rtol=1 / 128, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
