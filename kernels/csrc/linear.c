@@ -241,8 +241,9 @@ static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part,
             const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
             Floats *of_group = group_sums[t - from];
             tile_of_floats(m, c->n, &numbers, c->x + first * c->words * 2 + at * m, of_group);
-            for (int64_t i = 0; i < m * c->n && stop == last; i++)
-                sums[t - from][i] += of_group[i] * scale[i % c->n], of_group[i] = (Floats){};
+            for (int64_t i = 0; i < m * c->n && stop == last; i += c->n)
+                for (int64_t j = 0; j < c->n; j++)
+                    sums[t - from][i + j] += of_group[i + j] * scale[j], of_group[i + j] = (Floats){};
         }
         at = stop;
     }
