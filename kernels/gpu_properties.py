@@ -23,6 +23,8 @@ class GpuProperties(NamedTuple):
     `processors`: streaming multiprocessors or compute units.
     `max_stages`: pipeline stages that the compiler supports.
     `has_prefill_ptx`: prefill widens bytes by PTX too. For sm_100 Triton 3.7 fails to compile the prefill with PTX.
+    `has_fp8_products`, `has_int8_products`: matrix units multiply e4m3 with e4m3, and int8 with int8, and our kernels
+    use that. AMD's e4m3 of gfx942 is another format. sm_100 keeps products of integers out of its fast units.
     """
 
     shared: int
@@ -31,6 +33,8 @@ class GpuProperties(NamedTuple):
     processors: int
     max_stages: int = 5
     has_prefill_ptx: bool = True
+    has_fp8_products: bool = True
+    has_int8_products: bool = True
 
     @property
     def prefill_convert(self) -> int:
@@ -41,12 +45,12 @@ class GpuProperties(NamedTuple):
 # Of an NVIDIA GPU: the kernels are compiled and tested for it and later ones.
 LEAST_CAPABILITY = (8, 0)
 
-SM_80 = GpuProperties(163 * 1024, False, 2, 108)
+SM_80 = GpuProperties(163 * 1024, False, 2, 108, has_fp8_products=False)
 SM_89 = GpuProperties(99 * 1024, False, 3, 142)  # L40S
 SM_90 = GpuProperties(227 * 1024, True, 3, 132)
-SM_100 = GpuProperties(227 * 1024, True, 3, 148, has_prefill_ptx=False)
+SM_100 = GpuProperties(227 * 1024, True, 3, 148, has_prefill_ptx=False, has_int8_products=False)
 SM_120 = GpuProperties(99 * 1024, False, 3, 188)  # RTX PRO 6000
-GFX942 = GpuProperties(64 * 1024, False, 0, 304, max_stages=2)
+GFX942 = GpuProperties(64 * 1024, False, 0, 304, max_stages=2, has_fp8_products=False, has_int8_products=False)
 
 
 # In Triton's interpreter (TRITON_INTERPRET=1) CPU tensors too, so that whole models can be tested without a GPU.
@@ -74,4 +78,6 @@ def gpu_properties(device: torch.device) -> GpuProperties:
         convert=3 if capability >= (8, 9) else 2,
         processors=limits["multiprocessor_count"],
         has_prefill_ptx=not (10, 0) <= capability < (12, 0),
+        has_fp8_products=capability >= (8, 9),
+        has_int8_products=not (10, 0) <= capability < (12, 0),
     )

@@ -48,7 +48,9 @@ class Driver:
         count_late_compiles: Callable[[], int],
     ) -> None:
         spec, memory = loaded.spec, loaded.memory
-        self.kernels = "triton" if memory.pool.device.type == "cuda" else native_status()
+        kernels = "triton" if memory.pool.device.type == "cuda" else native_status()
+        activations = loaded.runner.model.describe_activations()
+        self.kernels = f"{kernels}; {activations}" if activations else kernels
         self._name = name
         self._record = record
         self._tp_runner = TpRunner(loaded.runner, communicator) if communicator.size > 1 else None

@@ -81,6 +81,7 @@ def load_rank(
         communicator=communicator,
         dtype=config.dtype,
         quantization=config.quantization,
+        activation_quantization=config.activation_quantization,
         device=device,
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,

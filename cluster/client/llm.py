@@ -68,6 +68,7 @@ class LLMSettings(TypedDict, total=False):
     device: str
     dtype: str
     quantization: str
+    activation_quantization: str
     max_model_len: int
     generation_config: str
     deterministic: bool

@@ -19,6 +19,7 @@ def group_config(
         device=device,
         dtype=config.dtype,
         quantization=config.quantization,
+        activation_quantization=config.activation_quantization,
         kv_dtype=config.kv_dtype,
         eviction=config.eviction,
         block_size=config.block_size,

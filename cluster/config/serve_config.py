@@ -61,6 +61,12 @@ class ServeConfig(Settings):
         "int8, int4 or fp8: quantise linears and experts when they are loaded. auto: as in the checkpoint.",
         "auto",
     )
+    activation_quantization: Literal["auto", "dynamic", "off"] = setting(
+        "Model",
+        "On GPUs, activations of linears with weights of 8 bits (W8A8). auto: quantised if the checkpoint asks for "
+        "that. dynamic: quantised, also with --quantization int8 or fp8. off: never.",
+        "auto",
+    )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
         "Model", "Most tokens in a sequence, prompt and answer together.", None, in_words="the model's"
     )

@@ -5,7 +5,7 @@ y [..., out_features], dense. The weight is packed once and the plain weight dro
 
     native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
     onednn   CPU without it, or of a kind for which it has no instruction class: oneDNN's blocked form
-    triton   GPU, a QuantisedWeight: quantised_linear.py
+    triton   GPU, a QuantisedWeight: quantised_linear.py, or with quantised activations w8a8_linear.py
     plain    everything else: `F.linear`, or on a GPU with `batch_invariant` invariant_linear.py
 
 A QuantisedWeight stays quantised in the native and triton forms, if `holds_quantised` says so; the other forms
@@ -23,11 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coatcheck.kernels import huge_pages, native
-from coatcheck.kernels.gpu_properties import TRITON_DEVICES
+from coatcheck.kernels.gpu_properties import TRITON_DEVICES, gpu_properties
 from coatcheck.kernels.launch_check import check_device, check_dtype, check_shape, refuse
 from coatcheck.kernels.layers import invariant_linear
 from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS, Codes, pack_codes, pick_step, quantised_linear
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
+from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
 
 # With `batch_invariant`, of a CPU's library: enough to keep a matrix unit busy, few enough that a decode step still
 # waits for memory first.
@@ -39,7 +41,8 @@ class PackedLinear(nn.Module):
 
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
     `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
-    sizes, of the triton form.
+    sizes, of the triton form. `activations`: whether x is quantised, and if the checkpoint asks for that in vain, why;
+    None if no checkpoint asks for that.
     """
 
     bias: Tensor | None
@@ -49,6 +52,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_invariant = batch_invariant
+        self.activations = _choose_activations(weight)
         if isinstance(weight, QuantisedWeight) and not holds_quantised(weight, weight.device):
             weight = weight.dequantise()
         if len(weight.shape) != 2:
@@ -69,7 +73,7 @@ class PackedLinear(nn.Module):
         if isinstance(weight, Tensor):
             self.parts = (_pack(weight, self.form),)
         elif self.form == "triton":
-            self.codes = pack_codes(weight)
+            self.codes = pack_codes(weight, self.row_format)
             self.parts = self.codes.parts
         else:
             self.parts = pack_quantised(weight)
@@ -78,15 +82,24 @@ class PackedLinear(nn.Module):
             self._call = library.linear[weight.dtype]
             self.packed = weight_struct(weight, self.weight_shape, self.parts, self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantisedRows) -> Tensor:
+        """`x`: QuantisedRows if a kernel before has quantised x to `row_format`."""
         features, depth = self.weight_shape
+        if isinstance(x, QuantisedRows):
+            if x.format != self.row_format or x.dtype != self.dtype or x.shape[1] != depth:
+                have = f"{list(x.shape)} of {x.dtype} as {x.format}"
+                refuse("x", f"[rows, {depth}] of {self.dtype} as {self.row_format}", have)
+            assert self.codes is not None
+            return multiply_rows(self.codes, x, self.bias, batch_invariant=self.batch_invariant)
         if x.dtype != self.dtype or x.shape[-1] != depth or x.device != self.device:
             have = f"{list(x.shape)} of {x.dtype} on {x.device}"
             refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
         if self.codes is not None:
-            y = quantised_linear(
-                self.codes, x.reshape(-1, depth).contiguous(), self.bias, batch_invariant=self.batch_invariant
-            )
+            dense = x.reshape(-1, depth).contiguous()
+            if self.codes.format is None:
+                y = quantised_linear(self.codes, dense, self.bias, batch_invariant=self.batch_invariant)
+            else:
+                y = self(quantise_rows(dense, self.codes.format))
             return y.view(*x.shape[:-1], features)
         if self._has_fixed_order:
             rows = x.reshape(-1, depth).contiguous()
@@ -101,6 +114,11 @@ class PackedLinear(nn.Module):
         )
         self._call(self.packed + call)
         return y
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """How x is quantised before the product; None: not at all."""
+        return None if self.activations is None else self.activations.format
 
     @property
     def variant(self) -> object:
@@ -131,6 +149,15 @@ class PackedLinear(nn.Module):
         tiles = [self._product(tile.contiguous()) for tile in padded.split(ROW_TILE)] if count else []
         y = torch.cat(tiles)[:count] if tiles else rows.new_empty((0, features))
         return y.reshape(*x.shape[:-1], features)
+
+
+def _choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:
+    """None if no checkpoint asks for quantised activations."""
+    if isinstance(weight, Tensor) or not weight.quantises_activations:
+        return None
+    if weight.device.type not in TRITON_DEVICES:
+        return FormatChoice(None, "CPUs compute with activations of the model's dtype")
+    return choose_format(weight, gpu_properties(weight.device))
 
 
 def pick_form(weight: Tensor | QuantisedWeight) -> str:

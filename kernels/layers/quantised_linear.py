@@ -30,12 +30,13 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 from coatcheck.kernels.kv.quantise import FP8, INT8, _nibbles, _widened
+from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, unpack_halves
 
 _FEW, _MEDIUM = 16, 64  # rows up to which tiles have this height
 _STEPS = (64, 32, 16)  # columns of a product
 _UNPACKED_ROWS = 1 << 14  # at a time while codes are packed: the experts of a layer have millions
-WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1)  # together they take every launch that `pick_launch` picks
+WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1)  # together they take every launch that is picked, here and in w8a8_linear.py
 
 
 class LinearLaunch(NamedTuple):
@@ -48,7 +49,9 @@ class LinearLaunch(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A weight as the kernel reads it. `step`: columns of a product, all of one group. `group`: columns of a group."""
+    """A weight as the kernel reads it. `step`: columns of a product, all of one group. `group`: columns of a group.
+    `format`: of the activations that it is multiplied with; None: of the model's dtype. With one, scales are float32.
+    """
 
     kind: CodeKind
     shape: tuple[int, int]
@@ -58,6 +61,7 @@ class Codes(NamedTuple):
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None
+    format: RowFormat | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -66,7 +70,8 @@ class Codes(NamedTuple):
     @property
     def variant(self) -> tuple[object, ...]:
         """Equal for weights that share their kernels."""
-        return self.kind, self.shape, self.step, self.group, self.scales.dtype, self.zeros is None, self.order is None
+        layout = self.kind, self.shape, self.step, self.group, self.scales.dtype, self.zeros is None, self.order is None
+        return *layout, self.format
 
     def arguments(self, gpu: GpuProperties) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int], dict[str, int]]:
         """What kernels of experts get: (codes, scales, zeros), (rows, bytes of a row, group), and constants."""
@@ -99,8 +104,8 @@ def pick_launch(
     return LinearLaunch(block_m, block_n, num_warps, max(1, min(gpu.max_stages, 4, left // stage)))
 
 
-def pack_codes(weight: QuantisedWeight) -> Codes:
-    """`weight` must have a step."""
+def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Codes:
+    """`weight` must have a step. `format`: as choose_format of w8a8_linear.py says."""
     step = pick_step(weight)
     assert step is not None, "a weight without a step is dequantised"
     columns = weight.shape[1]
@@ -116,8 +121,8 @@ def pack_codes(weight: QuantisedWeight) -> Codes:
             to.copy_((runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1))
     zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
     order = None if weight.order is None else weight.order.int().contiguous()
-    scales = weight.scales.T.contiguous()
-    return Codes(weight.kind, weight.shape, step, weight.group, codes.contiguous(), scales, zeros, order)
+    scales = (weight.scales if format is None else weight.scales.float()).T.contiguous()
+    return Codes(weight.kind, weight.shape, step, weight.group, codes.contiguous(), scales, zeros, order, format)
 
 
 def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Tensor:

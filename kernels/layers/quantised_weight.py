@@ -5,6 +5,12 @@
 Linears hold a weight in this form and unpack it as they multiply (kernels/csrc/quantised.h, quantised_linear.py), so
 that a decode step reads the codes. What makes a linear's weight from others (a rank's slice, Q beside K and V) is a
 method here.
+
+`quantise` makes one from a plain weight; each code is the nearest one, and no samples of activations are needed:
+
+    int8, fp8   a scale for each row, in float32: its largest magnitude over 127, or over 448 (e4m3)
+    int4        a scale for 128 neighbours of a row, in bfloat16: the number of largest magnitude becomes -8, so that
+                all codes from -8 to 7 are used
 """
 
 from __future__ import annotations
@@ -16,10 +22,13 @@ from math import gcd
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1 by its bits
 _E8M0_BIAS = 127
+GROUP = 128
+_LARGEST_FP8 = 448.0
 
 
 class CodeKind(IntEnum):
@@ -43,6 +52,7 @@ class QuantisedWeight:
     half. Integers are two's complements. `scales`: [rows, groups] of a float type, or uint8: e stands for 2^(e - 127).
     `zeros`: int8 [rows, groups], of integers; None: all are 0. `order`: int32 [columns], the column of the weight that
     each code belongs to; None: codes lie in the order of the columns. `dtype`: of the linear's x and y.
+    `quantises_activations`: linears quantise x as well, where they can (w8a8_linear.py).
     """
 
     kind: CodeKind
@@ -53,6 +63,7 @@ class QuantisedWeight:
     dtype: torch.dtype
     zeros: Tensor | None = None
     order: Tensor | None = None
+    quantises_activations: bool = False
 
     @classmethod
     def of_codes(
@@ -142,7 +153,10 @@ class QuantisedWeight:
     def concatenate(cls, weights: Sequence[Self]) -> Self | None:
         """The rows of all weights, one below the other. None if they are not stored alike."""
         first = weights[0]
-        layouts = {(w.kind, w.shape[1], w.group, w.scales.dtype, w.zeros is None, w.order is None) for w in weights}
+        layouts = {
+            (w.kind, w.shape[1], w.group, w.scales.dtype, w.zeros is None, w.order is None, w.quantises_activations)
+            for w in weights
+        }
         orders = [weight.order for weight in weights if weight.order is not None]
         if len(layouts) > 1 or any(not torch.equal(orders[0], order) for order in orders):
             return None
@@ -176,7 +190,7 @@ class QuantisedWeight:
 def pack_halves(codes: Tensor) -> Tensor:
     """Integers [rows, columns] -> their lowest 4 bits, two columns in a byte, the left one in the lower half."""
     if codes.shape[1] % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
+        codes = F.pad(codes, (0, 1))
     codes = (codes & 15).to(torch.uint8)
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
@@ -184,3 +198,30 @@ def pack_halves(codes: Tensor) -> Tensor:
 def unpack_halves(codes: Tensor) -> Tensor:
     """uint8 [rows, bytes] -> int16 [rows, 2 * bytes] from 0 to 15."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int16)
+
+
+def quantise(weight: Tensor, kind: CodeKind) -> QuantisedWeight:
+    """weight [rows, columns] on the CPU; `kind` is INT8, INT4 or FP8. The linear computes in the weight's dtype."""
+    wide = weight.detach().float()
+    if kind is CodeKind.INT4:
+        return _quantise_groups(wide, weight.dtype)
+    largest = _LARGEST_FP8 if kind is CodeKind.FP8 else 127.0
+    scales = _nonzero(wide.abs().amax(1, keepdim=True) / largest)
+    codes = wide / scales
+    codes = codes.to(torch.float8_e4m3fn) if kind is CodeKind.FP8 else codes.round().to(torch.int8)
+    return QuantisedWeight.of_codes(kind, codes, scales, weight.shape[1], weight.dtype)
+
+
+def _quantise_groups(weight: Tensor, dtype: torch.dtype) -> QuantisedWeight:
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % GROUP)) if columns > GROUP else weight
+    groups = padded.view(rows, -1, min(GROUP, columns))
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = _nonzero(extreme / -8).bfloat16()
+    codes = (groups / scales.float()).round().clamp(-8, 7).to(torch.int8).view(rows, -1)[:, :columns]
+    return QuantisedWeight.of_codes(CodeKind.INT4, codes, scales[..., 0], GROUP, dtype)
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """A row of zeros has codes of zero with any scale."""
+    return scales.masked_fill(scales == 0, 1.0)

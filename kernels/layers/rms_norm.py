@@ -6,7 +6,8 @@
     y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1)
 
 Shapes: x, residual [..., hidden] (up to two leading dimensions, which may be strided, as in a slice of a fused
-projection), weight [hidden], y like x and dense. One program normalises one row.
+projection), weight [hidden], y like x and dense. One program normalises one row. `add_norm_and_quantise` writes y as
+codes and scales for a linear over quantised activations.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -33,17 +34,18 @@ from coatcheck.kernels.launch_check import (
     once_per_geometry,
     refuse,
 )
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _store_codes, quantise_rows
 
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, total, inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
-    RESIDUAL: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, out, scales, total, inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
+    RESIDUAL: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
-    element = out.dtype.element_ty
+    element = x.dtype.element_ty
     h = tl.load(x + row // inner * x_outer + row % inner * x_inner + at, mask, other=0.0)
     if RESIDUAL:
         more = tl.load(residual + row // inner * r_outer + row % inner * r_inner + at, mask, other=0.0)
@@ -54,7 +56,12 @@ def _rms_norm(
     w = tl.load(weight + at, mask, other=0.0).to(tl.float32) + offset
     if CAST_FIRST:
         h = h.to(element).to(tl.float32)
-    tl.store(out + row * width + at, (h * w).to(element), mask)
+    y = (h * w).to(element)
+    if scales is None:
+        tl.store(out + row * width + at, y, mask)
+    else:
+        y = y.to(tl.float32)
+        _store_codes(y, tl.max(tl.abs(y), 0), out, scales, row, tl.num_programs(0), 0, width, KIND, GROUP, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,21 @@ class RmsNorm:
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
         return self._normalise(x, residual)
+
+    def add_norm_and_quantise(
+        self, x: Tensor, residual: Tensor | None, format: RowFormat
+    ) -> tuple[QuantisedRows, Tensor]:
+        """x [rows, hidden]: as `add_and_norm`, with the norm quantised. Without a residual the second is x."""
+        if not uses_triton(x):
+            y, total = self._normalise(x, residual)
+            return quantise_rows(y, format), total
+        _check(x, self.weight, residual)
+        if x.dim() != 2:
+            refuse("x", "shape [rows, hidden]", list(x.shape))
+        out = QuantisedRows.empty(x.shape[0], x.shape[1], format, x.dtype, x.device)
+        total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._launch(x, residual, out, total)
+        return out, total
 
     def _normalise(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm, its input). Without a residual the input is x itself."""
@@ -95,16 +117,20 @@ class RmsNorm:
             )  # fmt: skip
         return out, total
 
-    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor, total: Tensor) -> None:
+    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor | QuantisedRows, total: Tensor) -> None:
         outer, inner, width, x_outer, x_inner = _strides(x)
         _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
         if outer * inner == 0:
             return
         block = triton.next_power_of_2(width)
+        to, scales, constants = out, None, dict(KIND=0, GROUP=0)
+        if isinstance(out, QuantisedRows):
+            to, scales, constants = out.codes.view(torch.uint8), out.scales, out.format.constants()
+            block = max(block, out.format.group)
         _rms_norm[(outer * inner,)](
-            x, x if residual is None else residual, self.weight, out, total,
+            x, x if residual is None else residual, self.weight, to, scales, total,
             inner, x_outer, x_inner, r_outer, r_inner, width, self.eps, self.offset,
-            RESIDUAL=residual is not None, CAST_FIRST=self.offset == 0.0, BLOCK=block,
+            RESIDUAL=residual is not None, CAST_FIRST=self.offset == 0.0, BLOCK=block, **constants,
             num_warps=max(1, min(16, block // 512)),
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """out[t, i] = act(gate_up[t, i]) * gate_up[t, I + i], computed in float32 and rounded once.
 
 Shapes: gate_up [tokens, 2 * I] (rows may be strided), out [tokens, I] dense, same dtype. act is `silu` or `gelu_tanh`.
-One program computes a part of one row.
+One program computes a part of one row. `silu_mul_and_quantise` writes out as codes and scales for a linear over
+quantised activations; there one program computes one row.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -9,6 +10,7 @@ One program computes a part of one row.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -17,6 +19,7 @@ from torch import Tensor
 from coatcheck.kernels import native
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, once_per_geometry, refuse
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _store_codes, pick_block, quantise_rows
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -25,12 +28,34 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 def _silu_mul(gate_up, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < width
-    gate = tl.load(gate_up + row * stride + at, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + width + at, mask, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, _activated(gate_up + row * stride, at, width, GELU), at < width)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _silu_mul_codes(
+    gate_up, codes, scales, stride, rows, width, GELU: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    top = tl.zeros([], tl.float32)
+    if GROUP == 0:
+        for start in range(0, width, BLOCK):
+            part = _activated(gate_up + row * stride, start + at, width, GELU).to(tl.float32)
+            top = tl.maximum(top, tl.max(tl.abs(part), 0))
+    for start in range(0, width, BLOCK):
+        part = _activated(gate_up + row * stride, start + at, width, GELU).to(tl.float32)
+        _store_codes(part, top, codes, scales, row, rows, start, width, KIND, GROUP, BLOCK)
+
+
+@triton.jit
+def _activated(gates, at, width, GELU: tl.constexpr):
+    """Columns `at` of a row of out. `gates`: the row's gates; its ups follow. 0 past the end."""
+    gate = tl.load(gates + at, at < width, other=0.0).to(tl.float32)
+    up = tl.load(gates + width + at, at < width, other=0.0).to(tl.float32)
     # x * sigmoid(x), and for gelu's tanh form x * sigmoid(2u): exp of a negative amount never overflows to NaN.
     u = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-u)) * up).to(out.dtype.element_ty), mask)
+    return (gate / (1.0 + tl.exp(-u)) * up).to(gates.dtype.element_ty)
 
 
 def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -51,6 +76,25 @@ def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
         _silu_mul[(rows, -(-width // 1024))](
             gate_up, out, gate_up.stride(0), width, GELU=is_gelu, BLOCK=1024, num_warps=4
         )
+    return out
+
+
+def silu_mul_and_quantise(gate_up: Tensor, activation: str, format: RowFormat) -> QuantisedRows:
+    """The same codes as those of `quantise_rows(silu_mul(gate_up, activation), format)`."""
+    if not uses_triton(gate_up):
+        return quantise_rows(silu_mul(gate_up, activation), format)
+    if activation not in ACTIVATIONS:
+        refuse("activation", " or ".join(ACTIVATIONS), activation)
+    _check(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = QuantisedRows.empty(rows, width, format, gate_up.dtype, gate_up.device)
+    if rows * width:
+        block = pick_block(width, format)
+        _silu_mul_codes[(rows,)](
+            gate_up, out.codes.view(torch.uint8), out.scales, gate_up.stride(0), rows, width,
+            GELU=activation == "gelu_tanh", **format.constants(), BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
     return out
 
 

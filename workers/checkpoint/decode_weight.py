@@ -10,6 +10,7 @@ Microscaling specification 1.0 (MXFP4) and bitsandbytes (NF4).
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -103,7 +104,8 @@ def _read_packed(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Quan
 
 def _read_plain(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
     kind = CodeKind.INT8 if weight.encoding is Encoding.INT8 else CodeKind.FP8
-    return _quantised(weight, kind, parts["codes"], parts["scales"], parts.get("zeros"), None, dtype)
+    quantised = _quantised(weight, kind, parts["codes"], parts["scales"], parts.get("zeros"), None, dtype)
+    return replace(quantised, quantises_activations=weight.quantises_activations)
 
 
 def _read_awq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:

@@ -139,7 +139,7 @@ def _matrix_of(config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _bytes_at_load(shape: tuple[int, int], quantization: str) -> int:
-    """As kernels/layers/round_to_nearest.py stores them."""
+    """As `quantise` of kernels/layers/quantised_weight.py stores them."""
     rows, columns = shape
     if quantization == "int4":
         return rows * -(-columns // 2) + rows * -(-columns // _GROUP) * 2

@@ -27,6 +27,7 @@ class Method(Enum):
 _FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 _GPTQ_BITS: Final = (2, 4, 8)
 _FP8_BLOCK: Final = (128, 128)  # DeepSeek's
+_ACTIVATION_BITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class QuantisationScheme:
     """`bits`: of AWQ, GPTQ and bitsandbytes, else 0. `group_size`: of AWQ and GPTQ, -1: one group for all columns.
 
     `block`: rows and columns that share a scale in FP8 checkpoints with blocks. `zero_offset`: added to
-    GPTQ's stored zero points.
+    GPTQ's stored zero points. `activations`: the types of weights of 8 bits, `float` or `int`, whose linears quantise
+    their activations too, to the same type.
     """
 
     method: Method
@@ -42,6 +44,7 @@ class QuantisationScheme:
     group_size: int = 0
     block: tuple[int, int] = _FP8_BLOCK
     zero_offset: int = 0
+    activations: frozenset[str] = frozenset()
 
 
 def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | None:
@@ -102,14 +105,31 @@ def _read_compressed_tensors(name: str, settings: Mapping[str, Any]) -> Quantisa
         weights = group.get("weights") or {}
         if structure := weights.get("block_structure"):
             block = _read_block(structure)
-    return QuantisationScheme(Method.COMPRESSED_TENSORS, block=block)
+    return QuantisationScheme(Method.COMPRESSED_TENSORS, block=block, activations=_quantised_activations(groups))
+
+
+def _quantised_activations(groups: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """Types of weights of 8 bits of which every group asks for symmetric activations of the same type.
+
+    Scales of activations are computed for each row here, which is at least as fine as any strategy of the library, and
+    also where the checkpoint stores a scale (static activations).
+    """
+    asks: dict[str, bool] = {}
+    for group in groups.values():
+        weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
+        if weights.get("num_bits") == _ACTIVATION_BITS:
+            kind = str(weights.get("type"))
+            matches = activations.get("num_bits") == _ACTIVATION_BITS and activations.get("type") == kind
+            asks[kind] = asks.get(kind, True) and matches and activations.get("symmetric", True)
+    return frozenset(kind for kind, is_asked in asks.items() if is_asked)
 
 
 def _read_fp8(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
     kind = settings.get("fmt", "e4m3")
     if kind != "e4m3":
         raise _refuse(name, f"FP8 {kind}", "an e4m3 checkpoint")
-    return QuantisationScheme(Method.FP8, block=_read_block(settings.get("weight_block_size") or _FP8_BLOCK))
+    block = _read_block(settings.get("weight_block_size") or _FP8_BLOCK)
+    return QuantisationScheme(Method.FP8, block=block, activations=frozenset(("float",)))
 
 
 def _read_block(sizes: Any) -> tuple[int, int]:

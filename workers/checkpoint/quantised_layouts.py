@@ -190,8 +190,10 @@ def _plain_weight(layout: _Layout, module: str, scale: str, dtypes: tuple[str, .
         layout.entry(key, ("I8",))
         layout.check_shape(key, layout.entries[scales.key].shape)
         parts["zeros"] = StoredPart(key, scales.rows, scales.columns)
-    encoding = Encoding.INT8 if layout.entries[f"{module}.weight"].dtype == "I8" else Encoding.FLOAT8
-    return StoredWeight((rows, columns), encoding, parts, 8, block)
+    is_integer = layout.entries[f"{module}.weight"].dtype == "I8"
+    encoding, kind = (Encoding.INT8, "int") if is_integer else (Encoding.FLOAT8, "float")
+    asks = kind in layout.scheme.activations
+    return StoredWeight((rows, columns), encoding, parts, 8, block, quantises_activations=asks)
 
 
 def _find_fp8(layout: _Layout) -> Iterator[Found]:

@@ -47,7 +47,7 @@ class StoredWeight:
     """A weight of `shape`. `parts`: by role: codes, scales, zeros, order and others that decode_weight.py names.
 
     `block`: rows and columns that share a scale. `zero_offset`: added to stored zero points. `constants`: numbers that
-    the encoding needs.
+    the encoding needs. `quantises_activations`: as of QuantisedWeight.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +57,7 @@ class StoredWeight:
     block: tuple[int, int] = (1, 1)
     zero_offset: int = 0
     constants: tuple[float, ...] = ()
+    quantises_activations: bool = False
 
     def slice_parts(self, part: TensorSlice) -> dict[str, TensorSlice | None] | None:
         """The slices of the stored tensors, by role, from which `part` of the weight can be decoded alone; a role with

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ from transformers.core_model_loading import (
 from coatcheck.kernels.layers.experts import stays_quantised
 from coatcheck.kernels.layers.linear import holds_quantised
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
-from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
-from coatcheck.kernels.layers.round_to_nearest import quantise
+from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, quantise
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
@@ -78,12 +77,14 @@ def load_weights(
     unpackable: Collection[nn.Module] = (),
     packable_experts: Collection[nn.Module] = (),
     quantise_to: CodeKind | None = None,
+    activation_quantization: str = "auto",
 ) -> LoadedWeights:
     """Load every parameter of `model` onto `device`, sliced as `slices` says.
 
     `unpackable`: linears that keep a plain weight, as prepare_model found them. `packable_experts`: modules of experts
     that PackedExperts replaces. `quantise_to`: quantise the plain weights of these experts and of other linears, except
-    the head and routers. `progress(done_bytes, total_bytes)` is called after each
+    the head and routers. `activation_quantization`: `auto` as the checkpoint asks, `dynamic` or `off` for all weights
+    of 8 bits. `progress(done_bytes, total_bytes)` is called after each
     parameter. Raises InvalidModel if a tensor is missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
@@ -111,6 +112,8 @@ def load_weights(
                     if has_experts
                     else quantise(tensor.to(dtype), kind)
                 )
+            if activation_quantization != "auto" and not isinstance(tensor, Tensor):
+                tensor = _set_activations(tensor, activation_quantization == "dynamic")
             held += _set_parameter(model, name, tensor, parameters[name], part, device)
             count += math.prod(tensor.shape)
             loaded.add(name)
@@ -260,6 +263,19 @@ def _quantise_experts(module: Any, weights: Tensor, kind: CodeKind) -> Weight:
     if getattr(module, "is_transposed", False):
         weights = weights.transpose(1, 2)
     return QuantisedExperts(weights.shape[0], quantise(weights.flatten(0, 1), kind))
+
+
+def _set_activations(
+    weight: QuantisedWeight | QuantisedExperts, is_quantised: bool
+) -> QuantisedWeight | QuantisedExperts:
+    """The weight with that wish for its activations, if its codes have 8 bits."""
+    if isinstance(weight, QuantisedExperts):
+        return replace(weight, stacked=_with_activations(weight.stacked, is_quantised))
+    return _with_activations(weight, is_quantised)
+
+
+def _with_activations(weight: QuantisedWeight, is_quantised: bool) -> QuantisedWeight:
+    return replace(weight, quantises_activations=is_quantised and weight.kind.bits == 8)
 
 
 def _set_parameter(

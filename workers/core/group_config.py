@@ -34,6 +34,7 @@ class GroupConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "auto"
+    activation_quantization: str = "auto"
     kv_dtype: str = "auto"
     block_size: int = 16
     kv_memory: float = 0.3

@@ -21,15 +21,16 @@ from coatcheck.kernels.layers.decoder_layers import (
     is_native,
 )
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.kernels.layers.silu_mul import silu_mul
+from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_and_quantise
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
-from coatcheck.workers.model.parallel_layers import RankSum, add_and_norm
+from coatcheck.workers.model.parallel_layers import RankSum, norm_for_linear
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
 
 
@@ -56,8 +57,9 @@ class DecoderLayer:
         self.mlp: DenseMlp | SparseMlp = make_mlp(
             layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
         )
-        # (x, rotary tables, metadata, cache, logits indices) -> every head's output
-        self.attend: Callable[[Tensor, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
+        self._row_format: RowFormat | None = None  # of the linear behind the first norm
+        # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x is quantised to that format.
+        self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
         if spec.is_latent:
             is_interleaved = getattr(attention.config, "rope_interleave", True)  # deepseek_v2 has no such setting
@@ -69,6 +71,7 @@ class DecoderLayer:
             self.attend = heads = MultiHeadAttention(attention, spec, family, batch_invariant=batch_invariant)
             self.attention_sublayer = heads.native_sublayer(self.first_norm, self.output)
             self._attention_linears = heads.linears()
+            self._row_format = heads.qkv.row_format
 
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layer, in the order of their use."""
@@ -93,10 +96,8 @@ class DecoderLayer:
             x = x if owed is None else owed(x)
             x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:
-            x, residual = (
-                (self.first_norm(x), x) if residual is None else add_and_norm(self.first_norm, x, residual, owed)
-            )
-            x = self.output(self.attend(x, rotary, metadata, cache, logits_indices))
+            normed, residual = norm_for_linear(self.first_norm, x, residual, owed, self._row_format)
+            x = self.output(self.attend(normed, rotary, metadata, cache, logits_indices))
         owed = self.reduce
         if logits_indices is not None:
             residual = residual[logits_indices.tokens]
@@ -135,9 +136,15 @@ class DenseMlp:
         if self.native_sublayer is not None:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
-            x, residual = add_and_norm(self.norm, x, residual, owed)
-            x = self.down(silu_mul(self.gate_up(x), self.activation))
+            normed, residual = norm_for_linear(self.norm, x, residual, owed, self.gate_up.row_format)
+            x = self.down(self._activate(self.gate_up(normed)))
         return (x if self.reduce is None else self.reduce(x)), residual
+
+    def _activate(self, gate_up: Tensor) -> Tensor | QuantisedRows:
+        format = self.down.row_format
+        if format is None:
+            return silu_mul(gate_up, self.activation)
+        return silu_mul_and_quantise(gate_up, self.activation, format)
 
 
 def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> FusedLayers | None:

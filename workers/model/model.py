@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 from coatcheck.kernels import native
 from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
-from coatcheck.kernels.layers.quantised_weight import CodeKind
-from coatcheck.kernels.layers.round_to_nearest import quantise
+from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
@@ -35,7 +34,7 @@ from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard
-from coatcheck.workers.model.packed_linears import pack_linears
+from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
 
@@ -110,6 +109,10 @@ class Model:
         for layer in experts.values():
             layer.compile_kernels()
 
+    def describe_activations(self) -> str:
+        """How activations are quantised, or why not though the checkpoint asks for that; "" if it does not ask."""
+        return describe_activations([linear.activations for linear in self._body.linears()])
+
     def expert_tokens(self) -> list[int]:
         """How many tokens chose each expert, over all layers; empty without experts, and where they are not counted.
 
@@ -134,6 +137,7 @@ def load_model(
     communicator: Communicator,
     dtype: str = "auto",
     quantization: str = "auto",
+    activation_quantization: str = "auto",
     device: torch.device | str,
     max_model_len: int | None = None,
     deterministic: bool = False,
@@ -146,6 +150,8 @@ def load_model(
     """Load this rank's slices of a checkpoint, from a directory or the hub.
 
     `quantization`: int8, int4 or fp8 quantises linears and experts of an unquantised checkpoint, not head and routers.
+    `activation_quantization`: `auto` quantises activations on GPUs if the checkpoint asks for that, `dynamic` those of
+    all weights of 8 bits, `off` none.
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
@@ -186,8 +192,10 @@ def load_model(
             prepared.unpackable_linears,
             packable_experts(causal),
             quantise_to=_code_kind(quantization, checkpoint, device, prepared.dtype),
+            activation_quantization=activation_quantization,
         )
-        fingerprint = checkpoint.fingerprint() + ("" if quantization == "auto" else f"-{quantization}")
+        settings = (quantization, *([f"a-{activation_quantization}"] if activation_quantization != "auto" else []))
+        fingerprint = "-".join((checkpoint.fingerprint(), *(value for value in settings if value != "auto")))
         directory = checkpoint.directory
         eos_token_ids = _eos_token_ids(directory, config)
     check_complete(causal)

@@ -12,6 +12,7 @@ from coatcheck.kernels.attention.rotary import rotary_and_store
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import AttentionSublayer, StepTables, is_native
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
@@ -51,7 +52,7 @@ class MultiHeadAttention:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | QuantisedRows,
         rotary: RotaryTables,
         metadata: AttentionMetadata,
         cache: KVCache,

@@ -6,7 +6,7 @@ model's own code reads cannot be replaced; `record_weight_reads` finds such line
 `batch_invariant`: a row's result does not depend on the other rows (see kernels/layers/linear.py).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
+from coatcheck.kernels.layers.w8a8_linear import FormatChoice
 from coatcheck.workers.model.parallel_layers import RankSum
 
 
@@ -55,6 +56,17 @@ def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLine
         return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant), None
     packed = PackedLinear(linear.linear.weight, linear.linear.bias, batch_invariant=batch_invariant)
     return packed, linear.reduce
+
+
+def describe_activations(choices: Iterable[FormatChoice | None]) -> str:
+    """One phrase about the activations of linears; "" if no weight asks for quantised ones."""
+    asked = [choice for choice in choices if choice is not None]
+    formats = sorted({(choice.format.kind.name.lower(), choice.format.group) for choice in asked if choice.format})
+    phrases = [
+        f"{kind} activations for {f'each {group} columns' if group else 'each token'}" for kind, group in formats
+    ]
+    reasons = sorted({choice.reason for choice in asked if choice.format is None})
+    return "; ".join([*phrases, *(f"activations not quantised: {reason}" for reason in reasons)])
 
 
 @contextmanager

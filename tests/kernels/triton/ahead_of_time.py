@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_100, SM_120
-from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Key
+from tests.kernels.layers.linear_keys import Key
+from tests.kernels.triton.kernel_keys import KEYS, OTHERS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -91,8 +92,9 @@ otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 3
 soft-cap; short, medium and wide: tiles of attention; batch-invariant: of the deterministic mode); of latent attention
 128 heads over latents of 512 and rotary keys of 64; of experts 128, with 8 for each of 8192 tokens (many) or 8 (few);
 of linears, over quantised weights or in a fixed order, 4096 features of 4096 columns and 8192 rows (many), 64 (some) or
-8 (few). `make test` compiles the first {first} keys for each target, `make test-all` all of them. On sm_90 none may
-spill. A cell with - was not compiled when the table was written.
+8 (few). Blocks: a scale for 128 columns. `make test` compiles the first {first} keys for each target, `make test-all`
+all of them. On sm_90 none may spill. A cell with - was not compiled when the table was written, or is a kernel that the
+GPU does not run (W8A8 where it has no such products).
 Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 
 | key | {targets} |
@@ -121,7 +123,11 @@ def main() -> None:
         for target in options.targets:
             if options.missing and cells.get((name, target), "-") != "-":
                 continue
-            found = usage(compiled(key(GPUS[target]), target), target)
+            launched = key(GPUS[target])
+            if launched is None:
+                cells[name, target] = "-"
+                continue
+            found = usage(compiled(launched, target), target)
             cells[name, target] = f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}"
             if found.shared > GPUS[target].shared or found.spilled:
                 print(f"{name} on {target}: {found}", flush=True)

@@ -9,7 +9,12 @@ import torch
 from tests.kernels.triton.interpreted_attention import attention, batch_invariant, long, matrix, quantised
 from tests.kernels.triton.interpreted_experts import products, routes
 from tests.kernels.triton.interpreted_latents import latents
-from tests.kernels.triton.interpreted_linears import fixed_order, packed_in_fixed_order, quantised_linears
+from tests.kernels.triton.interpreted_linears import (
+    fixed_order,
+    packed_in_fixed_order,
+    quantised_activations,
+    quantised_linears,
+)
 from tests.kernels.triton.interpreted_ranks import ranks
 from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
@@ -29,6 +34,7 @@ def bfloat16() -> None:
     products((torch.bfloat16,))
     quantised_linears((torch.bfloat16,))
     fixed_order((torch.bfloat16,))
+    quantised_activations((torch.bfloat16,))
     latents((torch.bfloat16,))
 
 
@@ -49,6 +55,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "linears": quantised_linears,
     "fixed": fixed_order,
     "packed": packed_in_fixed_order,
+    "W8A8": quantised_activations,
     "latents": latents,
     "sampling": sampling,
     "filters": filters,

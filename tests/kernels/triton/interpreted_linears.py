@@ -1,6 +1,7 @@
-"""Linears over quantised weights, and in a fixed order, in Triton's interpreter; run by interpreted.py."""
+"""Linears over quantised weights, with quantised activations, and in a fixed order, in Triton's interpreter."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,15 @@ from coatcheck.kernels.layers import invariant_linear
 from coatcheck.kernels.layers.heads_linear import HeadsLinear, heads_linear_reference
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS
+from coatcheck.kernels.layers.quantised_rows import (
+    QuantisedRows,
+    RowFormat,
+    quantise_rows,
+    quantise_rows_reference,
+)
 from coatcheck.kernels.layers.quantised_weight import CodeKind
+from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_and_quantise
 from tests.kernels.layers.quantised_weights import random_weight
 from tests.kernels.triton.agreement import SENTINEL, agree
 
@@ -108,3 +117,64 @@ def packed_in_fixed_order() -> None:
     x = torch.randn(9, 3, 50).half()
     torch.testing.assert_close(heads(x).float(), heads_linear_reference(heads._weight, x), rtol=2e-3, atol=4e-2)
     assert torch.equal(heads(x[4:5]), heads(x)[4:5])
+
+
+# Kind and (features, depth, group).
+W8A8_WEIGHTS = (
+    (CodeKind.FP8, (70, 200, 200)),
+    (CodeKind.FP8, (40, 320, 128)),
+    (CodeKind.INT8, (70, 144, 144)),
+    (CodeKind.INT8, (33, 160, 32)),
+)
+
+
+def quantised_activations(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
+    """W8A8 linears are those of the float32 product of dequantised activations and weights, in tiles of each height.
+    A row has the same bits alone and among others with `batch_invariant`."""
+    torch.manual_seed(0)
+    for dtype in dtypes:
+        row_codes(dtype)
+        for kind, (features, depth, group) in W8A8_WEIGHTS:
+            weight = replace(random_weight(kind, features, depth, group, dtype), quantises_activations=True)
+            format = RowFormat(kind, 0 if group == depth else group)
+            bias = torch.randn(features).to(dtype)
+            linear = PackedLinear(weight, bias)
+            assert linear.form == "triton" and linear.row_format == format
+            for rows in WARM_UP_ROWS if kind is CodeKind.FP8 else WARM_UP_ROWS[1:2]:
+                x = torch.randn(rows, depth).to(dtype)
+                quantised = quantise_rows_reference(x, format)
+                exact = F.linear(quantised.dequantise(), weight.dequantise(torch.float32), bias.float())
+                y = linear(x)
+                assert torch.equal(y, linear(quantised))
+                error = (y.float() - exact).abs().max() / exact.abs().max()
+                assert error <= _ROUNDING[dtype] / 2, (kind, dtype, float(error))
+            if kind is CodeKind.FP8:
+                fixed = PackedLinear(weight, bias, batch_invariant=True)
+                x = torch.randn(70, depth).to(dtype)
+                assert torch.equal(fixed(x[50:51]), fixed(x)[50:51])
+
+
+def row_codes(dtype: torch.dtype) -> None:
+    """Kernels quantise as the reference does, bit for bit, with groups and without, rows of zeros and tiny rows too.
+    Norm and activation write the codes that a kernel behind them would write."""
+    for kind in (CodeKind.FP8, CodeKind.INT8):
+        for width, group in ((200, 0), (5000, 0), (200, 128), (5000, 128), (96, 32)):
+            format = RowFormat(kind, group)
+            x = torch.randn(5, width).to(dtype)
+            x[1], x[2], x[3] = 0, x[2] * 1e-4, x[3] * 1e3
+            same_codes(quantise_rows(x, format), quantise_rows_reference(x, format))
+            wide = torch.randn(5, 2 * width).to(dtype)[:, : 2 * (width // 2)]
+            for name in ("silu", "gelu_tanh"):
+                same_codes(silu_mul_and_quantise(wide, name, format), quantise_rows(silu_mul(wide, name), format))
+            norm, residual = RmsNorm(torch.rand(width).to(dtype), 1e-5), torch.randn(5, width).to(dtype)
+            normed, total = norm.add_norm_and_quantise(x, residual, format)
+            plain, plain_total = norm.add_and_norm(x, residual)
+            assert torch.equal(total, plain_total)
+            same_codes(normed, quantise_rows(plain, format))
+            same_codes(norm.add_norm_and_quantise(x, None, format)[0], quantise_rows(norm(x), format))
+
+
+def same_codes(ours: QuantisedRows, theirs: QuantisedRows) -> None:
+    assert ours.format == theirs.format and ours.dtype == theirs.dtype
+    assert torch.equal(ours.scales, theirs.scales)
+    assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))

@@ -6,7 +6,7 @@ say otherwise. Nothing is compiled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,23 +20,14 @@ from coatcheck.kernels.layers import (
     grouped_gemm,
     invariant_linear,
     latent_rotary,
-    quantised_linear,
     rms_norm,
     route,
     silu_mul,
 )
+from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
-
-Keys = Callable[[GpuProperties], "Key"]
-
-
-class Key(NamedTuple):
-    kernel: Any
-    arguments: str  # one type per run-time argument, in the kernel's order
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
+from tests.kernels.layers.linear_keys import CODES, Key, Keys, fixed_linear, linear, row_codes, w8a8
 
 
 class Pool(NamedTuple):
@@ -201,43 +192,6 @@ def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bo
     return Key(kernel, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def linear(
-    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64, has_zeros: bool = False,
-    is_ordered: bool = False,
-) -> Key:  # fmt: skip
-    """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes."""
-    launch = quantised_linear.pick_launch(rows, 4096, step, 4 if dtype == "fp32" else 2, gpu)
-    scales = "u8" if kind is CodeKind.FP4 else dtype
-    zeros, order = "*i8 " if has_zeros else "", "*i32 " if is_ordered else ""
-    constants: dict[str, Any] = dict(
-        KIND=int(kind), CONVERT=gpu.convert, STEP=step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None,
-        **({} if has_zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
-    )  # fmt: skip
-    arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} i32 i32 i32 i32 i32"
-    return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages)
-
-
-def fixed_linear(
-    rows: int, gpu: GpuProperties, *, dtype: str = "bf16", heads: int = 1, has_bias: bool = False
-) -> Key:  # fmt: skip
-    """A linear of the deterministic mode: 4096 features of 4096 columns. `heads`: 128 features of 512 columns for each,
-    with the columns of the weight a row apart."""
-    features, depth = (4096, 4096) if heads == 1 else (128, 512)
-    launch = invariant_linear.pick_launch(4 if dtype == "fp32" else 2, gpu)
-    units, _ = invariant_linear.units_of(heads, features, depth, launch, gpu)
-    split = invariant_linear.is_split(rows, heads, features, units, launch, gpu)
-    strides = "i32 i32 i32 i32 i32 i32"
-    constants = dict(
-        SPLIT=split, EVEN=True, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
-        PRECISION="ieee" if dtype == "fp32" else "tf32",
-        **(dict(w_feature=1) if heads > 1 else dict(w_column=1)), **({} if has_bias else dict(bias=None)),
-    )  # fmt: skip
-    of = f"*{dtype}"
-    arguments = f"{of} {of} {of + ' ' if has_bias else ''}{'*fp32' if split else of} i32 i32 i32 i32 i32 i32 i32 "
-    return Key(invariant_linear._invariant_linear, arguments + strides, constants, 4, launch.num_stages)
-
-
 def same(*parts: Any) -> Keys:
     """A key that does not depend on the processor."""
     key = Key(*parts)
@@ -255,7 +209,7 @@ KEYS: dict[str, Keys] = {
     "merge, batch-invariant": partial(merge, 128, parts=1),
     "rms_norm": same(
         rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
-        dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
+        dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096, KIND=0, GROUP=0, scales=None), 8,
     ),
     "all_reduce_norm": same(
         all_reduce_norm._all_reduce_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 *i64 *i64 *i32 i32 i32 i32 fp32 fp32",
@@ -314,6 +268,8 @@ KEYS: dict[str, Keys] = {
     ),
     "linear, int4, few": partial(linear, CodeKind.INT4, 8, has_zeros=True),
     "linear, fp8, many": partial(linear, CodeKind.FP8, 8192),
+    "W8A8 linear, fp8, many": partial(w8a8, CodeKind.FP8, 8192, 0),
+    **{f"{title}, fp8": partial(row_codes, code, RowFormat(CodeKind.FP8, 0)) for title, code in CODES},
     "gate_up, int4, many": partial(quantised_experts, grouped_gemm._quantised_gate_up, CodeKind.INT4, 8192),
     "down, fp8, few": partial(quantised_experts, grouped_gemm._quantised_down, CodeKind.FP8, 8),
     "fixed order, many": partial(fixed_linear, 8192, has_bias=True),
@@ -375,6 +331,15 @@ def _others() -> Iterator[tuple[str, Keys]]:
         yield f"latent, short, {name}, 128 heads, 8 shards", partial(latent, "short", pool, 128, shards=8)
         if name != "bf16":
             yield f"latent_rotary, {name}", partial(latent_store, pool)
+    for rows, count in ((8, "few"), (64, "some"), (8192, "many")):
+        for code in (CodeKind.FP8, CodeKind.INT8):
+            name = f"W8A8 linear, {code.name.lower()}, {count}"
+            if name not in KEYS:
+                yield name, partial(w8a8, code, rows, 0)
+        yield f"W8A8 linear, fp8 blocks, {count}", partial(w8a8, CodeKind.FP8, rows, 128)
+    for title, codes in CODES:
+        yield f"{title}, int8", partial(row_codes, codes, RowFormat(CodeKind.INT8, 0))
+        yield f"{title}, fp8 blocks", partial(row_codes, codes, RowFormat(CodeKind.FP8, 128))
     yield "merge, 512, lse", partial(merge, 512, has_lse=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])

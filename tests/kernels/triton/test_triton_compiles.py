@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.triton.ahead_of_time import GPUS, TARGETS, compiled, usage
-from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Keys
+from tests.kernels.layers.linear_keys import Keys
+from tests.kernels.triton.kernel_keys import KEYS, OTHERS
 
 
 def check(key: Keys, target: str) -> None:
-    found = usage(compiled(key(GPUS[target]), target), target)
+    launched = key(GPUS[target])
+    if launched is None:
+        pytest.skip("not launched on this GPU")
+    found = usage(compiled(launched, target), target)
     assert found.shared <= GPUS[target].shared
     if target == "sm_90":
         assert found.spilled == 0
@@ -40,10 +44,8 @@ def test_every_other_key_compiles_too(name: str, target: str) -> None:
 def test_few_and_many_rows_take_the_same_matrix_instructions(target: str) -> None:
     """A linear in a fixed order multiplies with the same instructions, whether units are computed side by side or not,
     so that the order of additions within an instruction is the same."""
-    few, many = (
-        set(re.findall(r"\w*mma[\w.:]*", compiled(KEYS[f"fixed order, {rows}"](GPUS[target]), target).asm["ptx"]))
-        for rows in ("few", "many")
-    )
+    keys = [KEYS[f"fixed order, {rows}"](GPUS[target]) for rows in ("few", "many")]
+    few, many = (set(re.findall(r"\w*mma[\w.:]*", compiled(key, target).asm["ptx"])) for key in keys if key is not None)
     assert few == many and any(".m16n8k16." in name or ".m64n128k16." in name for name in few), few
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coatcheck.kernels.layers.quantised_weight import CodeKind
-from coatcheck.kernels.layers.round_to_nearest import quantise
+from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model

@@ -1,0 +1,92 @@
+"""The keys of linears and of the kernels that write the codes of rows; see tests/kernels/triton/kernel_keys.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from coatcheck.kernels.gpu_properties import GpuProperties
+from coatcheck.kernels.layers import (
+    invariant_linear,
+    quantised_linear,
+    quantised_rows,
+    rms_norm,
+    silu_mul,
+    w8a8_linear,
+)
+from coatcheck.kernels.layers.quantised_weight import CodeKind
+
+Keys = Callable[[GpuProperties], "Key | None"]  # None: not launched on such a GPU
+
+
+class Key(NamedTuple):
+    kernel: Any
+    arguments: str  # one type per run-time argument, in the kernel's order
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+CODES = (
+    ("rms_norm", rms_norm._rms_norm),
+    ("silu_mul", silu_mul._silu_mul_codes),
+    ("quantise_rows", quantised_rows._quantise_rows),
+)
+
+
+def linear(
+    kind: CodeKind, rows: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64, has_zeros: bool = False,
+    is_ordered: bool = False,
+) -> Key:  # fmt: skip
+    """A linear of 4096 features over 4096 columns, with scales of the model's dtype, MXFP4's of bytes."""
+    launch = quantised_linear.pick_launch(rows, 4096, step, 4 if dtype == "fp32" else 2, gpu)
+    scales = "u8" if kind is CodeKind.FP4 else dtype
+    zeros, order = "*i8 " if has_zeros else "", "*i32 " if is_ordered else ""
+    constants: dict[str, Any] = dict(
+        KIND=int(kind), CONVERT=gpu.convert, STEP=step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None,
+        **({} if has_zeros else dict(zeros=None)), **({} if is_ordered else dict(order=None)),
+    )  # fmt: skip
+    arguments = f"*{dtype} *u8 *{scales} {zeros}{order}*{dtype} i32 i32 i32 i32 i32"
+    return Key(quantised_linear._quantised_linear, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def fixed_linear(
+    rows: int, gpu: GpuProperties, *, dtype: str = "bf16", heads: int = 1, has_bias: bool = False
+) -> Key:  # fmt: skip
+    """A linear of the deterministic mode: 4096 features of 4096 columns. `heads`: 128 features of 512 columns for each,
+    with the columns of the weight a row apart."""
+    features, depth = (4096, 4096) if heads == 1 else (128, 512)
+    launch = invariant_linear.pick_launch(4 if dtype == "fp32" else 2, gpu)
+    units, _ = invariant_linear.units_of(heads, features, depth, launch, gpu)
+    split = invariant_linear.is_split(rows, heads, features, units, launch, gpu)
+    strides = "i32 i32 i32 i32 i32 i32"
+    constants = dict(
+        SPLIT=split, EVEN=True, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        PRECISION="ieee" if dtype == "fp32" else "tf32",
+        **(dict(w_feature=1) if heads > 1 else dict(w_column=1)), **({} if has_bias else dict(bias=None)),
+    )  # fmt: skip
+    of = f"*{dtype}"
+    arguments = f"{of} {of} {of + ' ' if has_bias else ''}{'*fp32' if split else of} i32 i32 i32 i32 i32 i32 i32 "
+    return Key(invariant_linear._invariant_linear, arguments + strides, constants, 4, launch.num_stages)
+
+
+def w8a8(kind: CodeKind, rows: int, group: int, gpu: GpuProperties) -> Key | None:
+    """A linear of 4096 features over 4096 columns of codes, with quantised activations."""
+    if not (gpu.has_fp8_products if kind is CodeKind.FP8 else gpu.has_int8_products):
+        return None
+    launch, block_k = w8a8_linear.pick_w8a8_launch(rows, 4096, group, gpu)
+    constants = dict(GROUP=group, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=block_k, bias=None)
+    element = "fp8e4nv" if kind is CodeKind.FP8 else "i8"
+    arguments = f"*{element} *fp32 *{element} *fp32 *bf16 i32 i32 i32 i32"
+    return Key(w8a8_linear._w8a8_linear, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def row_codes(kernel: Any, format: quantised_rows.RowFormat, gpu: GpuProperties) -> Key:
+    """A kernel that writes codes and scales of rows of 4096 columns."""
+    constants: dict[str, Any] = dict(BLOCK=4096, **format.constants())
+    if kernel is rms_norm._rms_norm:
+        arguments = "*bf16 *bf16 *bf16 *u8 *fp32 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32"
+        return Key(kernel, arguments, dict(RESIDUAL=True, CAST_FIRST=True, **constants), 8)
+    more = dict(GELU=False) if kernel is silu_mul._silu_mul_codes else {}
+    return Key(kernel, "*bf16 *u8 *fp32 i32 i32 i32", constants | more, 16 if more else 8)

@@ -1,0 +1,112 @@
+"""Models with quantised activations (W8A8) by Triton's kernels, beside transformers with activations quantised alike.
+
+Triton's interpreter runs in a process of its own, which is this module again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.kernels.layers.quantised_rows import RowFormat, quantise_rows_reference
+from coatcheck.kernels.layers.quantised_weight import CodeKind
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.quantised_checkpoints import FORMATS, Write, fp8_blocks, written
+
+_BLOCKS: Write = written(fp8_blocks(32, 32), quant_method="fp8", weight_block_size=[32, 32])
+# How a checkpoint is written, its activations, and how status describes them.
+_CASES: dict[str, tuple[Write, RowFormat, str]] = {
+    "fp8-channel": (FORMATS["compressed-fp8-channel"], RowFormat(CodeKind.FP8, 0), "fp8 activations for each token"),
+    "fp8-block": (_BLOCKS, RowFormat(CodeKind.FP8, 32), "fp8 activations for each 32 columns"),
+    "int8": (FORMATS["compressed-w8a8-int"], RowFormat(CodeKind.INT8, 0), "int8 activations for each token"),
+}
+_PROMPT = [3 + 7 * place % 190 for place in range(30)]
+_TOKENS = 8
+_BOUND = 1e-4  # of logits of about 8
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_tokens_are_those_of_transformers_with_quantised_activations(name: str, tmp_path: Path) -> None:
+    """The kernels of norm, activation and linears give the logits and greedy tokens of the float32 model of dequantised
+    weights whose linears round their input to the same codes. With activation_quantization off no input is rounded."""
+    source, path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2), tmp_path / "quantised"
+    plain = _CASES[name][0](source, path)
+    shutil.copytree(source, tmp_path / "plain")
+    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.model.test_w8a8_models", name, str(path), str(tmp_path / "plain")],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=MAX_WAIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1].startswith("agreed")
+
+
+def compare(name: str, path: Path, plain: Path) -> None:
+    _, format, description = _CASES[name]
+    ours = _driver(path, "auto")
+    assert ours.model.describe_activations() == description
+    theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    exact = _logits(theirs)
+    for module in theirs.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(partial(_round_input, format))
+    rounded = _logits(theirs)
+    error, error_off, effect = (
+        float((one - other).abs().max())
+        for one, other in (
+            (_our_logits(ours), rounded), (_our_logits(_driver(path, "off")), exact), (exact, rounded)
+        )
+    )  # fmt: skip
+    # A sum in another order may move a number over the middle between two codes: one step among thousands of others.
+    assert error < effect / 10 and error_off < _BOUND < effect, (error, error_off, effect)
+    want: list[int] = []
+    for _ in range(_TOKENS):
+        want.append(int(theirs(torch.tensor([[*_PROMPT, *want]])).logits[0, -1].argmax()))
+    assert ours.greedy([_PROMPT], _TOKENS, chunk=16) == [want]
+    print(f"agreed: {error:.2g}, off {error_off:.2g}, effect {effect:.2g}")
+
+
+def _driver(path: Path, setting: str) -> PagedDriver:
+    model = load_model(
+        path, communicator=Communicator(), dtype="float32", device="cpu", activation_quantization=setting
+    )
+    return PagedDriver(model)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([_PROMPT])).logits[0, -1]
+        return logits
+
+
+def _our_logits(driver: PagedDriver) -> torch.Tensor:
+    sequence = driver.start(_PROMPT, 1)
+    return driver.step([(sequence, len(_PROMPT))])[0]
+
+
+def _round_input(format: RowFormat, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+    rows = arguments[0].flatten(0, -2)
+    return (quantise_rows_reference(rows, format).dequantise().view(arguments[0].shape),)
+
+
+if __name__ == "__main__":
+    compare(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
