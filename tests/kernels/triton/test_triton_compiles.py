@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.triton.ahead_of_time import GPUS, TARGETS, compiled, usage
 from tests.kernels.layers.linear_keys import Keys
+from tests.kernels.triton.ahead_of_time import GPUS, TARGETS, compiled, usage
 from tests.kernels.triton.kernel_keys import KEYS, OTHERS
 
 
