@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 17
+VERSION = 18
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
@@ -38,6 +38,8 @@ _CLASS_SIGNATURES = {
     "attention_f32": "p:r",
     "clamped_swiglu": "p:v",
     "copy_blocks": "pqppqq:v",
+    "draw_part": "pqqqpppppqpp:r",
+    "filter_floors": "pqqqppppp:r",
     "latent_rotary": "p:v",
     "linear_bf16": "p:v",
     "linear_f32": "p:v",

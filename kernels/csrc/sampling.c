@@ -104,14 +104,10 @@ INLINE float mass_floor(const float *x, const float *weight, int64_t n, double s
     return unordered(prefix);
 }
 
-/* `scratch` holds 3 * vocab floats. */
-static int64_t sample_row(const float *logits, int64_t vocab, float temperature, int64_t top_k, float top_p,
-                                 float min_p, uint64_t key, float *scratch) {
-    if (!(temperature > 0)) return first_of(logits, vocab, highest(logits, vocab));
-    float *x = scratch, *kept = scratch + vocab, *weight = kept + vocab;
-#pragma omp simd
-    for (int64_t i = 0; i < vocab; i++) x[i] = logits[i] / temperature;
-    float top = highest(x, vocab), floor = -INFINITY;
+/* The value at and above which the filters keep x = logits / temperature, whose largest is `top`. `scratch` holds
+ * 2 * vocab floats. */
+INLINE float floor_of(const float *x, int64_t vocab, float top, int64_t top_k, float top_p, float min_p, float *scratch) {
+    float *kept = scratch, *weight = scratch + vocab, floor = -INFINITY;
     if (min_p > 0) floor = top + logf(min_p);
     if (top_k > 0 && top_k < vocab) {
         float kth = kth_largest(x, vocab, top_k);
@@ -128,6 +124,11 @@ static int64_t sample_row(const float *logits, int64_t vocab, float temperature,
         float reached = mass_floor(kept, weight, n, (double)top_p);
         floor = reached > floor ? reached : floor;
     }
+    return floor;
+}
+
+/* The index of the largest x + noise among x >= floor, and that sum. x[0] is of the token `first`. */
+INLINE int64_t draw_row(const float *x, int64_t vocab, float top, float floor, uint64_t key, uint32_t first, float *sum) {
     float best = -INFINITY;
     int64_t token = first_of(x, vocab, top);
     for (int64_t from = 0; from < vocab; from += NOISE_TILE) {
@@ -138,7 +139,7 @@ static int64_t sample_row(const float *logits, int64_t vocab, float temperature,
         float noisy[NOISE_TILE];
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) {
-            float value = x[from + i] + gumbel(token_bits(key, (uint32_t)(from + i)));
+            float value = x[from + i] + gumbel(token_bits(key, first + (uint32_t)(from + i)));
             noisy[i] = x[from + i] >= floor ? value : -INFINITY;
         }
         local = highest(noisy, count);
@@ -147,7 +148,24 @@ static int64_t sample_row(const float *logits, int64_t vocab, float temperature,
             token = from + first_of(noisy, count, local);
         }
     }
+    *sum = best;
     return token;
+}
+
+/* x = logits / temperature. Returns the largest. */
+INLINE float scale(const float *logits, int64_t vocab, float temperature, float *x) {
+#pragma omp simd
+    for (int64_t i = 0; i < vocab; i++) x[i] = logits[i] / temperature;
+    return highest(x, vocab);
+}
+
+/* `scratch` holds 3 * vocab floats. */
+static int64_t sample_row(const float *logits, int64_t vocab, float temperature, int64_t top_k, float top_p, float min_p,
+                          uint64_t key, float *scratch) {
+    if (!(temperature > 0)) return first_of(logits, vocab, highest(logits, vocab));
+    float top = scale(logits, vocab, temperature, scratch), sum;
+    float floor = floor_of(scratch, vocab, top, top_k, top_p, min_p, scratch + vocab);
+    return draw_row(scratch, vocab, top, floor, key, 0, &sum);
 }
 
 /* Returns 0, or -1 if the working rows cannot be allocated. */
@@ -164,6 +182,49 @@ int FOR_CLASS(sample)(const float *logits, int64_t stride, int64_t rows, int64_t
             if (scratch)
                 out[row] = sample_row(logits + row * stride, vocab, temperature[row], top_k[row], top_p[row], min_p[row],
                                       row_key(seed[row], choice[row], position[row]), scratch);
+        free(scratch);
+    }
+    return failed ? -1 : 0;
+}
+
+/* The floors alone; -inf for rows with temperature 0. */
+int FOR_CLASS(filter_floors)(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
+           const int32_t *top_k, const float *top_p, const float *min_p, float *floors) {
+    float *scratch = malloc(3 * (vocab + 1) * sizeof(float));
+    if (!scratch) return -1;
+    for (int64_t row = 0; row < rows; row++) {
+        floors[row] = -INFINITY;
+        if (!(temperature[row] > 0)) continue;
+        float top = scale(logits + row * stride, vocab, temperature[row], scratch);
+        floors[row] = floor_of(scratch, vocab, top, top_k[row], top_p[row], min_p[row], scratch + vocab);
+    }
+    free(scratch);
+    return 0;
+}
+
+/* The best token of a part of the vocabulary, from the id `first` on: its index in the part, and its logit / temperature
+ * with noise (of rows with temperature 0 its logit). */
+int FOR_CLASS(draw_part)(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
+           const float *floors, const int64_t *seed, const int32_t *choice, const int64_t *position, int64_t first,
+           float *best, int64_t *out) {
+    int failed = 0;
+#pragma omp parallel if (rows > 1) reduction(| : failed)
+    {
+        float *scratch = malloc((vocab + 1) * sizeof(float));
+        failed = !scratch;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < rows; row++) {
+            if (!scratch) continue;
+            const float *x = logits + row * stride;
+            if (temperature[row] > 0) {
+                float top = scale(x, vocab, temperature[row], scratch);
+                uint64_t key = row_key(seed[row], choice[row], position[row]);
+                out[row] = draw_row(scratch, vocab, top, floors[row], key, (uint32_t)first, best + row);
+            } else {
+                best[row] = highest(x, vocab);
+                out[row] = first_of(x, vocab, best[row]);
+            }
+        }
         free(scratch);
     }
     return failed ? -1 : 0;

@@ -66,12 +66,17 @@ def _token_bits(key, token):
     return _murmur(_murmur(bits ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
 
 
-@triton.jit(do_not_specialize=["temperature", "floors", "seed", "choice", "position", "out", "bits_out"])
+@triton.jit(
+    do_not_specialize=[
+        "temperature", "floors", "seed", "choice", "position", "out", "bits_out", "best_out", "first_token",
+    ]
+)  # fmt: skip
 def _draw(
-    logits, temperature, floors, seed, choice, position, out, bits_out, stride, vocab,
-    BITS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperature, floors, seed, choice, position, out, bits_out, best_out, first_token, stride, vocab,
+    BITS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token among the logits at or above its floor. BITS: store the hash instead, for a test."""
+    """Draw one row's token among the logits at or above its floor. BITS: store the hash too, for a test. PART: the row
+    begins at the token `first_token`; store the best sum of logit and noise too."""
     row = tl.program_id(0).to(tl.int64)
     temp, floor = tl.load(temperature + row), tl.load(floors + row)
     key = _row_key(tl.load(seed + row), tl.load(choice + row), tl.load(position + row))
@@ -80,7 +85,7 @@ def _draw(
     for first in range(0, vocab, BLOCK):
         ids = first + tl.arange(0, BLOCK)
         mask = ids < vocab
-        bits = _token_bits(key, ids)
+        bits = _token_bits(key, first_token + ids if PART else ids)
         if BITS:
             tl.store(bits_out + row * vocab + ids, bits.to(tl.int64), mask)
         x = tl.load(logits + row * stride + ids, mask, other=float("-inf"))
@@ -92,18 +97,23 @@ def _draw(
         tokens = tl.where(x > best, ids, tokens)
         best = tl.maximum(best, x)
     top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, tokens, vocab), 0)
-    tl.store(out + row, token.to(tl.int64))
+    token = tl.min(tl.where(best == top, tokens, vocab), 0).to(tl.int64)
+    if PART:
+        tl.store(best_out + row, top)
+        token += first_token
+    tl.store(out + row, token)
 
 
 def launch_draw(
     logits: Tensor, temperature: Tensor, floors: Tensor, seed: Tensor, choice: Tensor, position: Tensor, out: Tensor,
-    bits_out: Tensor | None = None,
+    bits_out: Tensor | None = None, *, best_out: Tensor | None = None, first_token: int = 0,
 ) -> None:  # fmt: skip
+    """`best_out`: float32 [R], for logits of the part of the vocabulary from `first_token` on (draw_part.py)."""
     if len(logits):
         _draw[(len(logits),)](
             logits, temperature, floors, seed, choice, position, out, out if bits_out is None else bits_out,
-            logits.stride(0), logits.shape[1], BITS=bits_out is not None, BLOCK=2048, num_warps=8,
+            floors if best_out is None else best_out, first_token, logits.stride(0), logits.shape[1],
+            BITS=bits_out is not None, PART=best_out is not None, BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 

@@ -10,9 +10,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
@@ -22,8 +27,10 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner import cuda_graphs
 from coatcheck.workers.runner.block_copier import BlockCopier, CpuBlockCopier, CudaBlockCopier
 from coatcheck.workers.runner.graph_shapes import GraphSizes
+from coatcheck.workers.runner.host_transfer import HostCopy
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner
@@ -31,6 +38,8 @@ from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.late_thread import LateThread
 from tests.simulated_gpu.memory import Hazard
+from tests.simulated_gpu.pinned import Pinned
+from tests.simulated_gpu.streams import Stream
 
 _BLOCKS, _HOST_BLOCKS, _SIZE = 7, 16, 8
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=2, seed=1, ignore_eos=True)
@@ -152,13 +161,52 @@ def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: Si
         runner.launch(back)
         runner.wait_for_copies()
     gpu.host_waits = True
-    runner = fresh()
-    if runner.graphs.shapes:
-        runner.graphs.capture()
-        runner.launch(plain)
-        runner.graphs._logits = runner.graphs._logits.clone()
-        with hazard("freed"):
-            runner.launch(StepPlan(scheduled=[ScheduledSequence(0, 9, 1, needs_sample=True)]))
+
+
+def check_that_graphs_are_watched(runner: ModelRunner, gpu: SimulatedGpu) -> None:
+    """Steps that are graphs raise a hazard too: a mixed step beside a demotion's staging buffer, the sampler's tokens
+    and the step's inputs where another step reuses their memory, and memory that was freed since the capture."""
+    runner.graphs.capture()
+    gpu.watch(runner.pool)
+    news = [NewSequence(slot, 0, 9, [5] * 9, _DRAWN if slot else _GREEDY, ()) for slot in range(2)]
+    writes = [TableWrite(slot, index, 2 * slot + index) for slot in range(2) for index in range(2)]
+    first = StepPlan(new_sequences=news, table_writes=writes, scheduled=[ScheduledSequence(0, 0, 9, needs_sample=True)])
+    rows = [ScheduledSequence(0, 9, 1, needs_sample=True), ScheduledSequence(1, 0, 9, needs_sample=True)]
+    runner.launch(first).wait()
+    gpu.streams_wait = False
+    with hazard("a copy to the host"):  # of a staging buffer that is still being filled
+        runner.launch(StepPlan(scheduled=rows, demotes=[(0, 0)]))
+    gpu.streams_wait = True
+    gpu.wait_for_all()
+    steps = runner.graphs.steps
+    runner.launch(StepPlan(scheduled=rows))
+    assert runner.graphs.steps == steps + 1, "no graph was replayed: this proves nothing"
+    tokens, main, side = runner.graphs._tokens[:2], gpu.current_stream(), Stream()
+    with gpu.on(side), hazard("a copy to the host"):  # of tokens that are still to be sampled
+        HostCopy.start(tokens)
+    side.wait_stream(main)
+    with gpu.on(side):
+        copied = HostCopy.start(tokens)
+    decodes = StepPlan(scheduled=[ScheduledSequence(slot, 10 - slot, 1, needs_sample=True) for slot in range(2)])
+    with hazard("has not waited"):  # the next step samples into memory that is still being copied
+        runner.launch(decodes)
+    copied.wait()
+    runner.launch(decodes).wait()
+    reused = torch.zeros(len(runner.graphs._inputs), dtype=torch.int32).pin_memory()
+    with patch.object(cuda_graphs, "upload_into", partial(_upload_from, reused)):
+        runner.launch(decodes)
+        with hazard("pinned memory was changed"):  # the next step's inputs overwrite those that are being uploaded
+            runner.launch(StepPlan(scheduled=rows)).wait()
+    gpu.pinned = Pinned()
+    runner.graphs._logits = runner.graphs._logits.clone()
+    with hazard("freed"):
+        runner.launch(decodes)
+
+
+def _upload_from(pinned: Tensor, target: Tensor, values: NDArray[np.int32]) -> None:
+    """As upload_into, from one pinned buffer for all steps."""
+    pinned[: len(values)].copy_(torch.from_numpy(values))
+    target[: len(values)].copy_(pinned[: len(values)], non_blocking=True)
 
 
 def main() -> None:
@@ -167,6 +215,7 @@ def main() -> None:
     check_rules(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
     if "forget" in sys.argv:
         check_that_missing_waits_are_found(lambda: make(path, device, kv_dtype), gpu)
+        check_that_graphs_are_watched(make(path, device, kv_dtype), gpu)
     print("agreed")
 
 

@@ -15,6 +15,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.dummy_weights import use_dummy_weights
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.parallel_layers import ParallelLmHead
 
 
 class LmHead:
@@ -28,6 +30,8 @@ class LmHead:
         self._linear_name = next((name for name, module in model.named_modules() if module is linear), None)
         self._only_linear: nn.Module | None = None
         self._is_probed = False
+        parallel = [module for module in model.modules() if isinstance(module, ParallelLmHead)]
+        self._parallel = parallel[0] if parallel else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> float32 [R, vocab_size]."""
@@ -37,6 +41,30 @@ class LmHead:
         linear = self._only_linear
         logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits if linear is None else linear(hidden)
         return logits[0].float()
+
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> float32 [R, rows], the logits of this rank's rows of the vocabulary."""
+        assert self._parallel is not None
+        self._parallel.gathers = False
+        try:
+            return self.logits(hidden)
+        finally:
+            self._parallel.gathers = True
+
+    def can_shard(self, communicator: Communicator, hidden: Tensor) -> bool:
+        """Whether `shard_logits` gives the bits of `logits`. Every rank calls this with the same `hidden`.
+
+        Soft-caps and scales take each logit alone. A head that looks at other logits, or at a token's id, does not.
+        """
+        if self._parallel is None:
+            return False
+        whole, first = self.logits(hidden), communicator.rank * self._parallel.part
+        try:
+            own = self.shard_logits(hidden)
+            is_equal = torch.equal(own, whole[:, first : first + own.shape[1]])
+        except Exception:  # the model's code may raise anything
+            is_equal = False
+        return communicator.all_reduce_min([int(is_equal)]) == [1]
 
     def _find_only_linear(self, dtype: torch.dtype) -> nn.Module | None:
         """The linear, if the model's code hands it the hidden states and returns what it returns. Else None.

@@ -63,6 +63,7 @@ class Model:
     """One rank's model. Every rank calls the same methods with the same tokens.
 
     `directory`: of the checkpoint. `supports_cuda_graphs`: whether a CUDA graph can capture the collectives.
+    `shards_logits`: whether `shard_logits` can be called.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class Model:
         *,
         deterministic: bool,
         supports_cuda_graphs: bool = False,
+        shards_logits: bool = False,
     ) -> None:
         self.spec = spec
         self.directory = directory
         self.deterministic = deterministic
         self.supports_cuda_graphs = supports_cuda_graphs
+        self.shards_logits = shards_logits
         self._body = body
         self._head = head
 
@@ -129,6 +132,11 @@ class Model:
         """[R, hidden_size] -> float32 [R, vocab_size] of the whole vocabulary, soft-capped or scaled as the model
         does."""
         return self._head.logits(hidden)
+
+    @torch.inference_mode()
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`, of this rank's part of the vocabulary (TpShard.vocab_rows) alone."""
+        return self._head.shard_logits(hidden)
 
 
 def load_model(
@@ -220,8 +228,18 @@ def load_model(
         num_weights=weights.count,
         weight_bytes=weights.bytes,
     )
-    supports_cuda_graphs = communicator.supports_cuda_graphs
-    return Model(spec, body, head, directory, deterministic=deterministic, supports_cuda_graphs=supports_cuda_graphs)
+    with torch.inference_mode():
+        hidden = torch.linspace(-2, 2, config.hidden_size, dtype=prepared.dtype, device=device)[None]
+        shards_logits = head.can_shard(communicator, hidden)
+    return Model(
+        spec,
+        body,
+        head,
+        directory,
+        deterministic=deterministic,
+        supports_cuda_graphs=communicator.supports_cuda_graphs,
+        shards_logits=shards_logits,
+    )
 
 
 def _code_kind(quantization: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> CodeKind | None:

@@ -158,17 +158,23 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLmHead(nn.Module):
-    """Every rank computes the logits of its rows of the vocabulary; all ranks get all logits."""
+    """Every rank computes the logits of its rows of the vocabulary; all ranks get all logits.
+
+    `gathers`: false to return this rank's logits alone, [..., its rows].
+    """
 
     def __init__(self, linear: nn.Module, vocab_size: int, communicator: Communicator) -> None:
         super().__init__()
         self.linear = linear
         self.vocab_size = vocab_size
         self.part = -(-vocab_size // communicator.size)
+        self.gathers = True
         self._communicator = communicator
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.linear(x)
+        if not self.gathers:
+            return logits
         if logits.shape[-1] < self.part:  # the last rank's part may be shorter
             logits = nn.functional.pad(logits, (0, self.part - logits.shape[-1]))
         return self._communicator.all_gather(logits)[..., : self.vocab_size]

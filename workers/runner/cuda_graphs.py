@@ -95,12 +95,13 @@ class CudaGraphs:
         self._rows = _RowInputs(*self._inputs[: 3 * self._max_rows].split(self._max_rows)) if ints else None
         self._views = {shape: self._view_inputs(shape) for shape in self.shapes}
         self._logits = torch.zeros(self._max_rows, model.spec.vocab_size, device=self._device)
+        self._part_size = 0  # of `_logits`' columns in merged forms
         self._tokens = torch.zeros(self._max_rows, dtype=torch.int64, device=self._device)  # what the rows sampled
         self._hidden: Tensor | None = None  # [tokens of the largest shape, hidden_size]
         self.steps = 0
         self.last_shape: StepShape | None = None
         self._forwards: dict[StepShape, _Replay] = {}
-        self._heads: dict[int, _Replay] = {}  # by the number of rows
+        self._heads: dict[tuple[bool, int], _Replay] = {}  # by whether only this rank's tokens, and the number of rows
         self._samplers: dict[tuple[SamplingForm, int], _Replay] = {}  # by form and the number of rows
 
     @torch.inference_mode()
@@ -126,16 +127,19 @@ class CudaGraphs:
         # One stream for all: the allocator reuses memory only within a stream.
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)) if on_gpu else (None, None)
         forwards: dict[StepShape, _Replay] = {}
-        heads: dict[int, _Replay] = {}
+        heads: dict[tuple[bool, int], _Replay] = {}
         samplers: dict[tuple[SamplingForm, int], _Replay] = {}
-        total = len(self.shapes) + len(self.row_sizes) * (1 + len(SamplingForm))
+        forms = self._sampler.forms
+        kinds = sorted({form.is_merged for form in forms})
+        total = len(self.shapes) + len(self.row_sizes) * (len(kinds) + len(forms))
         for shape in sorted(self.shapes, reverse=True):
             self._write_inputs([], shape)
             forwards[shape] = self._capture_call(partial(self._forward, shape), pool, stream)
             progress(len(forwards), total)
         for size in reversed(self.row_sizes):
-            heads[size] = self._capture_call(partial(self._compute_logits, size), pool, stream)
-            for form in SamplingForm:
+            for is_part in kinds:
+                heads[is_part, size] = self._capture_call(partial(self._compute_logits, is_part, size), pool, stream)
+            for form in forms:
                 samplers[form, size] = self._capture_call(partial(self._sample, form, size), pool, stream)
             progress(len(forwards) + len(heads) + len(samplers), total)
         self._forwards, self._heads, self._samplers = forwards, heads, samplers
@@ -167,10 +171,10 @@ class CudaGraphs:
         assert self._hidden is not None
         return self._hidden[: sum(row.num_tokens for row in rows)]
 
-    def replay_logits(self, num_rows: int) -> Tensor:
+    def replay_logits(self, num_rows: int, form: SamplingForm) -> Tensor:
         """The logits of the `num_rows` rows of the last replay that sample: float32 [num_rows, vocab], valid until the
-        next call."""
-        self._heads[self._row_size(num_rows)]()
+        next call. For a merged form only those of this rank's tokens are computed."""
+        self._heads[form.is_merged, self._row_size(num_rows)]()
         return self._logits[:num_rows]
 
     def replay_sampler(self, form: SamplingForm, num_rows: int) -> Tensor:
@@ -245,15 +249,21 @@ class CudaGraphs:
             self._hidden = torch.zeros_like(hidden)
         self._hidden[: shape.num_tokens].copy_(hidden)
 
-    def _compute_logits(self, num_rows: int) -> None:
+    def _compute_logits(self, is_part: bool, num_rows: int) -> None:
         assert self._hidden is not None and self._rows is not None
         tokens = self._rows.tokens[:num_rows].long()
-        self._logits[:num_rows].copy_(self._model.logits(self._hidden[tokens]))
+        if is_part:
+            logits = self._model.shard_logits(self._hidden[tokens])
+            self._part_size = logits.shape[1]
+        else:
+            logits = self._model.logits(self._hidden[tokens])
+        self._logits[:num_rows, : logits.shape[1]].copy_(logits)
 
     def _sample(self, form: SamplingForm, num_rows: int) -> None:
         assert self._rows is not None
         slots, positions = self._rows.slots[:num_rows].long(), self._rows.positions[:num_rows].long()
-        self._tokens[:num_rows].copy_(self._sampler.sample(form, self._logits[:num_rows], slots, positions))
+        logits = self._logits[:num_rows, : self._part_size if form.is_merged else None]
+        self._tokens[:num_rows].copy_(self._sampler.sample(form, logits, slots, positions))
 
 
 def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:

@@ -27,7 +27,7 @@ from coatcheck.workers.attention.attention_backend import AttentionBackend
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.fa3_backend import Fa3Backend
 from coatcheck.workers.attention.flashinfer_backend import FlashInferBackend
-from coatcheck.workers.core.sampling_form import SamplingFeature, choose_form
+from coatcheck.workers.core.sampling_form import SamplingFeature
 from coatcheck.workers.core.step_plan import ScheduledSequence, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -84,7 +84,10 @@ class ModelRunner:
         # the extra row for padding.
         self._token_ids = torch.zeros(max_num_seqs + 1, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
-        self._sampler = Sampler(max_num_seqs, self._token_ids)
+        self._sampler = Sampler(
+            max_num_seqs, self._token_ids, merge_over=communicator if model.shards_logits else None,
+            vocab_size=model.spec.vocab_size,
+        )  # fmt: skip
         self._pooler = Pooler()
         grammars = grammars or GrammarBackend(None, "this runner has no grammar backend")
         self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
@@ -154,7 +157,7 @@ class ModelRunner:
 
     def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
         needs_all = any(self._sampler.scores_prompt(row.slot, row.start) or self._pooler.pools(row) for row in rows)
-        num_sampled = sum(row.needs_sample for row in rows)
+        samples = any(row.needs_sample for row in rows)
         reports: dict[int, list[LogprobReport]] = {}
         embeddings: dict[int, HostCopy] = {}
         shape = self.graphs.pick_shape(rows)
@@ -166,9 +169,8 @@ class ModelRunner:
             reports = self._prompt_logprobs(rows, hidden)
             embeddings = self._pooler.pool(rows, hidden)
             hidden = hidden if indices is None else hidden[indices.tokens]
-        if num_sampled:
-            logits = self.model.logits(hidden) if shape is None else self.graphs.replay_logits(num_sampled)
-            step = self._sample(rows, logits, reports, is_captured=shape is not None)
+        if samples:
+            step = self._sample(rows, hidden if shape is None else None, reports)
         else:
             step = DeviceStep(len(rows), [], None, prompt_logprobs=reports)
         step.embeddings = embeddings
@@ -212,19 +214,19 @@ class ModelRunner:
         return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
 
     def _sample(
-        self,
-        rows: list[ScheduledSequence],
-        logits: Tensor,
-        prompt_logprobs: dict[int, list[LogprobReport]],
-        *,
-        is_captured: bool,
+        self, rows: list[ScheduledSequence], hidden: Tensor | None, prompt_logprobs: dict[int, list[LogprobReport]]
     ) -> DeviceStep:
-        """Sample one token for each row with `sample`. `logits`: float32 [sampled rows, vocab], changed in place.
-        `is_captured`: they are those of a graph, and the sampler is a graph too."""
+        """Sample one token for each row with `needs_sample`. `hidden`: of these rows, [sampled rows, hidden]; None if
+        the graphs have them."""
         sampled = [index for index, row in enumerate(rows) if row.needs_sample]
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
         features = self._sampler.features(slots)
+        form = self._sampler.choose_form(features)
+        if hidden is None:
+            logits = self.graphs.replay_logits(len(slots), form)
+        else:
+            logits = self.model.shard_logits(hidden) if form.is_merged else self.model.logits(hidden)
         counts: dict[int, int] = {}
         raw_logits, reported = logits, None
         if SamplingFeature.LOGPROBS in features:
@@ -235,8 +237,7 @@ class ModelRunner:
             raw_logits = logits[reported]
         failed = self._apply_bitmasks(logits, slots)
         self._sampler.edit_logits(logits, slots, positions, features)
-        form = choose_form(features)
-        if is_captured:
+        if hidden is None:
             token_ids = self.graphs.replay_sampler(form, len(slots))
         else:
             slot_ids, position_ids = self._int64([slots, positions])

@@ -1,36 +1,57 @@
 """Sampler: logits to tokens, with the sampling parameters of each slot.
 
 The parameters are on the device, one column per slot, written when a sequence takes the slot. Every rank samples from
-the same gathered logits with the same seeds, and so gets the same tokens.
+the same gathered logits with the same seeds, and so gets the same tokens. In the merged forms (sampling_form.py) a rank
+draws from the logits of its own tokens, and the ranks exchange the token that each drew with the value that won: 8
+bytes a row. For top-k and min-p they exchange their largest logits first.
 
 A step first changes the logits by what only the host knows (`edit_logits`), then samples (`sample`). The second part
 takes nothing but tensors, so CUDA graphs can hold it (cuda_graphs.py).
 """
 
+import logging
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.sampling.draw_part import draw_part, find_floors
 from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.sampling_form import SamplingFeature, SamplingForm, features_of, union
+from coatcheck.workers.core.sampling_form import (
+    MAX_MERGED_TOP_K,
+    SamplingFeature,
+    SamplingForm,
+    choose_form,
+    features_of,
+    union,
+)
 from coatcheck.workers.core.step_plan import NewSequence
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.runner.host_transfer import upload
 from coatcheck.workers.runner.token_constraints import TokenConstraints
+
+_log = logging.getLogger(__name__)
 
 
 class Sampler:
     """The sampling parameters of `num_slots` slots, and of one more slot, `padding_slot`, which is greedy.
 
     `token_ids`: the runner's, int32 [num_slots + 1, max_len]. The first n tokens of a slot's row are its sequence, if
-    the next token is at position n.
+    the next token is at position n. `merge_over`: the ranks over which the vocabulary is divided, if their model can
+    compute a rank's logits alone; None for logits of all tokens. `vocab_size`: of all ranks together.
     """
 
-    def __init__(self, num_slots: int, token_ids: Tensor) -> None:
+    def __init__(
+        self, num_slots: int, token_ids: Tensor, *, merge_over: Communicator | None = None, vocab_size: int = 0
+    ) -> None:
         self.padding_slot = num_slots
+        self.forms = [form for form in SamplingForm if merge_over is not None or not form.is_merged]
+        self._merge_over = merge_over
+        self._part = 0 if merge_over is None else -(-vocab_size // merge_over.size)  # tokens of a rank
+        self._reasons: set[str] = set()
         self._token_ids = token_ids
         self._device = device = token_ids.device
         # One row per parameter, in the order of `set_parameters`: a new sequence is one upload of a column.
@@ -45,7 +66,7 @@ class Sampler:
         """Set the slot's parameters to those of a new sequence."""
         params, slot = new.sampling, new.slot
         self._sequences[slot] = new
-        self._features[slot] = features_of(params)
+        self._features[slot] = features_of(params, has_grammar=new.grammar_id is not None)
         self._constraints.set_sequence(new)
         floats = (
             params.temperature, params.top_p, params.min_p,
@@ -59,6 +80,14 @@ class Sampler:
     def features(self, slots: Sequence[int]) -> SamplingFeature:
         """Everything that some of the slots' sequences ask for."""
         return union(self._features[slot] for slot in slots)
+
+    def choose_form(self, features: SamplingFeature) -> SamplingForm:
+        """The form for a step with these features. The first step that gathers logits for a reason logs the reason."""
+        form, reason = choose_form(features, can_merge=self._merge_over is not None)
+        if self._merge_over is not None and not form.is_merged and reason not in self._reasons:
+            self._reasons.add(reason)
+            _log.debug("a step gathers the logits of the whole vocabulary: %s", reason)
+        return form
 
     def edit_logits(self, logits: Tensor, slots: list[int], positions: list[int], features: SamplingFeature) -> None:
         """Add biases, and forbid or force tokens, in place. Penalties, which come later, leave forbidden tokens
@@ -75,10 +104,13 @@ class Sampler:
     def sample(self, form: SamplingForm, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Sample one token per row, and write the tokens into `token_ids`. Returns int64 [R].
 
-        logits:           float32 [R, vocab], changed in place; row r is of slots[r], for the token at positions[r]
+        logits:           float32 [R, vocab], changed in place; row r is of slots[r], for the token at positions[r];
+                          in a merged form [R, tokens of this rank]
         slots, positions: int64 [R]
         """
-        if form is SamplingForm.GREEDY:
+        if form.is_merged:
+            tokens = self._draw_and_merge(form, logits, slots, positions)
+        elif form is SamplingForm.GREEDY:
             tokens = logits.argmax(dim=-1)
         else:
             floats, ints = self._floats[:, slots], self._ints[:, slots]
@@ -98,6 +130,33 @@ class Sampler:
             )
         self._token_ids[slots, positions] = tokens.to(torch.int32)
         return tokens
+
+    def _draw_and_merge(self, form: SamplingForm, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """The tokens that `sample` draws from the logits of all ranks, int64 [R]."""
+        ranks = self._merge_over
+        assert ranks is not None
+        floats, ints = self._floats[:, slots], self._ints[:, slots]
+        if form is SamplingForm.MERGED_FILTERED:
+            # The k largest of each rank contain the k largest of all.
+            largest = logits.topk(min(MAX_MERGED_TOP_K, logits.shape[1])).values
+            missing = min(MAX_MERGED_TOP_K, self._part) - largest.shape[1]  # of the last rank
+            largest = torch.nn.functional.pad(largest, (0, missing), value=-math.inf)
+            floors = find_floors(ranks.all_gather(largest), floats[0], ints[0], floats[1], floats[2])
+        else:
+            floors = torch.full_like(floats[0], -math.inf)
+        best, tokens = draw_part(
+            logits,
+            ranks.rank * self._part,
+            temperature=floats[0],
+            floors=floors,
+            seed=self._seeds[slots],
+            choice=ints[1],
+            position=positions,
+        )
+        drawn = ranks.all_gather(torch.stack((best.view(torch.int32), tokens.to(torch.int32)), dim=1))
+        # Of equal values the first rank's is taken, whose tokens have the smallest ids.
+        winner = drawn.view(torch.float32)[:, 0::2].argmax(dim=1, keepdim=True)
+        return drawn[:, 1::2].gather(1, winner)[:, 0].long()
 
     def _add_bias(self, logits: Tensor, sequences: list[NewSequence], positions: list[int]) -> None:
         """Add logit_bias, and forbid end and stop tokens before min_tokens."""

@@ -21,6 +21,7 @@ _GREEDY = SamplingParams(temperature=0.0, seed=0)
 # Each uses different kernels of the sampler.
 _SAMPLINGS = (
     SamplingParams(seed=0),
+    SamplingParams(seed=0, top_k=5, min_p=0.01),
     SamplingParams(seed=0, top_k=5, top_p=0.9, min_p=0.01),
     SamplingParams(seed=0, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     SamplingParams(seed=0, temperature=0.0, logit_bias={0: 1.0}, logprobs=2, prompt_logprobs=1),

@@ -11,6 +11,7 @@ from coatcheck.kernels.kv.quantise import _fp8_bits, _nibbles, _widened
 from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
 from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
+from coatcheck.kernels.sampling.draw_part import draw_part
 from coatcheck.kernels.sampling.filter_floor import filter_floor
 from coatcheck.kernels.sampling.logprobs import launch_logprobs
 from coatcheck.kernels.sampling.penalties import apply_penalties
@@ -144,6 +145,8 @@ def empty() -> None:
     floats, ints = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
     filter_floor(none, floats, ints, floats, floats)
     launch_draw(none, floats, floats, slots, ints, slots, slots.clone())
+    drawn = draw_part(none, 3, temperature=floats, floors=floats, seed=slots, choice=ints, position=slots)
+    assert [len(part) for part in drawn] == [0, 0]
     apply_token_mask(torch.zeros(2, 24), slots, torch.zeros(0, 1, dtype=torch.int32))
     apply_penalties(none, ids, slots, ints, ints, floats, floats, floats)
     assert [len(part) for part in launch_logprobs(none, slots)] == [0, 0, 0]

@@ -22,6 +22,13 @@ def sampling() -> None:
     launch_draw(logits, temperature, floors, seed, choice, position, out, bits)
     assert torch.equal(bits, noise_bits_reference(seed, choice, position, torch.arange(3000)))
     assert torch.equal(out, sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position))
+    best, parts = torch.empty(2, 4), torch.empty(2, 4, dtype=torch.int64)
+    for at in range(2):
+        launch_draw(
+            logits[:, 1500 * at :][:, :1500], temperature, floors, seed, choice, position, parts[at],
+            best_out=best[at], first_token=1500 * at,
+        )  # fmt: skip
+    assert torch.equal(parts.gather(0, best.argmax(0)[None])[0], out)
     for vocab in (2999, 33, 1024):
         have, rows = torch.randn(4, 3000)[:, :vocab], torch.tensor([3, 0])
         mask = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=torch.int32)

@@ -240,7 +240,12 @@ KEYS: dict[str, Keys] = {
         dict(SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, PLACES=filter_floor.PLACES, BLOCK=4096), 16,
     ),
     "draw": same(
-        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i32 i32", dict(BITS=False, BLOCK=2048), 8
+        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 *fp32 i32 i32 i32",
+        dict(BITS=False, PART=False, BLOCK=2048), 8,
+    ),
+    "draw, part": same(
+        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 *fp32 i32 i32 i32",
+        dict(BITS=False, PART=True, BLOCK=2048), 8,
     ),
     "logprobs": same(logprobs._logprobs, "*fp32 *i64 *fp32 *fp32 *i64 i32 i32", dict(BLOCK=4096), 8),
     "token_mask": same(token_mask._token_mask, "*fp32 *i64 *i32 i32 i32 i32", dict(BLOCK=1024)),

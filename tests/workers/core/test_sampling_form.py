@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
-from coatcheck.workers.core.sampling_form import SamplingFeature, SamplingForm, choose_form, features_of, union
+from coatcheck.workers.core.sampling_form import (
+    MAX_MERGED_TOP_K,
+    SamplingChoice,
+    SamplingFeature,
+    SamplingForm,
+    choose_form,
+    features_of,
+    union,
+)
 
 GREEDY: dict[str, Any] = dict(temperature=0.0)
 
@@ -17,7 +25,11 @@ GREEDY: dict[str, Any] = dict(temperature=0.0)
     [
         (GREEDY, SamplingFeature.NONE),
         (GREEDY | dict(top_k=5, top_p=0.5, min_p=0.1), SamplingFeature.NONE),  # a greedy row has no filters
-        (dict(top_k=5), SamplingFeature.DRAW),
+        ({}, SamplingFeature.DRAW),
+        (dict(top_k=MAX_MERGED_TOP_K), SamplingFeature.DRAW | SamplingFeature.FEW_KEPT),
+        (dict(min_p=0.1), SamplingFeature.DRAW | SamplingFeature.FEW_KEPT),
+        (dict(top_k=MAX_MERGED_TOP_K + 1), SamplingFeature.DRAW | SamplingFeature.MANY_KEPT),
+        (dict(top_p=0.9), SamplingFeature.DRAW | SamplingFeature.MANY_KEPT),
         (GREEDY | dict(repetition_penalty=1.1), SamplingFeature.PENALTIES),
         (GREEDY | dict(presence_penalty=-0.1), SamplingFeature.PENALTIES),
         (dict(frequency_penalty=0.1), SamplingFeature.DRAW | SamplingFeature.PENALTIES),
@@ -31,7 +43,9 @@ GREEDY: dict[str, Any] = dict(temperature=0.0)
 )
 def test_features_of_a_request(params: dict[str, Any], features: SamplingFeature) -> None:
     """Every parameter that changes the sampler's work is a feature, and no other is."""
-    assert features_of(SamplingParams(**params)) == features
+    assert features_of(SamplingParams(**params), has_grammar=False) == features
+    with_grammar = features_of(SamplingParams(**params), has_grammar=True)
+    assert with_grammar == features | SamplingFeature.GRAMMAR
 
 
 def test_a_step_takes_the_cheapest_form_for_all_its_rows() -> None:
@@ -39,7 +53,34 @@ def test_a_step_takes_the_cheapest_form_for_all_its_rows() -> None:
     not change the form."""
     everything = [*SamplingFeature]
     beside = [each for each in everything if each not in (SamplingFeature.DRAW, SamplingFeature.PENALTIES)]
-    assert choose_form(union([])) is SamplingForm.GREEDY
-    assert choose_form(union(beside)) is SamplingForm.GREEDY
-    assert choose_form(union([*beside, SamplingFeature.DRAW])) is SamplingForm.DRAWN
-    assert choose_form(union(everything)) is SamplingForm.PENALISED
+    for features, form in (
+        ([], SamplingForm.GREEDY),
+        (beside, SamplingForm.GREEDY),
+        ([*beside, SamplingFeature.DRAW], SamplingForm.DRAWN),
+        (everything, SamplingForm.PENALISED),
+    ):
+        choice = SamplingChoice(form, "the head gives every rank the logits of all tokens")
+        assert choose_form(union(features), can_merge=False) == choice
+
+
+def test_ranks_merge_their_tokens_where_no_row_needs_all_logits() -> None:
+    """Greedy rows, draws, top-k of few tokens and min-p are merged over ranks. One row that needs the logits of all
+    tokens makes the step gather them, and the reason names what the row asks for."""
+    draw, few = SamplingFeature.DRAW, SamplingFeature.FEW_KEPT
+    own = "each rank draws from its own part of the vocabulary"
+    for features, form in (
+        (SamplingFeature.NONE, SamplingForm.MERGED),
+        (draw, SamplingForm.MERGED),
+        (draw | few, SamplingForm.MERGED_FILTERED),
+    ):
+        assert choose_form(features, can_merge=True) == (form, own)
+    for feature, what in (
+        (SamplingFeature.MANY_KEPT, "top_p, or top_k above 64"),
+        (SamplingFeature.GRAMMAR, "a grammar"),
+        (SamplingFeature.PENALTIES, "penalties"),
+        (SamplingFeature.BIAS, "logit_bias or min_tokens"),
+        (SamplingFeature.CONSTRAINTS, "allowed or bad tokens, or a reasoning limit"),
+        (SamplingFeature.LOGPROBS, "log-probabilities"),
+    ):
+        choice = choose_form(draw | few | feature, can_merge=True)
+        assert not choice.form.is_merged and choice.reason == f"a request has {what}"
