@@ -156,9 +156,9 @@ def _explain(error: ValidationError, kind: type[RequestBody], value: object) -> 
 
 def _field_path(loc: Sequence[int | str], value: object, *, is_missing: bool) -> str:
     """The path of a field in the body `value`. `loc` also names the branches of unions, by their types, which mean
-    nothing to a client. `is_missing`: the body does not have the last part."""
+    nothing to a client. `is_missing`: the body does not have the last part, or has null there."""
     path: list[str] = []
-    for part in loc:
+    for part in loc[:-1] if is_missing else loc:
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
         if is_index or (isinstance(value, dict) and part in value):
             value = value[part]  # type: ignore[index]  # one of the two

@@ -157,6 +157,9 @@ PARAMS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"best_of": 2}, "best_of"),
     ("/v1/completions", {"stop": ["a"] * 70}, "stop"),
     ("/v1/completions", {"stream_options": {}}, "stream_options"),
+    ("/v1/completions", {"prompt": None}, "prompt"),
+    ("/v1/chat/completions", {"messages": None}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": None, "content": "a"}]}, "messages.0.role"),
 ]
 
 
