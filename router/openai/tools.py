@@ -27,6 +27,8 @@ class Tool(RequestBody):
 
 
 class NamedFunction(RequestBody):
+    drops_unknown_fields: ClassVar = True  # clients repeat the function's description and schema here
+
     name: str
 
 

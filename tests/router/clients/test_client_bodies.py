@@ -51,6 +51,9 @@ SAME: dict[str, tuple[dict[str, Any], str]] = {
     "a tool without its type": ({"tools": [{"function": WEATHER["function"]}]}, "[weather]"),
     "a cached tool": ({"tools": [{**WEATHER, "cache_control": {"type": "ephemeral"}}]}, "[weather]"),
     "auto without tools": ({"tools": [], "tool_choice": "auto"}, "<user>hello<"),
+    "a choice that repeats its function": (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {**CALL, "description": "d"}}},
+        "[weather]"),
     "no alternatives": ({"top_logprobs": 0}, "<user>hello<"),
     "verbosity": ({"verbosity": "low"}, "[low]"),
     "no effort": ({"reasoning_effort": "none"}, "[False]"),
