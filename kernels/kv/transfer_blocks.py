@@ -6,23 +6,35 @@
 The coefficient of every word is odd, so a change within one word always changes the sum. A change of several words is
 missed with a chance of 2^-64. The sum is computed during the copy and costs little more than a plain copy.
 
+`sum_blocks` computes the sums alone, also of blocks on a GPU. There one program adds a part of a block, and the parts
+are added after that, in any order, because integers wrap.
+
 Shapes: from, to uint8 [num_blocks, bytes_per_block] (bytes a multiple of 64), from_rows, to_rows and sums int64 [n].
 No block may be a destination twice.
 """
+
+# Triton device functions take pointers and constexprs, which mypy cannot type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
 import sys
 
 import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_device, check_dtype, check_rows, check_shape, refuse
 
+_CPU = torch.device("cpu")
 _LANES = 8
 _CACHE_LINE = 8 * _LANES
-_P, _Q = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
+_P, _Q = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E))
+_SIGNED_P, _SIGNED_Q = tl.constexpr(_P), tl.constexpr(_Q)
+_WORDS = 4096  # that a program adds
 
 
 def transfer_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
@@ -43,8 +55,10 @@ def transfer_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: 
 
 
 def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
-    """The checksums of `transfer_blocks`, without a copy: int64 [n]."""
-    _check_pool("pool", pool, "rows", rows)
+    """The checksums of `transfer_blocks`, without a copy: int64 [n]. `pool`, `rows`: on a CPU or a GPU."""
+    _check_pool("pool", pool, "rows", rows, pool.device)
+    if uses_triton(pool):
+        return _sum_on_gpu(pool.view(torch.int64), rows)
     library = native.library()
     if library is None:
         return _sums(pool[rows])
@@ -56,14 +70,36 @@ def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
     return sums
 
 
-def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
+def _sum_on_gpu(pool: Tensor, rows: Tensor) -> Tensor:
+    """`pool`: int64 [num_blocks, words]."""
+    words = pool.shape[1]
+    parts = torch.empty((len(rows), triton.cdiv(words, _WORDS)), dtype=torch.int64, device=pool.device)
+    if len(rows):
+        _sum_blocks[tuple(parts.shape)](pool, rows, parts, pool.stride(0), words, BLOCK=_WORDS, num_warps=8)
+    return parts.sum(1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_blocks(pool, rows, parts, stride, words, BLOCK: tl.constexpr):
+    """One program adds BLOCK words of one block."""
+    row = tl.load(rows + tl.program_id(0))
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    has = at < words
+    word = tl.load(pool + row * stride + at, has, other=0)
+    lane, line = (at % 8).to(tl.int64), (at // 8).to(tl.int64)
+    coefficient = 2 * lane + _SIGNED_P + (words // 8 - line) * (4 * lane + _SIGNED_Q)
+    total = tl.sum(word * coefficient, 0)
+    tl.store(parts + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), total)
+
+
+def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor, device: torch.device = _CPU) -> None:
     check_shape(name, pool, (None, None))
     if pool.shape[1] % _CACHE_LINE:
         refuse(name, f"blocks of a multiple of {_CACHE_LINE} bytes", pool.shape[1])
     check_dtype(name, pool, torch.uint8)
     check_rows(name, pool)
-    check_device(name, pool, torch.device("cpu"))
-    check_dense(rows_name, rows, (None,), torch.int64, torch.device("cpu"))
+    check_device(name, pool, device)
+    check_dense(rows_name, rows, (None,), torch.int64, device)
 
 
 def transfer_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
@@ -77,8 +113,4 @@ def _sums(blocks: Tensor) -> Tensor:
     words = blocks.view(torch.int64).reshape(len(blocks), blocks.shape[1] // _CACHE_LINE, _LANES)
     lanes, rows = torch.arange(_LANES), torch.arange(words.shape[1], 0, -1)
     weighted = (words * rows[:, None]).sum(1)
-    return (words.sum(1) * (2 * lanes + _signed(_P)) + weighted * (4 * lanes + _signed(_Q))).sum(1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+    return (words.sum(1) * (2 * lanes + _P) + weighted * (4 * lanes + _Q)).sum(1)

@@ -60,7 +60,7 @@ class Memory:
 
     def streams(self) -> set[int]:
         """The streams that accessed it."""
-        return {*self._written, *self._read}
+        return {stream for table in (self._written, self._read) for stream, times in table.items() if times.any()}
 
     def places_of(self, held: Tensor) -> Places | None:
         """The granules of a view; None if they are not told apart."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.core.runner_protocol import CopyStatus
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
@@ -209,10 +210,24 @@ def _upload_from(pinned: Tensor, target: Tensor, values: NDArray[np.int32]) -> N
     target[: len(values)].copy_(pinned[: len(values)], non_blocking=True)
 
 
+def check_that_a_turned_bit_is_found(runner: ModelRunner) -> None:
+    """Of two restored blocks the one that changed in host memory is corrupt."""
+    copier = runner._copier
+    assert copier is not None
+    for plan in (StepPlan(demotes=[(0, 0), (1, 1)]), StepPlan(restores=[(0, 2), (1, 3)])):
+        copier.start_copies(plan)
+        statuses: list[CopyStatus] = []
+        while (report := copier.report_copies()) is not None:
+            statuses = list(report.statuses)
+        copier.host[1, 100] ^= 1
+    assert statuses == [CopyStatus.DONE, CopyStatus.CORRUPT], statuses
+
+
 def main() -> None:
     path, kv_dtype, want = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     gpu, device = install(), torch.device("cuda", 0)
     check_rules(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
+    check_that_a_turned_bit_is_found(make(path, device, kv_dtype))
     if "forget" in sys.argv:
         check_that_missing_waits_are_found(lambda: make(path, device, kv_dtype), gpu)
         check_that_graphs_are_watched(make(path, device, kv_dtype), gpu)

@@ -11,9 +11,9 @@ direction:
 - Demoted blocks are gathered into a staging buffer first, within the GPU's memory and before the plan's step, which may
   overwrite them. Two buffers take turns, so a step waits for the bus only if both still hold blocks of earlier plans.
 - No step waits for restores: the scheduler uses a restored block only after all ranks have reported it.
-
-There a thread computes the checksums in host memory: after a demote, before a restore. An error on the bus between
-checksum and GPU is not detected.
+- The GPU computes the checksums, on the stream of the copy: of the staging buffer, and of restored blocks in the pool.
+  So errors of host memory and of the bus are detected, and checksums cost no host memory bandwidth, which the copies of
+  eight ranks need. A thread waits for the copies, remembers the sums and compares them.
 """
 
 import time
@@ -31,7 +31,7 @@ from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks
 from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.host_transfer import upload
+from coatcheck.workers.runner.host_transfer import HostCopy, upload
 
 _STAGING_BYTES = 1 << 27  # of each of the two buffers
 _NUM_MEASURED = 5  # plans whose copy time counts
@@ -135,20 +135,21 @@ class CudaBlockCopier(BlockCopier):
         self._staging = [torch.empty_like(pool[:num_staged]) for _ in range(2)]  # the next one to use comes first
         self._staging_read: list[torch.cuda.Event | None] = [None, None]  # after the last copy from each of them
         self._thread = thread or ThreadPoolExecutor(1, "copier", initializer=lambda: torch.set_num_threads(1))
+        sum_blocks(pool, upload([0], torch.int64, pool.device))  # so that the kernel is not compiled later
         self._tasks: deque[Future[None]] = deque()
         self._is_idle_step = False
 
     def start_copies(self, plan: StepPlan) -> None:
-        """Queue the demotes. The thread queues the restores once they are verified."""
+        """Queue the demotes. The thread queues the restores once earlier demotes have arrived."""
         self._is_idle_step = not plan.scheduled
         if not (plan.demotes or plan.restores):
             return
         num_staged = len(self._staging[0])
         for first in range(0, len(plan.demotes), num_staged):
             pairs = plan.demotes[first : first + num_staged]
-            began, done = self._queue_demotes(pairs)
+            queued = self._queue_demotes(pairs)
             copies = self.add_copies(len(pairs))
-            self._tasks.append(self._thread.submit(self._finish_demotes, pairs, copies, began, done))
+            self._tasks.append(self._thread.submit(self._finish_demotes, pairs, copies, queued))
         if plan.restores:
             self._restores.wait_stream(torch.cuda.current_stream(self._pool.device))
             copies = self.add_copies(len(plan.restores))
@@ -162,7 +163,7 @@ class CudaBlockCopier(BlockCopier):
             self._tasks.popleft().result()  # raises the task's exception
         return super().report_copies()
 
-    def _queue_demotes(self, pairs: Pairs) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _queue_demotes(self, pairs: Pairs) -> "_QueuedCopies":
         """Gather blocks into a staging buffer on the compute stream, and queue their copies to the host."""
         compute_stream = torch.cuda.current_stream(self._pool.device)
         staging, last_read = self._staging.pop(0), self._staging_read.pop(0)
@@ -173,46 +174,60 @@ class CudaBlockCopier(BlockCopier):
         # Eight bytes at a time: every BlockLayout allows it.
         torch.index_select(self._pool.view(torch.int64), 0, blocks, out=staged.view(torch.int64))
         self._demotes.wait_stream(compute_stream)
-        began, done = _queue(
-            self._demotes, [(self.host[host_block], staged[index]) for index, (_, host_block) in enumerate(pairs)]
-        )
+        tensors = [(self.host[host_block], staged[index]) for index, (_, host_block) in enumerate(pairs)]
+        queued = _QueuedCopies.start(self._demotes, tensors, staged, range(len(pairs)))
         self._staging.append(staging)
-        self._staging_read.append(done)
-        return began, done
+        self._staging_read.append(queued.done)
+        return queued
 
-    def _finish_demotes(
-        self, pairs: Pairs, copies: list[BlockCopy], began: torch.cuda.Event, done: torch.cuda.Event
-    ) -> None:
-        done.synchronize()
-        started = time.perf_counter()
+    def _finish_demotes(self, pairs: Pairs, copies: list[BlockCopy], queued: "_QueuedCopies") -> None:
+        sums = queued.wait_sums()
         _, host_blocks = _split_pairs(pairs)
-        self._checksums[host_blocks] = sum_blocks(self.host, host_blocks)
-        self.record_demotes(copies, _seconds_between(began, done) + time.perf_counter() - started)
+        self._checksums[host_blocks] = sums
+        self.record_demotes(copies, queued.seconds())
 
     def _restore(self, pairs: Pairs, copies: list[BlockCopy]) -> None:
-        started = time.perf_counter()
+        tensors = [(self._pool[block], self.host[host_block]) for host_block, block in pairs]
+        queued = _QueuedCopies.start(self._restores, tensors, self._pool, [block for _, block in pairs])
         host_blocks, _ = _split_pairs(pairs)
-        is_intact = (sum_blocks(self.host, host_blocks) == self._checksums[host_blocks]).tolist()
-        checksum_seconds = time.perf_counter() - started
-        intact = [pair for pair, is_good in zip(pairs, is_intact, strict=True) if is_good]
-        began, done = _queue(
-            self._restores, [(self._pool[block], self.host[host_block]) for host_block, block in intact]
-        )
-        done.synchronize()
-        self.record_restores(copies, is_intact, checksum_seconds + _seconds_between(began, done))
+        is_intact = queued.wait_sums() == self._checksums[host_blocks]
+        self.record_restores(copies, is_intact.tolist(), queued.seconds())
 
 
-def _queue(
-    stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Queue copies of (target, source). Returns events before the first and after the last."""
-    began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        began.record(stream)
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-        done.record(stream)
-    return began, done
+@dataclass(frozen=True, slots=True)
+class _QueuedCopies:
+    """Copies of blocks on one stream, and the checksums of the blocks on the GPU. `began`, `done`: before the first and
+    after the last."""
+
+    began: torch.cuda.Event
+    done: torch.cuda.Event
+    sums: HostCopy
+
+    @classmethod
+    def start(
+        cls,
+        stream: torch.cuda.Stream,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        pool: Tensor,
+        blocks: Sequence[int],
+    ) -> "_QueuedCopies":
+        """Queue copies of (target, source), then the checksums of `blocks` of `pool`."""
+        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            began.record(stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            sums = sum_blocks(pool, upload(list(blocks), torch.int64, pool.device))
+            done.record(stream)
+            return cls(began, done, HostCopy.start(sums))
+
+    def wait_sums(self) -> Tensor:
+        """The checksums, int64 [blocks]. Block until copies and checksums are done."""
+        return torch.tensor(self.sums.wait(), dtype=torch.int64)
+
+    def seconds(self) -> float:
+        """The time of copies and checksums alone, without the stream's wait for earlier steps."""
+        return float(self.began.elapsed_time(self.done)) / 1e3
 
 
 def _split_pairs(pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -224,8 +239,3 @@ def _split_pairs(pairs: Pairs) -> tuple[Tensor, Tensor]:
 def _typical(recent: deque[float]) -> float:
     """The lower median, so that one disturbed measurement, even the first of two, does not count."""
     return median_low(recent) if recent else 0.0
-
-
-def _seconds_between(began: torch.cuda.Event, done: torch.cuda.Event) -> float:
-    """The time of the copies alone, without the stream's wait for earlier steps."""
-    return float(began.elapsed_time(done)) / 1e3

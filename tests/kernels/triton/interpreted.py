@@ -16,7 +16,7 @@ from tests.kernels.triton.interpreted_linears import (
     quantised_linears,
 )
 from tests.kernels.triton.interpreted_ranks import ranks
-from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
+from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores, sums
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
 from tests.kernels.triton.mended_bfloat16 import mend
 from tests.kernels.triton.mended_products import mend_products
@@ -49,6 +49,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "stores": stores,
     "rows": rows,
     "empty": empty,
+    "sums": sums,
     "ranks": ranks,
     "routes": routes,
     "products": products,

@@ -9,6 +9,7 @@ from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_stor
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.quantise import _fp8_bits, _nibbles, _widened
 from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
+from coatcheck.kernels.kv.transfer_blocks import sum_blocks, transfer_blocks_reference
 from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from coatcheck.kernels.sampling.draw_part import draw_part
@@ -127,6 +128,18 @@ def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> No
     gather_pages(tables, indptr, indices)
     parts = [table[:count] for table, count in zip(tables, counts, strict=True)]
     assert torch.equal(indices, torch.cat((*parts, torch.full((5,), -1, dtype=torch.int32))))
+
+
+def sums() -> None:
+    """Checksums of blocks are the reference's, in parts of a block and in any order of blocks; one bit changes them."""
+    for lines in (1, 5, 513, 1025):
+        pool = torch.randint(0, 256, (4, lines * 64 + 64), dtype=torch.uint8)[:, : lines * 64]
+        rows = torch.tensor([2, 0, 3])
+        want = transfer_blocks_reference(pool, rows, torch.empty(3, lines * 64, dtype=torch.uint8), torch.arange(3))
+        assert torch.equal(sum_blocks(pool, rows), want)
+        pool[0, -1] ^= 128
+        assert (sum_blocks(pool, rows) != want).tolist() == [False, True, False]
+    assert sum_blocks(pool, rows[:0]).tolist() == []
 
 
 def empty() -> None:

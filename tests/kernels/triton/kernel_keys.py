@@ -14,7 +14,7 @@ import triton
 
 from coatcheck.kernels.attention import attention_plan, latent_tiles, page_indices, paged_tiles, rotary, tile_launch
 from coatcheck.kernels.gpu_properties import GpuProperties
-from coatcheck.kernels.kv import copy_blocks, store_kv
+from coatcheck.kernels.kv import copy_blocks, store_kv, transfer_blocks
 from coatcheck.kernels.layers import (
     all_reduce_norm,
     grouped_gemm,
@@ -222,6 +222,9 @@ KEYS: dict[str, Keys] = {
     "store_quantised": partial(store_quantised, 128, POOLS["fp8"]),
     "copy_blocks": same(copy_blocks._copy_blocks, "*i64 *i64 *i64 i32 i32", dict(BLOCK=2048)),
     "gather_pages": same(page_indices._gather_pages, "*i32 *i32 *i32 i32", dict(BLOCK=1024)),
+    "sum_blocks": same(
+        transfer_blocks._sum_blocks, "*i64 *i64 *i64 i32 i32", dict(BLOCK=transfer_blocks._WORDS), 8
+    ),
     "rotary": partial(rotary_store, 128, POOLS["bf16"]),
     "lane_maxima": same(
         filter_floor._lane_maxima, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32",

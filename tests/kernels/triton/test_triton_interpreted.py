@@ -20,7 +20,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
     "groups",
     [
         "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities",
-        "routes products linears W8A8 fixed packed latents ranks",
+        "sums routes products linears W8A8 fixed packed latents ranks",
         "bfloat16",
     ],
 )
