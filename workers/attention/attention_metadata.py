@@ -53,6 +53,18 @@ class LocalQueries(NamedTuple):
     cu_seqlens_q: Tensor
 
 
+class GatheredContext(NamedTuple):
+    """With --mla-shard tokens: a step whose ranks gather the latents of all of its sequences (token_shards.py).
+
+    blocks: int64 [B], the blocks of one sequence after the other. block_tables: int32 [S, max_blocks], indices into
+    `blocks`. plans: for the rank's own heads over all tokens.
+    """
+
+    blocks: Tensor
+    block_tables: Tensor
+    plans: dict[LayerKind, AttentionPlan]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """T tokens of S sequences, flattened; sequence s owns tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1].
@@ -74,6 +86,7 @@ class AttentionMetadata:
     # On a GPU: how the backend computes attention, for each kind of layers.
     plans: AttentionPlans = field(default_factory=dict)
     local: LocalQueries | None = None  # of these queries; None: not computed
+    gathered: GatheredContext | None = None  # None: the ranks exchange queries and results
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +107,4 @@ class LogitsIndices:
 
     def select_queries(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """`metadata` with `tokens` as the only queries."""
-        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, plans=self.plans, local=None)
+        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, plans=self.plans, local=None, gathered=None)

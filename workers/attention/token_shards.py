@@ -4,6 +4,9 @@ Rank r of n stores the tokens whose position p has p % n == r. n divides the blo
 every block: block ids, block tables, hashes, tiers and evictions are those of a group that stores every token on every
 rank. Token p is the rank's local token p // n. A rank therefore attends with tables of the same block ids, blocks of
 block_size / n tokens, and for each query the number of its local tokens as the context's length.
+
+Ranks exchange queries and results of all heads, or gather the latents of the contexts and then attend with their own
+heads alone. `gathers_context` chooses the one that moves fewer bytes: a decode exchanges, a prompt gathers.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from coatcheck.workers.core.model_spec import LayerSpec
 def localise(metadata: AttentionMetadata, layer: LayerSpec) -> AttentionMetadata:
     """`metadata` with the slots of this rank's tokens, and `local`. `layer`: of this rank."""
     slots = local_slots(metadata.slot_mapping, layer)
-    return replace(metadata, slot_mapping=slots, local=local_queries(metadata, layer, len(slots)))
+    local = None if metadata.gathered else local_queries(metadata, layer, len(slots))
+    return replace(metadata, slot_mapping=slots, local=local)
 
 
 def local_slots(slot_mapping: Tensor, layer: LayerSpec) -> Tensor:
@@ -56,3 +60,25 @@ def count_local_keys(q_lens: Sequence[int], seq_lens: Sequence[int], layer: Laye
         for queries, length in zip(q_lens, seq_lens, strict=True)
         for end in range(length - queries + 1, length + 1)
     ]
+
+
+def exchanged_elements(num_tokens: int, layer: LayerSpec) -> int:
+    """The elements of one layer's queries and results that each rank has or receives. `layer`: of this rank."""
+    rank = layer.head_dim - layer.rope_head_dim
+    return num_tokens * layer.num_heads * layer.token_shards * (layer.head_dim + rank)
+
+
+def gathers_context(q_lens: Sequence[int], seq_lens: Sequence[int], layer: LayerSpec, max_tokens: int) -> bool:
+    """Whether the ranks gather the latents of a step's contexts. `layer`: of this rank.
+
+    Gathering needs less than `max_tokens` tokens of context, and at most half of the elements of an exchange: a gather
+    holds three copies for a moment. So a gather takes no more memory than an exchange of the largest step, by which the
+    KV pool is sized, because that step has a context of `max_tokens`.
+    """
+    context = sum(seq_lens)
+    return context < max_tokens and 2 * context * layer.head_dim <= exchanged_elements(sum(q_lens), layer)
+
+
+def list_blocks(seq_lens: Sequence[int], block_size: int) -> list[tuple[int, int]]:
+    """(sequence, index in its block table) of each block, one sequence after the other."""
+    return [(row, index) for row, length in enumerate(seq_lens) for index in range(-(-length // block_size))]

@@ -14,7 +14,8 @@ absorbed form, because the host would have to wait for the lengths.
 
 With --mla-shard tokens a rank stores every tp-th token (workers/attention/token_shards.py). In the absorbed form the
 ranks exchange queries, so that each computes all heads over its tokens, and then partial results, of which each merges
-those of its heads. In the expanded form they exchange the context's latents, and each computes its heads.
+those of its heads. Where that is less to move they gather the context's latents, and each computes its heads: in the
+expanded form, and on GPUs in steps with prompts.
 """
 
 from dataclasses import replace
@@ -32,8 +33,8 @@ from coatcheck.kernels.layers.heads_linear import HeadsLinear
 from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.workers.attention.attention import AttentionLayer, kernel_plan
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.attention import AttentionLayer, kernel_plan, kind_of
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, GatheredContext, LogitsIndices
 from coatcheck.workers.attention.token_shards import local_queries
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.multi_head_attention import RotaryTables
@@ -164,6 +165,8 @@ class LatentAttention:
         absorbed = q.new_empty((*q.shape[:2], rank + rope))
         self.k_up_absorbed(q[:, :, :nope], absorbed[:, :, :rank])
         absorbed[:, :, rank:] = q[:, :, nope:]
+        if metadata.gathered is not None:
+            return self.v_up(self._attend_gathered(absorbed, metadata.gathered, metadata, cache))
         if self.spec.token_shards > 1:
             return self.v_up(self._attend_all_ranks(absorbed, cu_seqlens_q, metadata, cache))
         latents = latent_attention(
@@ -200,15 +203,38 @@ class LatentAttention:
         )
         return merge_parts_of_ranks(self._communicator.all_to_all(pack_parts(out, lse, self.spec.token_shards)))
 
+    def _attend_gathered(
+        self, q: Tensor, gathered: GatheredContext, metadata: AttentionMetadata, cache: LatentCache
+    ) -> Tensor:
+        """As `_attend_all_ranks`, for all queries of the step."""
+        latents, rope_keys = self._gather_rows(gathered.blocks, cache, q.dtype)
+        shape = (-1, 1, cache.block_size * self.spec.token_shards)
+        context = LatentCache(latents.view(*shape, cache.rank), rope_keys.view(*shape, cache.rope_dim))
+        return latent_attention(
+            q,
+            context,
+            block_tables=gathered.block_tables,
+            seq_lens=metadata.seq_lens,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            scale=self.spec.scale,
+            plan=gathered.plans.get(kind_of(self.spec)),
+        )
+
+    def _gather_rows(self, blocks: Tensor, cache: LatentCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Latents and rotary keys of all tokens of `blocks`, in order. Of n shards rank r has tokens r, r + n, ..."""
+        if self.spec.token_shards == 1:
+            return cache.rows(blocks, dtype)
+        latents, rope_keys = (
+            self._communicator.all_gather(rows[:, None], dim=1).flatten(0, 1) for rows in cache.rows(blocks, dtype)
+        )
+        return latents, rope_keys
+
     def _expanded(self, q: Tensor, blocks: Tensor, seq_len: int, cache: LatentCache, out: Tensor) -> None:
         """One sequence's last queries q [R, heads, nope + rope] -> out [R, heads, value]."""
         _, nope, _, value = self.dims
         heads = self.spec.num_heads
         block_size = cache.block_size * self.spec.token_shards
-        latents, rope_keys = cache.rows(blocks[: -(-seq_len // block_size)].long(), q.dtype)
-        if self.spec.token_shards > 1:  # rank r has tokens r, r + tp, r + 2 tp, ...
-            parts = self._communicator.all_gather(torch.cat((latents, rope_keys), dim=1)[:, None], dim=1)
-            latents, rope_keys = parts.flatten(0, 1).split_with_sizes((cache.rank, cache.rope_dim), dim=1)
+        latents, rope_keys = self._gather_rows(blocks[: -(-seq_len // block_size)].long(), cache, q.dtype)
         latents, rope_keys = latents[:seq_len, None], rope_keys[:seq_len].contiguous()
         step = max(1, EXPANDED_BYTES // (seq_len * (nope + value) * q.itemsize))
         for first in range(0, heads, step):

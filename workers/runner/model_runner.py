@@ -202,13 +202,18 @@ class ModelRunner:
         size = self._layout.block_size
         max_seq_len = max(_seq_lens(rows))
         blocks = self._block_tables[token_slots, positions // size]
+        tables = self._block_tables[slots, : -(-max_seq_len // size)]
+        gathered = None
+        if isinstance(self._backend, TritonBackend):  # check_backend_model refuses latent layers of others
+            gathered = self._backend.gather_context(tables, lens, _seq_lens(rows), self.max_model_len)
         metadata = AttentionMetadata(
             slot_mapping=blocks.long() * size + positions % size,
-            block_tables=self._block_tables[slots, : -(-max_seq_len // size)],
+            block_tables=tables,
             seq_lens=seq_lens.to(torch.int32),
             cu_seqlens_q=self._int32(cu_seqlens),
             batch_invariant=self.model.deterministic,
-            plans=self._backend.make_plans(lens, _seq_lens(rows)),
+            plans={} if gathered else self._backend.make_plans(lens, _seq_lens(rows)),
+            gathered=gathered,
         )
         input_ids = self._token_ids[token_slots, positions].long()
         return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)

@@ -1,6 +1,9 @@
 """Latents divided over ranks by token (--mla-shard tokens): transformers' tokens, cached prefixes, tiers, refusals."""
 
 import json
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.token_shards import count_local_keys, local_queries, local_slots, localise
+from coatcheck.workers.attention.token_shards import (
+    count_local_keys,
+    exchanged_elements,
+    gathers_context,
+    list_blocks,
+    local_queries,
+    local_slots,
+    localise,
+)
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.communicator import Communicator
@@ -103,6 +115,48 @@ def test_greedy_tokens_equal_transformers(tp: int, share_memory: bool, tmp_path:
         replicated = load(path, Communicator(), mla_shard="replicate")
         # Each of a block's parts is padded to 64 bytes.
         assert outcome["bytes"] * tp <= PagedDriver(replicated).layout.bytes_per_block + 64 * tp * 2 * 4
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_gathered_contexts_give_the_tokens_of_one_rank(tmp_path: Path, kv_dtype: str) -> None:
+    """With a GPU's kernels, steps with prompts gather the latents, in all layers but the last, which computes few rows;
+    decodes exchange queries. At tp 2 and 4 every step has the tokens of tp 1."""
+    layers = 2
+    path = tiny_checkpoint("deepseek-v3", tmp_path, num_hidden_layers=layers, first_k_dense_replace=layers)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.model.gathered_contexts", str(path), kv_dtype],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=MAX_WAIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [tokens for tokens, _ in found["2"]] == [tokens for tokens, _ in found["4"]]
+    assert [tokens for tokens, _ in found["2"]] == [tokens for tokens, _ in found["1"]]
+    gathered = [layers - 1, 0, layers - 1, layers - 1]
+    assert {tp: [count for _, count in steps] for tp, steps in found.items()} == {
+        "1": [0] * 4, "2": gathered, "4": gathered
+    }  # fmt: skip
+
+
+def test_fewer_bytes_decide_between_gathering_and_exchanging() -> None:
+    """DeepSeek-V3 at tp 8: prompts gather, also behind a long prefix; decodes, a short chunk behind a long prefix, and
+    contexts beyond the bound exchange."""
+    layer = TpShard(3, 8, divides_latents=True).shard_layer(LayerSpec(128, 1, 576, v_head_dim=0, rope_head_dim=64))
+    cases = {
+        ((2048,), (2048,)): True,
+        ((2048,), (100_000,)): True,
+        ((600,), (100_000,)): False,
+        ((1,) * 64, (8_000,) * 64): False,
+        ((1,) * 4 + (2044,), (8_000,) * 4 + (2044,)): True,
+        ((2048,), (131_072,)): False,
+    }
+    for (q_lens, seq_lens), gathers in cases.items():
+        assert gathers_context(q_lens, seq_lens, layer, 131_072) is gathers
+    assert exchanged_elements(2048, layer) * 2 == 2048 * 128 * (576 + 512) * 2
+    assert list_blocks([17, 0, 16], 16) == [(0, 0), (0, 1), (2, 0)]
 
 
 def test_every_token_is_stored_once(tmp_path: Path) -> None:
