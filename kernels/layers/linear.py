@@ -17,6 +17,7 @@ kernels fix the order, on a CPU libraries are called with a fixed number of rows
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ class PackedLinear(nn.Module):
         if isinstance(weight, Tensor):
             self.parts = (_pack(weight, self.form),)
         elif self.form == "triton":
-            self.codes = pack_codes(weight, self.row_format)
+            self.codes = pack_codes(widen_scales(weight, weight.device), self.row_format)
             self.parts = self.codes.parts
         else:
             self.parts = pack_quantised(weight)
@@ -186,6 +187,17 @@ def holds_quantised(weight: QuantisedWeight, device: torch.device) -> bool:
 
 
 _CODES_OF_WORD = 8  # of 4 bits, the most
+
+
+def widen_scales(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
+    """`weight` with the scales that PackedLinear holds on `device`: on a GPU those of rows of 8-bit codes are float32,
+    because torch._scaled_mm reads no others. All others keep their dtype.
+
+    The loader calls this before it counts the weight's bytes, so that the count is what the rank holds.
+    """
+    if device.type not in TRITON_DEVICES or weight.kind.bits != 8 or weight.groups > 1:
+        return weight
+    return replace(weight, scales=weight.scales.float())
 
 
 def _pack(weight: Tensor, form: str) -> Tensor:

@@ -50,7 +50,7 @@ class LinearLaunch(NamedTuple):
 
 class Codes(NamedTuple):
     """A weight as the kernel reads it. `step`: columns of a product, all of one group. `group`: columns of a group.
-    `format`: of the activations that it is multiplied with; None: of the model's dtype. With one, scales are float32.
+    `format`: of the activations that it is multiplied with; None: of the model's dtype.
     """
 
     kind: CodeKind
@@ -121,8 +121,10 @@ def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Code
             to.copy_((runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1))
     zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
     order = None if weight.order is None else weight.order.int().contiguous()
-    scales = (weight.scales if format is None else weight.scales.float()).T.contiguous()
-    return Codes(weight.kind, weight.shape, step, weight.group, codes.contiguous(), scales, zeros, order, format)
+    return Codes(
+        weight.kind, weight.shape, step, weight.group, codes.contiguous(), weight.scales.T.contiguous(), zeros, order,
+        format,
+    )  # fmt: skip
 
 
 def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Tensor:

@@ -66,7 +66,7 @@ def held_bytes(
         elif expert is not None and weight is not None:
             stacks.setdefault((expert[1], expert[2] in _DOWN), []).append((as_plain, codes))
         elif codes is not None:
-            total += codes.bytes
+            total += codes.bytes + (codes.bytes_widened if device == "cuda" else 0)
         elif quantization != "auto" and _is_quantised_at_load(key, entry):
             total += _bytes_at_load(_matrix_of(config, entry.shape), quantization)
         else:
@@ -76,11 +76,13 @@ def held_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """A weight that stays quantised. `layout`: equal for weights that are stored alike."""
+    """A weight that stays quantised. `layout`: equal for weights that are stored alike. `bytes_widened`: added on a GPU
+    if the weight is a linear's, whose scales are then float32 (widen_scales of kernels/layers/linear.py)."""
 
     bytes: int
     layout: tuple[Any, ...]
     is_scattered: bool
+    bytes_widened: int = 0
 
 
 def _bytes_of_stack(weights: Sequence[tuple[int, _Codes | None]]) -> int:
@@ -112,7 +114,8 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: in
     if is_scattered:
         held += 4 * columns
     layout = (weight.encoding, weight.bits, columns, group, scales.dtype, "zeros" in weight.parts)
-    return _Codes(held, layout, is_scattered)
+    widened = rows * (4 - _SIZES[scales.dtype]) if weight.bits == 8 and groups == 1 else 0
+    return _Codes(held, layout, is_scattered, widened)
 
 
 def _is_scattered(order: TensorEntry) -> bool:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from coatcheck.kernels.layers.experts import stays_quantised
-from coatcheck.kernels.layers.linear import holds_quantised
+from coatcheck.kernels.layers.linear import holds_quantised, widen_scales
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, quantise
 from coatcheck.proto.errors import InvalidModel
@@ -236,7 +236,7 @@ def _read_quantised(
         weight = checkpoint.read_quantised(reads[0].key, reads[0].part, dtype)
         if isinstance(weight, QuantisedExperts):
             return weight if stays_quantised(weight, device) else None
-        return weight if weight is not None and holds_quantised(weight, device) else None
+        return widen_scales(weight, device) if weight is not None and holds_quantised(weight, device) else None
     if not _stacks_experts(target.converter):
         return None
     by_pattern: dict[str, list[QuantisedWeight]] = {pattern: [] for pattern in target.converter.source_patterns}

@@ -4,6 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
@@ -30,6 +32,42 @@ def test_bytes_of_a_quantised_checkpoint_are_those_loaded(kind: str, dtype: str,
             spec = load_model(path, communicator=Communicator(), dtype=dtype, device="cpu").spec
         planned = Sizing.of(PlanSettings(model=str(path), dtype=dtype, device=device))  # type: ignore[arg-type]
         assert planned.weight_bytes == spec.weight_bytes < spec.num_weights * (4 if dtype == "float32" else 2) + 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "compressed-w8a16",
+        "compressed-w8a8-int",
+        "compressed-fp8-channel",
+        "compressed-fp8-block",
+        "compressed-w4a16-g32",
+    ],
+)
+def test_scales_of_two_bytes_are_counted_as_held(kind: str, source: Path, tmp_path: Path) -> None:
+    """Published checkpoints have scales in bfloat16. GPUs hold those of rows of 8-bit codes in float32; the plan counts
+    the scales that the packed linears hold, whatever --activation-quantization says."""
+    path = tmp_path / "quantised"
+    FORMATS[kind](source, path)
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    stored |= {key: part.bfloat16() for key, part in stored.items() if key.endswith("weight_scale")}
+    save_file(stored, file, {"format": "pt"})
+    counted = {}
+    for device, asked in (("cpu", "auto"), ("cuda", "auto"), ("cuda", "dynamic"), ("cuda", "off")):
+        with cpu_as_gpu() if device == "cuda" else nullcontext():
+            model = load_model(
+                path, communicator=Communicator(), dtype="bfloat16", device="cpu", activation_quantization=asked
+            )
+        planned = Sizing.of(PlanSettings(model=str(path), dtype="bfloat16", device=device))  # type: ignore[arg-type]
+        assert planned.weight_bytes == model.spec.weight_bytes
+        counted[device] = planned.weight_bytes
+        if device == "cuda":
+            linears = model._body.linears()
+            scales = {linear.codes.scales.dtype for linear in linears if linear.codes is not None}
+            has_groups = kind.endswith(("block", "g32"))
+            assert scales == {torch.bfloat16 if has_groups else torch.float32}
+    assert (counted["cuda"] > counted["cpu"]) == (not has_groups)
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "fp8"])

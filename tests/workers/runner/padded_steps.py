@@ -58,8 +58,15 @@ def make_runner(
     )
 
 
-def load(path: Path, dtype: str = "float32", *, deterministic: bool = False) -> Model:
-    return load_model(path, communicator=Communicator(), dtype=dtype, device="cpu", deterministic=deterministic)
+def load(
+    path: Path, dtype: str = "float32", *, deterministic: bool = False, communicator: Communicator | None = None
+) -> Model:
+    """Several ranks divide latents by token."""
+    communicator = communicator or Communicator()
+    mla_shard = "tokens" if communicator.size > 1 else "replicate"
+    return load_model(
+        path, communicator=communicator, dtype=dtype, device="cpu", deterministic=deterministic, mla_shard=mla_shard
+    )
 
 
 def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[StepShape | None]]:

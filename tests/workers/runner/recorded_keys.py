@@ -78,14 +78,15 @@ def random_plans(seed: int) -> Iterator[StepPlan]:
         yield StepPlan(new_sequences=news, table_writes=writes, cow_copies=cow_copies, scheduled=rows)
 
 
-def record(_: Communicator, model_of: tuple[Path, str, str, bool]) -> tuple[set[str], set[str]]:
-    """(keys of the warm-up, keys of serving) for a (checkpoint, dtype, kv dtype, deterministic)."""
+def record(communicator: Communicator, model_of: tuple[Path, str, str, bool]) -> tuple[set[str], set[str]]:
+    """(keys of the warm-up, keys of serving) for a (checkpoint, dtype, kv dtype, deterministic). Several ranks divide
+    the latents by token."""
     path, dtype, kv_dtype, is_deterministic = model_of
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
     if is_deterministic:  # linears keep the plain weight, as on a GPU
         linear._pick_form = lambda dtype: "plain"
-    model = load(path, dtype, deterministic=is_deterministic)
+    model = load(path, dtype, deterministic=is_deterministic, communicator=communicator)
     sizes = capture_sizes(_SEQS, 48, 512) if model.supports_cuda_graphs else GraphSizes()
     runner = make_runner(model, sizes, kv_dtype, _BLOCKS)
     runner.warm_up()

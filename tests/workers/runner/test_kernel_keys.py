@@ -57,6 +57,17 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(
         assert any(key.startswith(kernel) for key in served) == bool(quantised)
 
 
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_that_gather_latents_warmed_every_kernel(tp: int, checkpoint_directory: Path) -> None:
+    """With --mla-shard tokens the warm-up covers steps that gather latents and steps that exchange queries."""
+    path = tiny_checkpoint("deepseek-v3", checkpoint_directory)
+    for warmed, served in run_ranks(tp, record, (path, "bfloat16", "fp8", False)):
+        assert served <= warmed, served - warmed
+        attention = [key for key in served if key.startswith("_latent_tiles")]
+        # Latents of the pool are FP8, gathered ones of the model's dtype.
+        assert len({"'*u8'" in key for key in attention}) == 2
+
+
 def _restore_experts(file: Path, prefix: str, plain: Weights) -> None:
     """Replace the quantised weights below `prefix` by plain ones."""
     stored = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(prefix)}
