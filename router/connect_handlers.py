@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from fastapi import FastAPI, Request
 from google.protobuf import json_format
 from google.protobuf.message import Message
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from coatcheck.proto.errors import InvalidRequest
@@ -28,6 +29,9 @@ from coatcheck.router.serving.embed_service import EmbedService
 from coatcheck.router.serving.generate_service import CallOptions, GenerateService
 
 _LONG_BYTES: Final = 256 << 10  # parsing a longer body could block the event loop for more than 20 ms
+# Encoding a longer message as JSON could block the event loop for more than 30 ms: 100,000 log-probabilities, which are
+# 1 MB, took 3.9 s.
+_LONG_ANSWER_BYTES: Final = 8 << 10
 _HEADER: Final = struct.Struct(">BI")
 _COMPRESSED, _END_STREAM = 1, 2
 
@@ -61,9 +65,9 @@ class ConnectHandlers:
             if subtype is None:
                 return Response(status_code=415)
             try:
-                message = await self._parse(kind, await request.body(), subtype)
+                message = await self._parse(kind, await _read_body(request), subtype)
                 made = await while_connected(request.receive, _awaited(method(message, _options(request))))
-                return Response(_encode(made, subtype), media_type=f"application/{subtype}")
+                return Response(await self._encode(made, subtype), media_type=f"application/{subtype}")
             except ClientDisconnected:
                 raise
             except Exception as error:
@@ -76,7 +80,7 @@ class ConnectHandlers:
         subtype = _codec(request, "application/connect+")
         if subtype is None:
             return Response(status_code=415)
-        body = await request.body()
+        body = await _read_body(request)
 
         async def messages() -> AsyncGenerator[bytes, None]:
             end: dict[str, Any] = {}
@@ -84,7 +88,7 @@ class ConnectHandlers:
                 message = await self._parse(pb.GenerateRequest, _open_envelope(body), subtype)
                 async with aclosing(self._stream(message, _options(request))) as events:
                     async for event in events:
-                        yield _envelope(_encode(event, subtype))
+                        yield _envelope(await self._encode(event, subtype))
             except Exception as error:
                 end = {"error": connect_error(report_error(error))}
             yield _envelope(json.dumps(end).encode(), _END_STREAM)
@@ -101,6 +105,21 @@ class ConnectHandlers:
         elif len(data) > _LONG_BYTES:
             await self._side.run(check_bytes, kind, data)
         return parse_message(kind, data)
+
+    async def _encode(self, message: Message, subtype: str) -> bytes:
+        if subtype == "proto":
+            return message.SerializeToString()
+        if message.ByteSize() <= _LONG_ANSWER_BYTES:
+            return _to_json(message)
+        return await self._side.run_unlimited(_to_json, message)
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body. Raises ClientDisconnected if the client disconnects, or if the middleware refuses the body."""
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientDisconnected from None
 
 
 async def _awaited(made: Awaitable[Message]) -> Message:
@@ -141,9 +160,7 @@ def _envelope(data: bytes, flags: int = 0) -> bytes:
     return _HEADER.pack(flags, len(data)) + data
 
 
-def _encode(message: Message, subtype: str) -> bytes:
-    if subtype == "proto":
-        return message.SerializeToString()
+def _to_json(message: Message) -> bytes:
     return json_format.MessageToJson(message, indent=None, ensure_ascii=True).encode()
 
 

@@ -4,12 +4,15 @@ import asyncio
 import http.client
 import json
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.router import connect_handlers
+from coatcheck.router.event_loop.side_process import SideProcesses
 from tests.router.access.key_holders import EYES, SEARCH, write_keys
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
@@ -102,6 +105,38 @@ async def test_errors_have_connect_s_form(start_http_router: StartHttpRouter) ->
     assert (await post(router, "Generate", b"{}", "text/plain"))[0] == 415
     assert (await post(router, "GenerateStream", b"{}", "application/json"))[0] == 415
     assert router.server.traffic.active == 0
+
+
+@pytest.mark.parametrize(("method", "kind"), [("Generate", "json"), ("GenerateStream", "connect+json")])
+async def test_a_body_of_too_many_values(
+    start_http_router: StartHttpRouter, caplog: pytest.LogCaptureFixture, method: str, kind: str
+) -> None:
+    """The body is refused while it arrives. That is the client's error, so the log has no incident."""
+    router = await start_http_router(FakeGroup())
+    status, text = await post(router, method, b"," * ((1 << 21) + 1), f"application/{kind}")
+    assert (status, json.loads(text)["code"]) == (413, "resource_exhausted")
+    assert "incident" not in caplog.text and "Traceback" not in caplog.text
+
+
+async def test_long_messages_are_encoded_in_a_side_process(
+    start_http_router: StartHttpRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response is the same wherever its JSON is made; the event loop makes only that of short messages."""
+    router = await start_http_router(FakeGroup(with_tops=True))
+    body = json.dumps({"text": "a fox", "sampling": {"maxTokens": 4, "seed": "7", "logprobs": 3}}).encode()
+    monkeypatch.setattr(connect_handlers, "_LONG_ANSWER_BYTES", 1 << 30)
+    in_place = json.loads((await post(router, "Generate", body, "application/json"))[1])["choices"]
+    monkeypatch.setattr(connect_handlers, "_LONG_ANSWER_BYTES", 0)
+    called: list[str] = []
+    run = SideProcesses.run_unlimited
+
+    async def run_and_record(side: SideProcesses, function: Callable[..., Any], *arguments: Any) -> Any:
+        called.append(function.__name__)
+        return await run(side, function, *arguments)
+
+    monkeypatch.setattr(SideProcesses, "run_unlimited", run_and_record)
+    status, text = await post(router, "Generate", body, "application/json")
+    assert (status, json.loads(text)["choices"]) == (200, in_place) and called == ["_to_json"]
 
 
 async def test_a_key_is_needed(start_http_router: StartHttpRouter, tmp_path: Any) -> None:
