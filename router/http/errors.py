@@ -49,11 +49,11 @@ _PROMPT_FIELDS: Final = {
     "/v1/embeddings": "input",
     "/v1/responses": "input",
 }
-# Codes of refusals that no exception stands for.
+# gRPC's codes of refusals without an exception, by HTTP status; any other status is INVALID_ARGUMENT.
 _CODE_OF_STATUS: Final = {403: GrpcCode.PERMISSION_DENIED, 404: GrpcCode.UNIMPLEMENTED, 405: GrpcCode.UNIMPLEMENTED,
                           408: GrpcCode.DEADLINE_EXCEEDED, 413: GrpcCode.RESOURCE_EXHAUSTED,
                           503: GrpcCode.UNAVAILABLE}  # fmt: skip
-# The HTTP status of an error in Connect is that of its code, which is not always OpenAI's.
+# Connect's HTTP status of a code, where the other APIs have another.
 _CONNECT_STATUS: Final = {GrpcCode.ABORTED: 409, GrpcCode.FAILED_PRECONDITION: 400}
 # A message may quote input of any length.
 _MESSAGE_CHARACTERS: Final = 1000
@@ -75,7 +75,7 @@ class InvalidBody(InvalidRequest):
 
 
 class UnsupportedThread(InvalidRequest):
-    """Anthropic's field `thread`, by which a server would keep the conversation. Its client has a way without."""
+    """A request with Anthropic's field `thread`, for which the server would have to keep the conversation."""
 
     def __init__(self) -> None:
         super().__init__("Unsupported parameter 'thread'; remove it, and send the whole conversation")
@@ -83,8 +83,8 @@ class UnsupportedThread(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """What a client is told of an error, in any API. `status`: of HTTP. `param`: the field that is wrong. `error`: the
-    exception, if there is one."""
+    """What a client is told of an error, in any API. `status`: of HTTP. `message`: of at most 1,001 characters.
+    `param`: the field that is wrong. `error`: the exception, if there is one."""
 
     status: int
     code: GrpcCode
@@ -115,12 +115,12 @@ def report_error(error: BaseException, path: str = "") -> ErrorReport:
         param = _PROMPT_FIELDS.get(path)
     elif isinstance(error, InvalidParameter):
         param = error.name.partition("[")[0].removesuffix(" entry")
-    return ErrorReport(status, code, str(error), param, error)
+    return ErrorReport(status, code, _clip(str(error)), param and _clip(param), error)
 
 
 def report_refusal(status: int, message: str) -> ErrorReport:
     """What a client is told of a request that HTTP's own rules refuse."""
-    return ErrorReport(status, _CODE_OF_STATUS.get(status, GrpcCode.INVALID_ARGUMENT), message)
+    return ErrorReport(status, _CODE_OF_STATUS.get(status, GrpcCode.INVALID_ARGUMENT), _clip(message))
 
 
 def error_response(report: ErrorReport, path: str = "") -> AsciiJsonResponse:
@@ -135,26 +135,25 @@ def error_response(report: ErrorReport, path: str = "") -> AsciiJsonResponse:
 
 
 def openai_error(report: ErrorReport) -> dict[str, Any]:
-    """OpenAI's error object; a long message or parameter is cut."""
+    """OpenAI's error object."""
     code = next((code for kind, code in _CODES.items() if isinstance(report.error, kind)), None)
     kind = _TYPES.get(report.status, "server_error")
-    param = report.param and _clip(report.param)
-    return {"error": {"message": _clip(report.message), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": report.message, "type": kind, "param": report.param, "code": code}}
 
 
 def anthropic_error(report: ErrorReport) -> dict[str, Any]:
     """Anthropic's error object. A request that exceeds the context is refused in Anthropic's words."""
     kind = _ANTHROPIC_TYPES.get(report.status, "api_error")
-    made: dict[str, Any] = {"type": kind, "message": _anthropic_words(report.error) or _clip(report.message)}
+    made: dict[str, Any] = {"type": kind, "message": _anthropic_words(report.error) or report.message}
     if isinstance(report.error, UnsupportedThread):
-        # What Anthropic's client looks for to send the whole conversation instead.
+        # Anthropic's client looks for these details; it then sends the whole conversation.
         made["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": made}
 
 
 def connect_error(report: ErrorReport) -> dict[str, Any]:
-    """Connect's error object, with the details that gRPC's status has. Base64 has no padding there."""
-    made: dict[str, Any] = {"code": report.code.name.lower(), "message": _clip(report.message)}
+    """Connect's error object, with the details of gRPC's status in base64 without padding."""
+    made: dict[str, Any] = {"code": report.code.name.lower(), "message": report.message}
     if details := _details(report):
         made["details"] = [
             {
@@ -167,8 +166,8 @@ def connect_error(report: ErrorReport) -> dict[str, Any]:
 
 
 def grpc_status(report: ErrorReport) -> Status:
-    """google.rpc's status, with RetryInfo if the time is known. A long message is cut."""
-    data = report.message[: _GRPC_BYTES + 1].encode(errors="replace")
+    """google.rpc's status, with RetryInfo if the time is known. The message is cut to _GRPC_BYTES bytes."""
+    data = report.message.encode(errors="replace")
     message = data.decode() if len(data) <= _GRPC_BYTES else data[:_GRPC_BYTES].decode(errors="ignore") + "…"
     return Status(code=report.code, message=message, details=_details(report))
 

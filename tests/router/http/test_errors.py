@@ -26,6 +26,7 @@ from coatcheck.router.http.errors import (
     grpc_status,
     openai_error,
     report_error,
+    report_refusal,
 )
 from tests.router.access.key_holders import write_keys
 from tests.router.fake_group import FakeGroup
@@ -85,8 +86,9 @@ def test_what_is_not_for_users_is_logged(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_message_is_cut() -> None:
-    """A message may quote input of any length, and gRPC's is cut to bytes."""
+    """A message may quote input of any length, so every API gets a short one; gRPC's is cut to bytes."""
     report = report_error(InvalidParameter("ä" * 5000))
+    assert len(report.message) == len(report.param or "") == len(report_refusal(415, "ä" * 5000).message) == 1001
     assert len(openai_error(report)["error"]["message"]) == len(connect_error(report)["message"]) == 1001
     assert len(grpc_status(report).message.encode()) < 1010
 
