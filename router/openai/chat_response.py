@@ -6,6 +6,7 @@ from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateResponse, TokenLogprob
 from coatcheck.router.openai.chat_request import ChatRequest
+from coatcheck.router.openai.logprobs_chunk import ChoiceLogprobs
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import (
     FINISH_REASONS,
@@ -13,10 +14,9 @@ from coatcheck.router.openai.response_parts import (
     OpenAIResponse,
     ResponseHead,
     stop_reason,
-    with_scores,
+    with_logprobs,
 )
 from coatcheck.router.openai.response_sender import LargeChunk
-from coatcheck.router.openai.scored_chunk import ChoiceScores
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
 from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
@@ -117,7 +117,7 @@ class ChatResponse(OpenAIResponse):
                 for call in calls
             ]
         choice.logprobs, choice.token_ids = list(delta.logprobs), list(delta.token_ids)
-        return with_scores(self._choice(delta, "message", message, choice))
+        return with_logprobs(self._choice(delta, "message", message, choice))
 
     def _open_choice(self) -> _OpenChoice:
         parser, counter = OutputParser(self._plan), None
@@ -135,13 +135,13 @@ class ChatResponse(OpenAIResponse):
         reason = FINISH_REASONS[delta.finish_reason]
         if reason == "stop" and choice.parser.has_complete_calls and self._plan.tool_mode != "named":
             reason = "tool_calls"
-        scores = None
+        logprobs = None
         if self._request.logprobs:
-            scores = ChoiceScores(self._formatter, choice.logprobs, None, count_values(choice.logprobs))
+            logprobs = ChoiceLogprobs(self._formatter, choice.logprobs, None, count_values(choice.logprobs))
         made: dict[str, Any] = {
             "index": delta.choice,
             name: message,
-            "logprobs": scores,
+            "logprobs": logprobs,
             "finish_reason": reason,
         }
         if delta.finish_reason:

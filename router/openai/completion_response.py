@@ -9,6 +9,7 @@ from typing import Any
 from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, TokenLogprob
 from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.completion_request import CompletionRequest
+from coatcheck.router.openai.logprobs_chunk import ChoiceLogprobs
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import (
     FINISH_REASONS,
@@ -16,10 +17,9 @@ from coatcheck.router.openai.response_parts import (
     OpenAIResponse,
     ResponseHead,
     stop_reason,
-    with_scores,
+    with_logprobs,
 )
 from coatcheck.router.openai.response_sender import LargeChunk
-from coatcheck.router.openai.scored_chunk import ChoiceScores
 from coatcheck.router.serving.logprob_limits import count_values
 from coatcheck.router.text.text_offsets import TextOffsets
 
@@ -53,11 +53,12 @@ class CompletionResponse(OpenAIResponse):
         return self._make_chunk(self._choice(prompt_index, delta))
 
     def write_chunk(self, prompt_index: int, delta: Delta) -> bytes:
-        """The chunk of a delta, however large."""
+        """The chunk of a delta, of any size."""
         return self._write_chunk(self._choice(prompt_index, delta))
 
     def _first_chunk(self, prompt_index: int, delta: Delta) -> "_FirstChunk":
-        """The chunk with which a choice begins, which shows the prompt. This response then expects the next event."""
+        """The first chunk of a choice, which shows the prompt. Moves this response on as if it had made the chunk
+        itself: the next chunks continue the choice's offsets and length."""
         prompt = self._prompts[prompt_index]
         writer = copy(self)
         writer._prompts, writer._offsets, writer._lengths = {prompt_index: prompt}, {}, {}
@@ -69,7 +70,7 @@ class CompletionResponse(OpenAIResponse):
         return _FirstChunk(writer, prompt_index, delta)
 
     def make_choice(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
-        made = with_scores(self._choice(prompt_index, delta))
+        made = with_logprobs(self._choice(prompt_index, delta))
         choice = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None, **made}
         if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._formatter.prompt_logprobs(self._prompts[prompt_index].logprobs.tokens)
@@ -118,7 +119,7 @@ class CompletionResponse(OpenAIResponse):
             "stop_reason": stop_reason(delta),
         }
         if request.logprobs is not None:
-            choice["logprobs"] = ChoiceScores(self._formatter, logprobs, offsets, count_values(delta.logprobs))
+            choice["logprobs"] = ChoiceLogprobs(self._formatter, logprobs, offsets, count_values(delta.logprobs))
         if request.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if is_first:
@@ -128,7 +129,7 @@ class CompletionResponse(OpenAIResponse):
 
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
-    """A LargeChunk: the first of a choice, with a response whose first method is write_chunk."""
+    """See LargeChunk. The first chunk of a choice. `response`: a copy that makes this chunk alone."""
 
     response: CompletionResponse
     prompt_index: int

@@ -18,10 +18,10 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.router.http.errors import openai_error, report_error
 from coatcheck.router.http.json_response import LARGE_VALUES
+from coatcheck.router.openai.logprobs_chunk import ChoiceLogprobs, LogprobsChunk
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_sender import LargeChunk
 from coatcheck.router.openai.sampling_fields import SamplingFields
-from coatcheck.router.openai.scored_chunk import ChoiceScores, ScoredChunk
 from coatcheck.router.serving.logprob_limits import count_values
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -100,7 +100,7 @@ class OpenAIResponse(ABC):
 
     def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes | LargeChunk:
         """The chunk for an event of prompt number `prompt_index`; empty for an event that clients do not see. A chunk
-        of many values is returned unwritten."""
+        of many values is returned as a LargeChunk."""
         if self._running_usage is not None:
             self._count_event(event)
         kind = event.WhichOneof("event")
@@ -151,14 +151,14 @@ class OpenAIResponse(ABC):
         return b"%b%d%b%b%b" % (self._before, index, self._between, _quote(text).encode(), self._after)
 
     def _make_chunk(self, choice: dict[str, Any]) -> bytes | LargeChunk:
-        """The chunk of a choice whose `logprobs` are ChoiceScores or None; unwritten if they have many values."""
-        scores: ChoiceScores | None = choice["logprobs"]
-        if scores is None or scores.num_values <= LARGE_VALUES:
+        """The chunk of a choice whose `logprobs` are ChoiceLogprobs or None; a LargeChunk if they have many values."""
+        logprobs: ChoiceLogprobs | None = choice["logprobs"]
+        if logprobs is None or logprobs.num_values <= LARGE_VALUES:
             return self._write_chunk(choice)
-        return ScoredChunk.split(self._write_chunk({**choice, "logprobs": None}), scores)
+        return LogprobsChunk.split(self._write_chunk({**choice, "logprobs": None}), logprobs)
 
     def _write_chunk(self, choice: dict[str, Any]) -> bytes:
-        choice = with_scores(choice)
+        choice = with_logprobs(choice)
         chunk = {**self._head.to_json(self.chunk_kind), "choices": [choice]}
         if self._include_usage:
             chunk["usage"] = _token_counts([self._running_usage]) if self._running_usage is not None else None
@@ -181,10 +181,10 @@ def _token_counts(usages: Sequence[Usage]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def with_scores(choice: dict[str, Any]) -> dict[str, Any]:
-    """The choice with its ChoiceScores as JSON, if it has any."""
-    scores: ChoiceScores | None = choice["logprobs"]
-    return choice if scores is None else {**choice, "logprobs": scores.to_json()}
+def with_logprobs(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with its ChoiceLogprobs as JSON, if it has any."""
+    logprobs: ChoiceLogprobs | None = choice["logprobs"]
+    return choice if logprobs is None else {**choice, "logprobs": logprobs.to_json()}
 
 
 def sse_event(chunk: dict[str, Any]) -> bytes:

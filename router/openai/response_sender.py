@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
@@ -36,8 +36,8 @@ class HttpAnswer(Protocol):
         """About how many JSON values the response object has."""
 
     def make_chunk(self, prompt_index: int, event: GenerateEvent) -> "bytes | LargeChunk":
-        """What the stream has for an event of prompt number `prompt_index`; may be empty. A chunk of many values is
-        returned unwritten: another process writes it."""
+        """The chunk of the stream for an event of prompt number `prompt_index`; may be empty. A chunk of many values is
+        returned as a LargeChunk, which a side process encodes."""
 
     def make_end(self) -> bytes:
         """The end of a stream."""
@@ -47,7 +47,7 @@ class HttpAnswer(Protocol):
 
 
 class LargeChunk(Protocol):
-    """Can be pickled."""
+    """A chunk that is not encoded yet. It can be pickled."""
 
     def write(self) -> bytes:
         """The bytes of the chunk."""
@@ -102,18 +102,22 @@ class SseResponse(Response):
             _log.debug("a client disconnected from its stream")
 
     async def _write(self, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self._events), aclosing(self._make_messages()) as messages:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for prompt_index, event in self._events:
-                    for piece in _sliced(await self._large.make_chunk(self._response, prompt_index, event)):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                last = self._response.make_end()
-            except OSError:
-                raise
-            except Exception as error:  # the status is sent already, so the error becomes the last event
-                last = self._response.make_error(error)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            async for message in messages:
+                await send(message)
+
+    async def _make_messages(self) -> AsyncGenerator[Message, None]:
+        """The body, as messages of ASGI. The status is sent already, so an error becomes the last event. Errors of
+        `send` are not raised here."""
+        try:
+            async for prompt_index, event in self._events:
+                for piece in _sliced(await self._large.make_chunk(self._response, prompt_index, event)):
+                    yield {"type": "http.response.body", "body": piece, "more_body": True}
+            last = self._response.make_end()
+        except Exception as error:
+            last = self._response.make_error(error)
+        yield {"type": "http.response.body", "body": last, "more_body": False}
 
 
 class ClientDisconnected(Exception):

@@ -75,7 +75,7 @@ class ResponsesAnswer:
         return self._finish()
 
     def count_values(self, responses: Sequence[GenerateResponse]) -> int:
-        return 0  # texts alone: they are encoded in a few milliseconds, and `on_end` must run in this process
+        return 0  # `on_end` must run in this process; ResponsesRoutes limits the log-probabilities
 
     def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
         match event.WhichOneof("event"):

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from coatcheck.router.event_loop import side_process
 from coatcheck.router.http.json_response import json_bytes
 from coatcheck.router.openai import completion_response, response_parts, response_sender
+from coatcheck.router.openai.logprobs_chunk import ChoiceLogprobs, LogprobsChunk
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
-from coatcheck.router.openai.scored_chunk import ChoiceScores, ScoredChunk
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import HttpRouter
@@ -33,7 +34,7 @@ _BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SCORED, "max_tokens": 1, "n": 2, "stream": True,
          "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
-    "all, streamed": ("/v1/completions", {"prompt": _TEXT, "logprobs": -1, "max_tokens": 1, "stream": True}),
+    "all, streamed": ("/v1/completions", {"prompt": _TEXT, "logprobs": -1, "max_tokens": 1, "seed": 7, "stream": True}),
     "all, echoed": ("/v1/completions", {**_SCORED, "logprobs": -1, "max_tokens": 1, "stream": True}),
     "all of a chat, streamed": (
         "/v1/chat/completions",
@@ -99,10 +100,10 @@ async def test_a_stream_goes_on_behind_a_large_chunk(router: HttpRouter, monkeyp
     assert await joined(-1) == in_place
 
 
-async def test_what_looks_like_the_place_of_the_scores(
+async def test_a_text_that_has_the_json_of_the_field(
     router: HttpRouter, tokenizer: TokenizerJson, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text that has the JSON of the missing field in it is not taken for the field."""
+    """A text with the JSON of the field `logprobs` in it is not taken for the field."""
     for module in (response_sender, response_parts, completion_response):
         monkeypatch.setattr(module, "LARGE_VALUES", -1)
     said = '{"logprobs":null}, \\"logprobs\\":null'
@@ -110,8 +111,27 @@ async def test_what_looks_like_the_place_of_the_scores(
     status, _, text = await router.request("POST", "/v1/completions", body)
     chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
     assert status == 200 and chunks[0]["choices"][0]["text"].startswith(said)
-    scores = ScoredChunk.split(
+    chunk = LogprobsChunk.split(
         json_bytes({"text": said, "logprobs": None, "end": None}),
-        ChoiceScores(LogprobsFormatter(tokenizer), [], None, 0),
+        ChoiceLogprobs(LogprobsFormatter(tokenizer), [], None, 0),
     )
-    assert json.loads(scores.write()) == {"text": said, "logprobs": {"content": [], "refusal": None}, "end": None}
+    assert json.loads(chunk.write()) == {"text": said, "logprobs": {"content": [], "refusal": None}, "end": None}
+
+
+async def test_a_stream_whose_side_process_cannot_start(
+    tokenizer: TokenizerJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the system ends the stream as an event; the client does not take the stream for complete."""
+    for module in (response_sender, response_parts, completion_response):
+        monkeypatch.setattr(module, "LARGE_VALUES", -1)
+    monkeypatch.setattr(side_process, "_COMMAND", ("/no such program",))
+    fresh = await launch_router(HttpRouter, tokenizer, [FakeGroup(with_tops=True)], http_port=0)
+    try:
+        await fresh.wait_for_groups(1)
+        body = {"prompt": _TEXT, "logprobs": 1, "max_tokens": 3, "stream": True}
+        status, _, text = await fresh.request("POST", "/v1/completions", body)
+    finally:
+        await fresh.close()
+    *_, last, done, rest = text.split("\n\n")
+    assert (status, done, rest) == (200, "data: [DONE]", "")
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
