@@ -48,9 +48,13 @@ def find_floors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 def find_floors_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     is_drawn = temperature > 0
-    kept = filter_reference(logits / torch.where(is_drawn, temperature, 1.0)[:, None], top_k, top_p, min_p)
+    scaled = logits / torch.where(is_drawn, temperature, 1.0)[:, None]
+    kept = filter_reference(scaled, top_k, top_p, min_p)
     floors = torch.where(kept > -torch.inf, kept, torch.inf).amin(dim=-1)
-    return torch.where(is_drawn & (kept == -torch.inf).any(dim=-1), floors, -torch.inf)
+    # min-p alone may keep more tokens than a part sends, so the smallest of `logits` that is kept is not its floor.
+    of_min_p = scaled.amax(dim=-1) + torch.log(min_p)
+    floors = torch.where((top_k > 0) | (top_p < 1), floors, of_min_p)
+    return torch.where(is_drawn, floors, -torch.inf)
 
 
 def draw_part(

@@ -170,7 +170,8 @@ def _filter_floor(
             key = _ordered(x)
             if k > 0:
                 # Counted over the whole row: if min-p removes one of the k largest, its floor is above the k-th.
-                kth = tl.full([], 0, tl.uint32)  # of a row with fewer than k tokens that are not forbidden
+                # The key of -inf, for a row with fewer than k tokens that are not forbidden. Key 0 would be a NaN.
+                kth = tl.full([], 0x007FFFFF, tl.uint32)
                 if is_complete:
                     if total >= k:
                         kth = _largest_of(key, tl.where(is_held, 1.0, 0.0), k.to(tl.float32))

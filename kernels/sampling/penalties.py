@@ -45,15 +45,16 @@ def _count_tokens(
     counts, token_ids, slots, prompt_lens, total_lens, repetition, presence, frequency, ids_stride, vocab,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add 1 for each token of the prompt and 2^16 for each of the output."""
+    """Set bit 0 for each token of the prompt, and add 2 for each token of the output."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = _length(total_lens, repetition, presence, frequency, row)
     own, prompt_len = token_ids + tl.load(slots + row) * ids_stride, tl.load(prompt_lens + row)
     for first in range(part * BLOCK, length, PARTS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         ids = tl.load(own + at, at < length, other=-1)
-        one = tl.where(at >= prompt_len, 65536, 1)
-        tl.atomic_add(counts + row * vocab + ids, one, (ids >= 0) & (ids < vocab), sem="relaxed")
+        own_count, inside = counts + row * vocab + ids, (ids >= 0) & (ids < vocab)
+        tl.atomic_or(own_count, tl.full([BLOCK], 1, tl.int32), inside & (at < prompt_len), sem="relaxed")
+        tl.atomic_add(own_count, tl.full([BLOCK], 2, tl.int32), inside & (at >= prompt_len), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["slots", "total_lens", "repetition", "presence", "frequency", "ids_stride"])
@@ -72,7 +73,7 @@ def _penalise(
         # Only one of equal tokens gets the count. The others get 0.
         count = tl.atomic_xchg(counts + row * vocab + ids, tl.zeros([BLOCK], tl.int32), inside, sem="relaxed")
         inside = inside & (count > 0)
-        times = (count >> 16).to(tl.float32)
+        times = (count >> 1).to(tl.float32)
         x = tl.load(logits + row * stride + ids, inside, other=0.0)
         x = tl.where(x > 0, x / factor, x * factor) - per_time * times
         tl.store(logits + row * stride + ids, tl.where(times > 0, x - once, x), inside)

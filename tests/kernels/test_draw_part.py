@@ -60,6 +60,18 @@ def test_the_best_part_has_the_token_of_the_whole_row(vocab: int, parts: int) ->
     assert torch.equal(merged(logits, parts, chosen), sample(logits, **chosen))
 
 
+def test_min_p_may_keep_more_tokens_than_a_part_sends() -> None:
+    """Of a flat row min-p keeps hundreds of each part's tokens, and all forms draw among them, not among 64."""
+    torch.manual_seed(6)
+    logits, chosen = torch.rand(60, 1000) * 4, knobs(60)
+    chosen |= dict(temperature=torch.ones(60), top_k=torch.zeros(60, dtype=torch.int32), min_p=torch.full((60,), 0.2))
+    drawn = sample(logits, **chosen)
+    assert torch.equal(merged(logits, 2, chosen), drawn)
+    filters = [chosen[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+    largest = torch.cat([part.topk(64).values for part in logits.split(500, dim=1)], dim=1)
+    assert torch.equal(find_floors_reference(largest, *filters), find_floors_reference(logits, *filters))
+
+
 def test_sums_and_floors_are_those_of_the_reference() -> None:
     """Sums agree with torch's to rounding, kept sets and tokens exactly; a part without kept tokens has -inf."""
     torch.manual_seed(4)

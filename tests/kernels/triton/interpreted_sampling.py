@@ -54,21 +54,24 @@ def probabilities() -> None:
 def filters() -> None:
     """Floors keep exactly the reference's set: ties, forbidden tokens, strides, and every filter alone and together.
 
+    The last row has fewer tokens that are not forbidden than top-k, as under a grammar.
+
     With 40,000 tokens the row of two values has more ties than there are places for candidates, and the flat ones have
     more tokens above top_p than candidates: both need the whole row again.
     """
     torch.manual_seed(2)
     for vocab in (1, 5, 5000, 40_000):
-        logits = (torch.randn(12, vocab + 3) * 3)[:, :vocab]
+        logits = (torch.randn(13, vocab + 3) * 3)[:, :vocab]
         logits[:6] = logits[:6].round()  # ties
         logits[4] = (logits[4] > 2).float()
         logits[[0, 8]] *= 0.01
         if vocab > 1:
             logits[3, vocab // 2 :] = -torch.inf
-        temperature = torch.tensor([1.0, 0.5, 2.0, 1.0] * 3)
-        top_k = torch.tensor([0, 7, 0, 1, 50, 3, 0, 2, 5000, 0, 0, 1], dtype=torch.int32)
-        top_p = torch.tensor([0.9, 1.0, 0.3, 0.95, 0.7, 1.0, 1.0, 0.5, 0.9, 0.01, 1.0, 1.0])
-        min_p = torch.tensor([0.0, 0.01, 0.1, 0.0, 0.0, 0.3, 0.05, 0.0, 0.02, 0.0, 0.0, 1.0])
+            logits[12, 2:] = -torch.inf
+        temperature = torch.tensor([1.0, 0.5, 2.0, 1.0] * 3 + [1.0])
+        top_k = torch.tensor([0, 7, 0, 1, 50, 3, 0, 2, 5000, 0, 0, 1, 3], dtype=torch.int32)
+        top_p = torch.tensor([0.9, 1.0, 0.3, 0.95, 0.7, 1.0, 1.0, 0.5, 0.9, 0.01, 1.0, 1.0, 1.0])
+        min_p = torch.tensor([0.0, 0.01, 0.1, 0.0, 0.0, 0.3, 0.05, 0.0, 0.02, 0.0, 0.0, 1.0, 0.0])
         floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         scaled = logits / temperature[:, None]
         want = filter_reference(scaled, top_k, top_p, min_p) > float("-inf")
@@ -90,4 +93,12 @@ def penalties() -> None:
     )  # fmt: skip
     want = apply_penalties_reference(logits.clone(), tokens, slots, prompt, total, *values)
     apply_penalties(logits, tokens, slots, prompt, total, *values)
+    agree(logits, want)
+    # More equal tokens than 16 bits count, in a prompt and in an output.
+    logits, tokens = torch.randn(2, 40), torch.full((2, 66_000), 7, dtype=torch.int32)
+    slots, prompt, total = torch.tensor([0, 1]), torch.tensor([65_999, 1]), torch.tensor([66_000, 66_000])
+    lens = prompt.int(), total.int()
+    few = torch.tensor([1.3, 1.3]), torch.tensor([0.5, 0.5]), torch.tensor([0.01, 0.01])
+    want = apply_penalties_reference(logits.clone(), tokens, slots, *lens, *few)
+    apply_penalties(logits, tokens, slots, *lens, *few)
     agree(logits, want)
