@@ -23,8 +23,8 @@ class GpuProperties(NamedTuple):
     `processors`: streaming multiprocessors or compute units.
     `max_stages`: pipeline stages that the compiler supports.
     `has_prefill_ptx`: prefill widens bytes by PTX too. For sm_100 Triton 3.7 fails to compile the prefill with PTX.
-    `has_fp8_products`, `has_int8_products`: matrix units multiply e4m3 with e4m3, and int8 with int8, and our kernels
-    use that. AMD's e4m3 of gfx942 is another format. sm_100 keeps products of integers out of its fast units.
+    `has_fp8_products`, `has_int8_products`: whether the kernels multiply e4m3 with e4m3, and int8 with int8. gfx942 has
+    another e4m3, and its int8 products were not tried. Triton 3.7 compiles int8 products for sm_100 to mma.sync only.
     """
 
     shared: int

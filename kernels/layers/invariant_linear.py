@@ -34,7 +34,7 @@ from torch import Tensor
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 
 _LEAST_UNIT = 512  # columns; shorter units would write more sums than they read of the weight
-_SPLIT_ROWS = 512  # Up to so many rows, units may be computed side by side. Bounds the memory of their sums.
+_SPLIT_ROWS = 512  # the most rows whose units are computed side by side, which bounds the memory of their sums
 _PROGRAMS = 2  # of each processor
 _GROUP: tl.constexpr = tl.constexpr(8)  # rows of tiles that are computed before the next column of tiles
 _ADDED = 1024  # elements that a program of `_add_units` adds

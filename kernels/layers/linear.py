@@ -42,8 +42,8 @@ class PackedLinear(nn.Module):
 
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
     `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
-    sizes, of the triton form. `activations`: whether x is quantised, and if the checkpoint asks for that in vain, why;
-    None if no checkpoint asks for that.
+    sizes, of the triton form. `activations`: how x is quantised, or why it is not; None for a weight without
+    `quantises_activations`.
     """
 
     bias: Tensor | None
@@ -153,7 +153,7 @@ class PackedLinear(nn.Module):
 
 
 def _choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:
-    """None if no checkpoint asks for quantised activations."""
+    """None for a weight without `quantises_activations`."""
     if isinstance(weight, Tensor) or not weight.quantises_activations:
         return None
     if weight.device.type not in TRITON_DEVICES:

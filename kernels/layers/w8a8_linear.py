@@ -51,9 +51,9 @@ def choose_format(weight: QuantisedWeight, gpu: GpuProperties) -> FormatChoice:
     if kind not in (CodeKind.FP8, CodeKind.INT8):
         return FormatChoice(None, f"weights of {kind.bits} bits have no product with activations of 8 bits")
     if kind is CodeKind.FP8 and not gpu.has_fp8_products:
-        return FormatChoice(None, "the GPU has no FP8 products (NVIDIA's have them from compute capability 8.9 on)")
+        return FormatChoice(None, "FP8 products need an NVIDIA GPU of compute capability 8.9 or later")
     if kind is CodeKind.INT8 and not gpu.has_int8_products:
-        return FormatChoice(None, "the GPU has no INT8 products that are faster than those of bfloat16")
+        return FormatChoice(None, "the kernels have no fast INT8 products for this GPU")
     if weight.zeros is not None or weight.order is not None:
         return FormatChoice(None, "the weights have zero points, or columns in an order of their own")
     if group and (group < _LEAST_GROUP or group & (group - 1)):

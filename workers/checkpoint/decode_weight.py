@@ -3,9 +3,9 @@
     weight = (codes - zeros) × scales
 
 with one scale, and one zero point if there are any, for each block of rows and columns. NF4 is only decoded to plain
-numbers, computed in float32 and rounded once to the wanted dtype. The layouts are those of the
-projects that write them: compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP
-Microscaling specification 1.0 (MXFP4) and bitsandbytes (NF4).
+numbers, computed in float32 and rounded once to the wanted dtype. The layouts are those of the projects that write
+them: compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP Microscaling specification 1.0
+(MXFP4) and bitsandbytes (NF4).
 """
 
 import math

@@ -109,10 +109,11 @@ def _read_compressed_tensors(name: str, settings: Mapping[str, Any]) -> Quantisa
 
 
 def _quantised_activations(groups: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-    """Types of weights of 8 bits of which every group asks for symmetric activations of the same type.
+    """The types of 8-bit weights, `float` or `int`, for which every group of the config asks for symmetric 8-bit
+    activations of the same type.
 
-    Scales of activations are computed for each row here, which is at least as fine as any strategy of the library, and
-    also where the checkpoint stores a scale (static activations).
+    The group's strategy for activations is not read: linears compute a scale for each row, or for each group of columns
+    that the weight has. Static scales of the checkpoint are not read either.
     """
     asks: dict[str, bool] = {}
     for group in groups.values():

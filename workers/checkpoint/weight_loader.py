@@ -84,8 +84,8 @@ def load_weights(
     `unpackable`: linears that keep a plain weight, as prepare_model found them. `packable_experts`: modules of experts
     that PackedExperts replaces. `quantise_to`: quantise the plain weights of these experts and of other linears, except
     the head and routers. `activation_quantization`: `auto` as the checkpoint asks, `dynamic` or `off` for all weights
-    of 8 bits. `progress(done_bytes, total_bytes)` is called after each
-    parameter. Raises InvalidModel if a tensor is missing or has a wrong shape.
+    of 8 bits. `progress(done_bytes, total_bytes)` is called after each parameter. Raises InvalidModel if a tensor is
+    missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     tied: dict[str, str] = model.all_tied_weights_keys
@@ -268,7 +268,7 @@ def _quantise_experts(module: Any, weights: Tensor, kind: CodeKind) -> Weight:
 def _set_activations(
     weight: QuantisedWeight | QuantisedExperts, is_quantised: bool
 ) -> QuantisedWeight | QuantisedExperts:
-    """The weight with that wish for its activations, if its codes have 8 bits."""
+    """The weight with `quantises_activations` set to `is_quantised`; always False for codes of 4 bits."""
     if isinstance(weight, QuantisedExperts):
         return replace(weight, stacked=_with_activations(weight.stacked, is_quantised))
     return _with_activations(weight, is_quantised)

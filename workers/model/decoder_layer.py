@@ -58,7 +58,7 @@ class DecoderLayer:
             layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
         )
         self._row_format: RowFormat | None = None  # of the linear behind the first norm
-        # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x is quantised to that format.
+        # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x has `_row_format`.
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
         if spec.is_latent:

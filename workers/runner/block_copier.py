@@ -13,7 +13,7 @@ direction:
 - No step waits for restores: the scheduler uses a restored block only after all ranks have reported it.
 - The GPU computes the checksums, on the stream of the copy: of the staging buffer, and of restored blocks in the pool.
   So errors of host memory and of the bus are detected, and checksums cost no host memory bandwidth, which the copies of
-  eight ranks need. A thread waits for the copies, remembers the sums and compares them.
+  eight ranks need. A thread waits for the copies, stores the sums of demotes and compares those of restores.
 """
 
 import time

@@ -136,6 +136,8 @@ def quantised_activations(dtypes: Sequence[torch.dtype] = (torch.float32, torch.
         row_codes(dtype)
         for kind, (features, depth, group) in W8A8_WEIGHTS:
             weight = replace(random_weight(kind, features, depth, group, dtype), quantises_activations=True)
+            if group < depth:  # scales of groups keep the type that the checkpoint has
+                weight = replace(weight, scales=weight.scales.to(dtype))
             format = RowFormat(kind, 0 if group == depth else group)
             bias = torch.randn(features).to(dtype)
             linear = PackedLinear(weight, bias)
