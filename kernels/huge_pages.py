@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from math import prod
 
@@ -22,7 +22,8 @@ _PAGE = 2 << 20
 _SHARED = 16 * _PAGE  # the size of a shared mapping; tensors below a quarter of it share one
 _CACHE_LINE = 64
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
-_POPULATED_AT_ONCE = 4 * _PAGE  # meanwhile nothing else in the process can map memory
+_POPULATED_AT_ONCE = _PAGE  # meanwhile no other thread of the process can map memory
+_PAUSE = 3  # times as long as a page took: most of a core is left to the threads that serve
 
 
 class _Mapping:
@@ -68,7 +69,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def populate_in_background(tensor: Tensor) -> None:
-    """Have a thread of low priority allocate the pages of a CPU tensor that nobody has written yet.
+    """Have a thread allocate the pages of a CPU tensor that nobody has written yet, with a quarter of a core.
 
     The values stay, and others may read and write them meanwhile. Without this a page is allocated when it is first
     written, and a host that has promised too much memory ends the process then. An older kernel than Linux 5.14, or
@@ -79,10 +80,13 @@ def populate_in_background(tensor: Tensor) -> None:
 
 
 def _populate(tensor: Tensor) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone
+    # At its usual priority: the kernel locks the map of the process's memory meanwhile. A thread of low priority that
+    # has to wait for a core on a busy host would hold that lock for seconds, and with it the thread that serves.
     advise = ctypes.CDLL(None).madvise
     start, end = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, tensor.data_ptr() + tensor.nbytes
     for address in range(start, end, _POPULATED_AT_ONCE):
+        began = time.monotonic()
         size = min(_POPULATED_AT_ONCE, end - address)
         if advise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
             return
+        time.sleep(_PAUSE * (time.monotonic() - began))
