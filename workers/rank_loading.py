@@ -13,7 +13,7 @@ import torch
 from coatcheck.kernels.compile_watch import CompileWatch
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.core.attention_backend import (
+from coatcheck.workers.core.attention_selector import (
     LIBRARIES,
     NEVER_RUN,
     backend_name,

@@ -21,7 +21,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.log_lines import LogFormat
 from coatcheck.proto.setting_names import Routing, ToolParserName
-from coatcheck.workers.core.attention_backend import AttentionBackendSetting
+from coatcheck.workers.core.attention_selector import AttentionBackendSetting
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000

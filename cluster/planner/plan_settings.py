@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from coatcheck.cluster.config.setting_values import parse_dtype, parse_kv_dtype, parse_memory
 from coatcheck.cluster.config.settings import Settings, setting
-from coatcheck.workers.core.attention_backend import AttentionBackendSetting
+from coatcheck.workers.core.attention_selector import AttentionBackendSetting
 
 _PANEL: Final = "Options"
 # `coatcheck serve` measures its largest step and leaves a tenth of the card unused. The plan cannot measure.

@@ -14,7 +14,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.checkpoint.held_weights import held_bytes
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries
-from coatcheck.workers.core.attention_backend import MODEL_TYPES_WITH_SINKS, backend_name, check_backend_model
+from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, backend_name, check_backend_model
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout

@@ -14,7 +14,7 @@ from coatcheck.cluster.preflight.host_report import Finding, judge_host
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.proto.errors import CoatcheckError
-from coatcheck.workers.core.attention_backend import AttentionBackendSetting
+from coatcheck.workers.core.attention_selector import AttentionBackendSetting
 
 EPILOG = """\
 Examples:

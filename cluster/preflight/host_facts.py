@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from coatcheck.cluster.preflight.machine import has_gpu_file
-from coatcheck.workers.core.attention_backend import installed_libraries
+from coatcheck.workers.core.attention_selector import installed_libraries
 
 _PROBE_SECONDS: Final = 120.0
 _PROBE: Final = """

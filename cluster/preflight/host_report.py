@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from coatcheck.cluster.preflight.host_facts import HostFacts, TorchFacts
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.attention_backend import NEVER_RUN, backend_name, check_backend_host
+from coatcheck.workers.core.attention_selector import NEVER_RUN, backend_name, check_backend_host
 
 _RANK_SHM: Final = 2**30  # NCCL and the ranks of a host share memory there
 _CPU_RANK_SHM: Final = 2**21 + 64  # the buffers and counters of a rank in workers/distributed/shm_collectives.py

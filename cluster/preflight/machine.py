@@ -12,7 +12,7 @@ from typing import Final
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import host_port, listen
-from coatcheck.workers.core.attention_backend import backend_name, check_backend_host, installed_libraries
+from coatcheck.workers.core.attention_selector import backend_name, check_backend_host, installed_libraries
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.host.free_memory import host_free_bytes
 

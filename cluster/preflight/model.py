@@ -15,7 +15,7 @@ from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
-from coatcheck.workers.core.attention_backend import MODEL_TYPES_WITH_SINKS, check_backend_model
+from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, check_backend_model
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.distributed.tp_shard import TpShard

@@ -1,4 +1,6 @@
-"""AttentionBackend: what the runner asks of whatever computes attention. One object per rank plans each step.
+"""AttentionBackend: the interface between the runner and what computes attention. One object per rank plans each step.
+
+workers/core/attention_selector.py says which backend serves which model and host.
 
     TritonBackend (workers/runner/triton_backend.py)             our kernels, with plans in one copy to the device
     FlashInferBackend (workers/attention/flashinfer_backend.py)  FlashInfer, which plans on the host

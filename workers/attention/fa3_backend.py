@@ -5,8 +5,8 @@ head_dim is dense, so a view of the pool's [num_blocks, kv_heads, block_size, he
 block table. The library plans on the device (which program computes what, and the splits of each sequence). A step
 needs two integers from the host, and every shape of step can be a CUDA graph.
 
-No GPU has run this file. tests/workers/attention/test_fa3_backend.py binds its calls to the library's signature, and
-compares them with the float32 reference through a function that reads the documented layout.
+No GPU has run this file. tests/workers/attention/test_attention_backends.py binds its calls to the library's signature,
+and compares them with the float32 reference through a function that reads the documented layout.
 """
 
 from collections.abc import Callable, Sequence

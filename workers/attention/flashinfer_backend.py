@@ -14,7 +14,7 @@ A wrapper's plan lies in memory of its own, 8 MiB on the GPU and 8 MiB pinned, s
 its own, and each shape of a CUDA graph too. Steps of decodes are captured, and steps with chunks of prompts run without
 a graph.
 
-No GPU has run this file. tests/workers/attention/test_flashinfer_backend.py binds its calls to the library's
+No GPU has run this file. tests/workers/attention/test_attention_backends.py binds its calls to the library's
 signatures, and compares them with the float32 reference through a wrapper that reads the documented layout.
 """
 

@@ -18,7 +18,7 @@ class GroupConfig:
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `mla_shard`: `tokens` divides the latents of a block's tokens over the ranks; `replicate` stores all on each.
     `max_cudagraph_capture_size`: tokens of the largest step that is a CUDA graph; 0 for no graphs.
-    `attention_backend`: auto, triton, flashinfer or fa3 (attention_backend.py).
+    `attention_backend`: auto, triton, flashinfer or fa3 (attention_selector.py).
     `skip_verify`: serve a model type that the tests do not cover without comparing a small copy with transformers.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `cluster_certificate`: rank 0's certificate and the routers that it trusts; None for plain connections.

@@ -3,9 +3,9 @@
 If the vocabulary is divided over ranks, a step gathers the logits of all tokens on every rank, or, in the merged forms,
 each rank draws from its own tokens, and the ranks exchange what they drew. Both give the same tokens.
 
-A form is a fixed sequence of kernels, whose inputs are tensors of the rank's slots, so a CUDA graph can hold it. What
-needs lists of the host changes the logits before, or reads them beside the sampler, and is launched in every step that
-asks for it: grammar masks, logit biases and `min_tokens`, forbidden and forced tokens, log-probabilities.
+A form is a fixed sequence of kernels, whose inputs are tensors of the rank's slots, so a CUDA graph can hold a form.
+Other kernels need lists of the host, and are launched in every step that asks for them. Grammar masks, logit biases,
+`min_tokens`, and forbidden and forced tokens change the logits before the sampler. Log-probabilities read them.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 
 from coatcheck.proto.sampling import SamplingParams
 
-# Each rank sends so many logits of a row with top-k or min-p. Models publish a top-k of 20 to 64.
+# The logits that each rank sends for a row with top-k or min-p. Models publish a top-k of 20 to 64.
 MAX_MERGED_TOP_K: Final = 64
 
 
 class SamplingFeature(Flag):
-    """What a sequence asks of the sampler. A union of features is that of several sequences."""
+    """What a sequence asks of the sampler. The features of several sequences are the union of theirs."""
 
     NONE = 0
     DRAW = auto()
@@ -50,7 +50,7 @@ class SamplingForm(Enum):
 
 
 class SamplingChoice(NamedTuple):
-    """`reason`: why the form takes the logits of all tokens, or those of a rank's part."""
+    """`reason`: why the form is merged, or why it is not."""
 
     form: SamplingForm
     reason: str
@@ -87,7 +87,7 @@ def features_of(params: SamplingParams, *, has_grammar: bool) -> SamplingFeature
 
 
 def union(features: Iterable[SamplingFeature]) -> SamplingFeature:
-    """Everything that some of `features` has."""
+    """The features that at least one of `features` has."""
     everything = SamplingFeature.NONE
     for feature in set(features):
         everything |= feature

@@ -25,7 +25,7 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
-from coatcheck.workers.core.attention_backend import check_backend_model
+from coatcheck.workers.core.attention_selector import check_backend_model
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator

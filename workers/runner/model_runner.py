@@ -55,7 +55,7 @@ class ModelRunner:
 
     `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
     without peers. `graph_sizes`: of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
-    `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_backend.py).
+    `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_selector.py).
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""TritonBackend: the attention plans of each step, for the Triton kernels, in one copy to the device."""
+"""TritonBackend: the attention plans of each step, for the Triton kernels, in one copy to the device.
+
+This file is beside the runner's uploads (host_transfer.py), which workers/attention may not import.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -30,7 +30,7 @@ from coatcheck.workers.attention.attention_backend import AttentionBackend, Step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.attention.fa3_backend import Fa3Backend, choose_num_splits
 from coatcheck.workers.attention.flashinfer_backend import FlashInferBackend, PageLists, pick_template, workspace_bytes
-from coatcheck.workers.core.attention_backend import LIBRARIES
+from coatcheck.workers.core.attention_selector import LIBRARIES
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model

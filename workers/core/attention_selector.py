@@ -5,8 +5,9 @@
     flashinfer   FlashInfer's paged prefill kernels (flashinfer-python)
     fa3          FlashAttention-3 (the package flash_attn_interface), for Hopper GPUs
 
-On a CPU, and for `auto`, the name is `triton`: without a GPU its kernels are those of kernels/csrc. No GPU has run
-flashinfer and fa3 from this project, so `auto` never chooses them.
+`auto` is `triton`. On a CPU the name is `triton` too, and the kernels are those of kernels/csrc. No GPU has run
+flashinfer or fa3 from this project, so `auto` never chooses them. The backends themselves are in workers/attention, and
+triton's is in workers/runner.
 
 The limits are those that the libraries' sources state (FlashInfer 0.7.2, FlashAttention's hopper/ of August 2026).
 """
@@ -31,7 +32,7 @@ NEVER_RUN: Final = "no GPU has run it from Coatcheck; its calls are tested again
 class AttentionLibrary:
     """A library that computes attention in place of our kernels.
 
-    `module`: that Python imports. `install`: how to get it. `head_dims`: in words. `capabilities`: in words.
+    `module`: the name that Python imports. `install`: how to get the library. `head_dims`, `capabilities`: for errors.
     """
 
     module: str
@@ -64,7 +65,7 @@ _DTYPES: Final = ("bfloat16", "float16")
 
 
 def backend_name(setting: str) -> str:
-    """The backend of a setting. Raises InvalidConfig for an unknown one."""
+    """The backend that a setting chooses. Raises InvalidConfig for an unknown setting."""
     if setting not in ("auto", "triton", *LIBRARIES):
         raise InvalidConfig(f"attention-backend is {setting!r}; use auto, triton, {' or '.join(LIBRARIES)}")
     return "triton" if setting == "auto" else setting

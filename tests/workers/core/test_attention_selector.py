@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.attention_backend import LIBRARIES, backend_name, check_backend_host, check_backend_model
+from coatcheck.workers.core.attention_selector import LIBRARIES, backend_name, check_backend_host, check_backend_model
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 
