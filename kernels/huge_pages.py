@@ -50,8 +50,8 @@ _lock = threading.Lock()
 _shared: _Mapping | None = None
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A dense CPU tensor of zeros."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A dense CPU tensor of zeros. Its memory is new to the process, so nothing has to write the zeros."""
     global _shared
     size = prod(shape) * dtype.itemsize
     if size == 0:
@@ -69,11 +69,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def populate_in_background(tensor: Tensor) -> None:
-    """Have a thread allocate the pages of a CPU tensor that nobody has written yet, with a quarter of a core.
+    """Have a thread allocate the pages of a CPU tensor of `zeros`, with a quarter of a core.
 
-    The values stay, and others may read and write them meanwhile. Without this a page is allocated when it is first
-    written, and a host that has promised too much memory ends the process then. An older kernel than Linux 5.14, or
-    another system, leaves it at that.
+    Other threads may read and write the tensor meanwhile; its values stay. A page that the thread has not reached is
+    allocated when it is first written, under load, and a host that has promised too much memory kills the process
+    then. Before Linux 5.14, and on other systems, all pages are allocated in that way.
     """
     if sys.platform == "linux" and tensor.nbytes:
         threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True).start()

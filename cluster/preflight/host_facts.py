@@ -36,13 +36,13 @@ try:
     if "gpu" in sys.argv and torch.version.cuda and not found["gpus"]:
         torch.cuda.init()
 except Exception as error:
-    found["problem"] = str(error).splitlines()[0]
+    found["problem"] = (str(error) or repr(error)).splitlines()[0]
 try:
     from coatcheck.kernels import native
     library = native.library()
     found.update(kernels=native.native_status(), cpu_classes=library.available if library else [])
 except Exception as error:
-    found["kernels_problem"] = str(error).splitlines()[0]
+    found["kernels_problem"] = (str(error) or repr(error)).splitlines()[0]
 print(json.dumps(found))
 """
 

@@ -75,7 +75,9 @@ def _judge_gpus(facts: HostFacts, ranks: int) -> Iterator[Finding]:
 
 def _judge_cpu_kernels(torch: TorchFacts) -> Iterator[Finding]:
     if torch.kernels_problem:
-        yield Finding("CPU kernels", "error", torch.kernels_problem, "unset COATCHECK_CPU, or name one of these")
+        is_refused = torch.kernels_problem.startswith("COATCHECK_CPU")
+        change = "unset COATCHECK_CPU, or name one of these" if is_refused else "install Coatcheck again on this host"
+        yield Finding("CPU kernels", "error", torch.kernels_problem, change)
     elif torch.cpu_classes:
         choices = ", ".join(torch.cpu_classes)
         yield Finding("CPU kernels", "ok", f"{torch.kernels}; COATCHECK_CPU can force one of {choices}")

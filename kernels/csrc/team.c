@@ -13,7 +13,7 @@
 #endif
 
 #define LINE 64
-#define SPINS 2000 /* of a waiting thread, some 50 us, until it sleeps and its core is free for the one it waits for */
+#define SPINS 2000 /* of a waiting thread, about 50 us; then it sleeps, so that the others may have its core */
 
 typedef struct {
     _Alignas(LINE) _Atomic uint64_t state; /* upper half: the number of the operation; lower: its next item */

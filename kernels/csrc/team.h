@@ -1,12 +1,13 @@
 /* The threads of a call, and how they share the items of its operations.
  *
  * All threads of a team run the same function. An operation is a call of share_items: each thread takes the next items
- * until none is left, and returns when all items are done. A thread that has lost its core between two items holds up
- * nobody: the others take its share, and it passes over the operations that they have finished. So a team may run many
- * operations in a row, whole layers, in one parallel region of OpenMP.
+ * until none is left, and returns when all items are done. If a thread loses its core between two items, the others
+ * take its share, and do not wait for it. Later it passes over the operations that they have finished. So a team may
+ * run many operations in a row, whole layers, in one parallel region of OpenMP.
  *
- * A thread may thus be operations behind the others. What it does between operations may depend only on what stays the
- * same during the call: it must neither read nor write what an operation writes. */
+ * A thread may thus be operations behind the others. Between operations a thread must neither read nor write what an
+ * operation writes, and every thread must call the same operations with the same counts. Items must not call
+ * share_items or run_team. Each thread of Python that calls a kernel has a team of its own. */
 #pragma once
 #include <stdint.h>
 
@@ -14,11 +15,11 @@ typedef void Work(const void *context);
 /* Computes items [from, to). */
 typedef void Items(const void *context, int64_t from, int64_t to);
 
-/* Runs `work` in all threads of a team. In a team already: in this thread, as the others call it too. Returns 0, or -1
- * if there was no memory for an item. */
+/* Runs `work` in all threads of a new team. A thread of a team runs `work` itself: the others make the same call. Returns
+ * 0, or -1 if resize_team_memory found no memory; in a team always 0, because the outermost call returns the -1. */
 int run_team(Work *work, const void *context);
 
-/* The same, but a small call stays on this thread: waking the others would cost more than the work. */
+/* The same, but outside a team a call that is not large runs on this thread alone: to wake others would take longer. */
 int run_team_if(int is_large, Work *work, const void *context);
 
 /* Computes `count` items, at most `most` consecutive ones at once. Outside a team: in this thread. */
@@ -30,7 +31,9 @@ static inline int64_t parts_of(int64_t elements) {
     return parts < 1 ? 1 : parts > 16 ? 16 : parts;
 }
 
-/* Makes the team's memory at least `size` bytes large. Only the item of an operation of one item may call this. */
+/* Makes the team's memory at least `size` bytes large; what it held is lost. Only an item may call this, of an operation
+ * that has no other item. */
 void resize_team_memory(int64_t size);
-/* That memory, for items alone: a thread between operations may be behind the next resize. Null if there was none. */
+/* That memory; null if it could not be allocated. Only items may call this: a thread between operations may be behind,
+ * and the memory may be resized meanwhile. */
 void *team_memory(void);

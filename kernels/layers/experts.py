@@ -237,7 +237,7 @@ def _pack(weight: Tensor | QuantisedExperts, form: str) -> tuple[Tensor, ...]:
     count, features, depth = weight.shape
     # As panels_of and words_of in kernels/csrc/linear.h.
     panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16
-    packed = huge_pages.empty((count, panels, words, 16), torch.int32)
+    packed = huge_pages.zeros((count, panels, words, 16), torch.int32)
     for plain, to in zip(weight.detach(), packed, strict=True):
         dense = plain.contiguous()
         library.pack_weight(dense.data_ptr(), features, depth, to.data_ptr(), native.TYPES[weight.dtype])

@@ -218,7 +218,7 @@ def pack_panels(weight: Tensor) -> Tensor:
     features, depth = weight.shape
     # As panels_of and words_of in kernels/csrc/linear.h.
     panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16
-    packed = huge_pages.empty((panels, words, 16), torch.int32)
+    packed = huge_pages.zeros((panels, words, 16), torch.int32)
     library.pack_weight(weight.data_ptr(), features, depth, packed.data_ptr(), native.TYPES[weight.dtype])
     return packed
 
@@ -234,7 +234,7 @@ def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
     packed = []
     for part in parts:
         by_panel = part.view(rows // 16, 16, -1).transpose(1, 2)
-        packed.append(huge_pages.empty(tuple(by_panel.shape), part.dtype).copy_(by_panel))
+        packed.append(huge_pages.zeros(tuple(by_panel.shape), part.dtype).copy_(by_panel))
     if weight.order is not None:
         packed.append(weight.order.int().contiguous())
     return tuple(packed)

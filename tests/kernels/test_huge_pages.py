@@ -34,7 +34,7 @@ def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huge_pages, "_SHARED", 256 << 10)  # so that these tensors share mappings and have their own
         for number, shape in enumerate(shapes):
-            tensor = huge_pages.empty(shape, torch.bfloat16)
+            tensor = huge_pages.zeros(shape, torch.bfloat16)
             assert tensor.shape == shape and tensor.is_contiguous() and not tensor.any()
             assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
             tensors.append(tensor.fill_(number + 1))
@@ -44,7 +44,7 @@ def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
 
 def test_memory_goes_back_with_the_last_tensor() -> None:
     """The pages of a dropped tensor are returned to the system."""
-    tensor = huge_pages.empty((64 << 20,), torch.uint8).fill_(1)
+    tensor = huge_pages.zeros((64 << 20,), torch.uint8).fill_(1)
     held = resident_bytes()
     assert tensor.data_ptr() % (2 << 20) == 0
     del tensor
@@ -55,7 +55,7 @@ def test_memory_goes_back_with_the_last_tensor() -> None:
 def test_pages_are_allocated_in_the_background() -> None:
     """All pages of a tensor that nobody reads or writes are allocated, and what is written meanwhile stays."""
     before = resident_bytes()
-    tensor = huge_pages.empty((96 << 20,), torch.uint8)
+    tensor = huge_pages.zeros((96 << 20,), torch.uint8)
     huge_pages.populate_in_background(tensor)
     tensor[:: 1 << 20] = 7
     wait_until_populated()
@@ -66,7 +66,7 @@ def test_pages_are_allocated_in_the_background() -> None:
 def test_a_dropped_tensor_may_still_be_populated() -> None:
     """A tensor that is dropped while its pages are allocated is freed once that has ended."""
     before = resident_bytes()
-    huge_pages.populate_in_background(huge_pages.empty((64 << 20,), torch.uint8))
+    huge_pages.populate_in_background(huge_pages.zeros((64 << 20,), torch.uint8))
     wait_until_populated()
     gc.collect()
     assert resident_bytes() - before < 16 << 20

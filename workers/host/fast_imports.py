@@ -68,8 +68,10 @@ def _disable_distributed() -> None:
 
 
 def _import_model_list() -> None:
-    """Import `transformers.models`. It reads the source of all models for the names in them, as `transformers` has done
-    just before: that takes a tenth of a rank's imports. Here it gets the list that `transformers` has made."""
+    """Import `transformers.models` with the list of models that `transformers` has made just before.
+
+    By itself that package would read the source of every model once more: a tenth of the time of a rank's imports.
+    """
     from transformers.utils import import_utils
 
     list_names = import_utils.define_import_structure

@@ -220,8 +220,9 @@ def _build_uninitialised(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 class _ArangeOnCpu(TorchFunctionMode):
     """While inside, `torch.arange` makes CPU tensors, so that rotary frequencies are computed from them on the CPU too.
 
-    Before torch computes arange or a division on meta, or fills a meta tensor with random numbers (`no_init_weights`
-    leaves that out), it imports its compiler and sympy: a quarter of a rank's start (bench/LOG.md, 2026-11-23).
+    torch imports its compiler and sympy before it computes arange or a division on meta, or fills a meta tensor with
+    random numbers (`no_init_weights` leaves that out). That took 1.3 of the 7 CPU seconds of a rank's start
+    (bench/LOG.md, 2026-11-23).
     """
 
     def __torch_function__(

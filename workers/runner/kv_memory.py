@@ -31,7 +31,7 @@ def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device)
     while the rank already serves: the kernel takes up to a second to zero 1 GiB.
     """
     if device.type == "cpu":
-        pool = huge_pages.empty((num_blocks, layout.bytes_per_block), torch.uint8)
+        pool = huge_pages.zeros((num_blocks, layout.bytes_per_block), torch.uint8)
         huge_pages.populate_in_background(pool)
         return pool
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)

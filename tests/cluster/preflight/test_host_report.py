@@ -97,6 +97,12 @@ def test_a_forced_class_that_the_processor_lacks_is_a_fault(monkeypatch: pytest.
     assert (finding.check, finding.state) == ("CPU kernels", "error") and "unset COATCHECK_CPU" in finding.change
 
 
+def test_kernels_that_cannot_be_imported_are_not_blamed_on_a_setting() -> None:
+    """The advice is to install again where COATCHECK_CPU is not what stops the kernels."""
+    (finding,) = faults(replace(GOOD, torch=replace(TORCH, kernels_problem="No module named 'coatcheck.kernels'")))
+    assert finding.state == "error" and finding.change == "install Coatcheck again on this host"
+
+
 @pytest.mark.parametrize(
     ("facts", "check", "state", "found", "change"),
     [
@@ -150,13 +156,17 @@ def test_a_driver_is_looked_for_where_there_is_a_gpu(tmp_path: Path) -> None:
     assert probe_torch(True, str(python)).problem == "Found no NVIDIA driver"
     without = probe_torch(False, str(python))
     assert (without.version, without.cuda, without.gpus, without.problem) == ("2.13.0+cu130", "13.0", (), "")
+    wordless = _CUDA_BUILD_WITHOUT_DRIVER.replace("Found no NVIDIA driver", "")
+    (tmp_path / "torch.py").write_text(wordless)
+    assert probe_torch(True, str(python)).problem == "RuntimeError('')"
 
 
 _CUDA_BUILD_WITHOUT_DRIVER = """
+MESSAGE = "Found no NVIDIA driver"
 from types import SimpleNamespace
 
 def init():
-    raise RuntimeError("Found no NVIDIA driver")
+    raise RuntimeError(MESSAGE)
 
 __version__ = "2.13.0+cu130"
 version = SimpleNamespace(cuda="13.0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -253,3 +254,29 @@ def test_fused_layers_have_the_same_bits_with_more_threads_than_cores() -> None:
             assert torch.equal(out, want) and torch.equal(total, residual)
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_of_python_compute_at_once() -> None:
+    """Each thread has a team of its own, of any size: two that call kernels at once get the bits of one alone."""
+    torch.manual_seed(6)
+    layers = [linear(512, 512, torch.bfloat16) for _ in range(2)]
+    x = torch.randn(70, 512).bfloat16()
+    want = [layer(x) for layer in layers]
+    start, equal = Barrier(2), [True, True]
+
+    def compute(index: int) -> None:
+        start.wait()
+        for call in range(30):
+            torch.set_num_threads(1 + (call + index) % 4)
+            equal[index] &= torch.equal(layers[index](x), want[index])
+
+    before = torch.get_num_threads()
+    threads = [Thread(target=compute, args=(index,)) for index in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert equal == [True, True]
