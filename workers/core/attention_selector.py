@@ -46,7 +46,7 @@ class AttentionLibrary:
 LIBRARIES: Final[dict[str, AttentionLibrary]] = {
     "flashinfer": AttentionLibrary(
         "flashinfer",
-        "install it on every host with `pip install 'coatcheck[flashinfer]'`",
+        "install it on every host with `pip install 'flashinfer-python>=0.6.18'`",
         lambda dim: dim in (64, 128, 256),
         "64, 128 or 256",
         lambda capability: capability >= (8, 0),
