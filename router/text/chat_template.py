@@ -3,7 +3,9 @@
 The template comes with a checkpoint and is not trusted, so it runs in jinja's sandbox.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
@@ -22,6 +24,8 @@ from coatcheck.proto.json_file import read_json_object
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
 
 _MAX_SOURCE: Final = 1 << 16  # characters of a client's template
+# Mistral's templates refuse a tool call whose id does not have nine characters.
+_SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
 # Variables that the fields of a Chat set.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
@@ -37,7 +41,7 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
     is_continued = chat.continue_final_message
     adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     text = template.render(
-        [_template_message(message) for message in chat.messages],
+        [_template_message(message, template) for message in chat.messages],
         adds_prompt and not is_continued,
         [_parse_object("tools", tool) for tool in chat.tools],
         _parse_object("template_arguments", chat.template_arguments or "{}"),
@@ -56,7 +60,7 @@ def _cut_after(text: str, content: str) -> str:
     )
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
+def _template_message(message: ChatMessage, template: "ChatTemplate") -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name
@@ -65,11 +69,11 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
         if not message.content:
             fields["thinking"] = message.reasoning_content  # the name in gpt-oss' template
     if message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = template.fit_call_id(message.tool_call_id)
     if message.tool_calls:
         fields["tool_calls"] = [
             {
-                "id": call.id,
+                "id": template.fit_call_id(call.id),
                 "type": "function",
                 # Parsed, because each template writes the object in the form of its model.
                 "function": {"name": call.name, "arguments": _parse_object("arguments of a tool call", call.arguments)},
@@ -111,6 +115,14 @@ class ChatTemplate:
             raise InvalidModel(f"the model's chat template does not compile: {error}") from error
         self.source = source
         self._special_tokens = special_tokens
+        self._has_short_ids = _SHORT_IDS.search(source) is not None
+
+    def fit_call_id(self, call_id: str) -> str:
+        """The id of a tool call as the template takes it: nine letters and digits of its hash, where only those are
+        allowed. A call and its result keep one id, and so does a conversation that began with another model."""
+        if not self._has_short_ids or not call_id or (len(call_id) == 9 and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: dict[str, Any]) -> "ChatTemplate | None":

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.router.text.chat_template import ChatTemplate
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, ToolCall
+from coatcheck.router.text.chat_template import ChatTemplate, render_chat
 
 # As LLaVA's and Idefics' templates: a content that is a text has no parts, so its text would be missing.
 _PARTS = (
@@ -15,6 +16,11 @@ _PARTS = (
 )
 _TEXT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 _BOTH = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}\n{% endfor %}"
+# As Mistral's: the id of a call and of its result must have nine characters.
+_SHORT_IDS = (
+    "{% for m in messages %}{% for id in (m.tool_calls | map(attribute='id') if m.tool_calls else [m.tool_call_id]) %}"
+    "{% if id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}{{ id }} {% endfor %}{% endfor %}"
+)
 _CHAT = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]
 
 
@@ -46,3 +52,18 @@ def test_the_template_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(InvalidModel, match="does not hold a JSON object"):
         ChatTemplate.load(tmp_path, {})
+
+
+@pytest.mark.parametrize(("call_id", "shown"), [("aB3dE6gH9", "aB3dE6gH9"), ("call_0123456789abcdef01234567", None)])
+def test_a_template_that_wants_ids_of_nine_characters_gets_them(call_id: str, shown: str | None) -> None:
+    """Mistral's templates refuse other ids of tool calls, also those that this server makes in OpenAI's form. A call
+    and its result keep one id, which depends on nothing else. Other templates get the id as it is."""
+    call = ToolCall(id=call_id, name="f", arguments="{}")
+    chat = Chat(
+        messages=[ChatMessage(role="assistant", tool_calls=[call]), ChatMessage(role="tool", tool_call_id=call_id)]
+    )
+    text = render_chat(chat, ChatTemplate(_SHORT_IDS, {}))
+    first, second = text.split()
+    assert first == second and len(first) == 9 and first.isalnum() and shown in (None, first)
+    assert render_chat(chat, ChatTemplate(_SHORT_IDS, {})) == text
+    assert render_chat(chat, ChatTemplate(_SHORT_IDS.replace("!= 9", "== 0"), {})).split() == [call_id, call_id]
