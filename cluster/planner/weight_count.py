@@ -26,6 +26,8 @@ _TIED: Final = frozenset(
         "gpt_bigcode", "gpt_neo", "minicpm3", "mpt", "opt", "smollm3", "starcoder2",
     }
 )  # fmt: skip
+# Families whose first layers have a dense MLP, if config.json does not say.
+_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,14 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
     without = config.values.get("mlp_only_layers")
     if not _num_experts(config) or (isinstance(without, list) and index in without):
         return False
+    kinds = config.values.get("mlp_layer_types")
+    if isinstance(kinds, list) and index < len(kinds):
+        return bool(kinds[index] == "sparse")
     step = config.count("decoder_sparse_step", "moe_layer_freq", default=1)
     if "decoder_sparse_step" in config.values:
         return (index + 1) % step == 0
-    return index >= config.number("first_k_dense_replace", default=0) and index % step == 0
+    first = config.number("first_k_dense_replace", default=_FIRST_DENSE.get(config.model_type, 0))
+    return index >= first and index % step == 0
 
 
 def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_parallel: bool) -> tuple[int, int]:

@@ -62,7 +62,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "dots3_note_text": dict(num_key_value_heads=4),
     "lfm2": dict(layer_types=["conv", "full_attention"] * (LAYERS // 2)),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * (LAYERS // 2)),
-    "axk1": _LATENT,
+    "axk1": _LATENT | dict(num_key_value_heads=4, n_group=2, topk_group=1),
     "axk2": _LATENT,
     "bitnet": dict(hidden_act="relu2"),
     "cohere_compass_text": dict(rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in _MIXED}),
@@ -93,7 +93,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "ministral": dict(head_dim=16),
     "qwen2_moe": dict(shared_expert_intermediate_size=32),
-    "youtu": _LATENT,
+    "youtu": _LATENT | dict(num_key_value_heads=4),
     "zaya": dict(head_dim=16, num_experts_per_tok=1),
 }  # fmt: skip
 

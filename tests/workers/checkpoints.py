@@ -114,10 +114,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_LATENT = {name: value for name, value in _DEEPSEEK.items() if name.endswith(("rank", "dim"))} | dict(
+    num_key_value_heads=8
+)
+# Types that only the parity tests and the tests of their peculiarities cover: `serve` verifies them when it starts.
+FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "axk1": ("axk1", _DEEPSEEK | dict(n_group=2, topk_group=1)),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        {name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
+    ),
+    "youtu": ("youtu", _LATENT | dict(tie_word_embeddings=True)),
+}
+
 
 def tiny_config(arch: str, **overrides: Any) -> Any:
     """The config of a tiny model."""
-    model_type, differences = ARCHITECTURES[arch]
+    model_type, differences = (ARCHITECTURES | FURTHER_ARCHITECTURES)[arch]
     return CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **overrides})
 
 

@@ -25,17 +25,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import NAME, AttentionLayer, layer_index
 from coatcheck.workers.attention.dummy_weights import TokensMixed, use_dummy_weights
+from coatcheck.workers.attention.latent_description import LatentDescription
 from coatcheck.workers.attention.mask_probe import MaskRecorder, UnsupportedMask, find_sliding_window
 
 _PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is: no mask is built
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
 # Arguments of the attention function that do not change its result here.
 _IGNORED: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
-# What latent_attention.py takes over.
-_LATENT_MODULES: Final = (
-    "q_a_proj", "q_a_layernorm", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
-    "kv_lora_rank", "qk_rope_head_dim",
-)  # fmt: skip
 _TOLERANCE: Final = 1e-5  # of the largest value; rounding stays below 1e-6, an effect of other tokens is far larger
 _MIXES: Final = (
     "computes a token's result from other tokens outside of attention; only models whose tokens interact in attention "
@@ -242,7 +238,8 @@ def _record_attention(
         raise _Unsupported(f"its attention takes {', '.join(unknown)}, which our kernels do not support")
     if not getattr(module, "is_causal", True):
         raise _Unsupported("its attention is not causal")
-    rank, rope_dim = read_latent_dims(module)
+    latent = LatentDescription.of(module)
+    rank, rope_dim = (0, 0) if latent is None else (latent.rank, latent.rope)
     if not rope_dim and (key.shape != value.shape or key.shape[-1] != query.shape[-1]):
         raise _Unsupported(f"its keys and values differ in shape ({list(key.shape)}, {list(value.shape)})")
     if query.shape[2] != recording.num_tokens or key.shape[2] != recording.num_tokens:
@@ -272,13 +269,6 @@ def _record_attention(
     groups = query.shape[1] // key.shape[1]
     own = query + (key - 0.5 * value).repeat_interleave(groups, dim=1)
     return own.transpose(1, 2), None
-
-
-def read_latent_dims(module: Any) -> tuple[int, int]:
-    """(kv_lora_rank, qk_rope_head_dim) of a latent attention (MLA) with DeepSeek's modules; zeros for others."""
-    if not all(hasattr(module, name) for name in _LATENT_MODULES):
-        return 0, 0
-    return int(module.kv_lora_rank), int(module.qk_rope_head_dim)
 
 
 def _read_window(recording: _Recording, mask: Tensor | None, argument: int, num_heads: int) -> int:

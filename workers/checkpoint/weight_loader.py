@@ -10,6 +10,7 @@ experts are stored alike. Other quantised weights are decoded.
 
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,7 @@ def load_weights(
         done += sum(checkpoint.slice_bytes(read.key, read.part) for read in reads)
         if progress is not None:
             progress(done, total)
+    held += _zero_absent_corrections(model, parameters, loaded, device)
     missing = sorted(set(parameters) - loaded - set(tied))
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
@@ -127,6 +129,21 @@ def load_weights(
     for name, source in tied.items():
         _owner(model, name)._parameters[name.rpartition(".")[2]] = model.get_parameter(source)
     return LoadedWeights(count, held)
+
+
+def _zero_absent_corrections(
+    model: PreTrainedModel, parameters: dict[str, Tensor], loaded: set[str], device: torch.device
+) -> int:
+    """Zero the biases by which experts are chosen, where transformers lets a checkpoint leave them out: A.X-K1 routes
+    without them. Adds their names to `loaded` and returns their bytes."""
+    held = 0
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    for name in sorted(parameters.keys() - loaded):
+        if name.endswith(".e_score_correction_bias") and any(pattern.search(name) for pattern in patterns):
+            zeros = torch.zeros(parameters[name].shape, dtype=parameters[name].dtype)
+            held += _set_parameter(model, name, zeros, parameters[name], None, device)
+            loaded.add(name)
+    return held
 
 
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:

@@ -53,6 +53,8 @@ class DecoderLayer:
             self.attention_norm = read_norm(layer.post_attention_layernorm, family)
             self.mlp_norm = read_norm(layer.post_feedforward_layernorm, family)
             second_norm = layer.pre_feedforward_layernorm
+        if hasattr(layer.mlp, "post_mlp_layernorm"):  # axk1
+            self.mlp_norm = read_norm(layer.mlp.post_mlp_layernorm, family)
         make_mlp = DenseMlp if hasattr(layer.mlp, "down_proj") else SparseMlp
         self.mlp: DenseMlp | SparseMlp = make_mlp(
             layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
@@ -62,10 +64,7 @@ class DecoderLayer:
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
         if spec.is_latent:
-            is_interleaved = getattr(attention.config, "rope_interleave", True)  # deepseek_v2 has no such setting
-            self.attend = latent = LatentAttention(
-                attention, spec, communicator, is_interleaved=is_interleaved, batch_invariant=batch_invariant
-            )
+            self.attend = latent = LatentAttention(attention, spec, communicator, batch_invariant=batch_invariant)
             self._attention_linears = latent.linears()
         else:
             self.attend = heads = MultiHeadAttention(attention, spec, family, batch_invariant=batch_invariant)

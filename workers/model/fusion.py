@@ -29,11 +29,12 @@ from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, r
 from coatcheck.workers.model.parallel_layers import add_and_norm
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp, is_known_block
 
+LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # those with latent attention (MLA)
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3"), Family()),
     **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), Family()),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family()),
+    **dict.fromkeys(LATENT_TYPES, Family()),
     "gpt_oss": Family(has_half_tables=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }

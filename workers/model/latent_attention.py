@@ -1,5 +1,7 @@
 """LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2, V3 and their kin, over a pool of latents.
 
+What differs between model types is in LatentDescription (workers/attention/latent_description.py).
+
     c, k_rope = kv_a(x)
     q[h] = q_b[h](norm(q_a(x)))        or q_proj[h](x)
     k[h], v[h] = W_UK[h] norm(c), W_UV[h] norm(c)
@@ -35,6 +37,7 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, kernel_plan, kind_of
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, GatheredContext, LogitsIndices
+from coatcheck.workers.attention.latent_description import LatentDescription
 from coatcheck.workers.attention.token_shards import local_queries
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.multi_head_attention import RotaryTables
@@ -73,25 +76,26 @@ class LatentAttention:
         spec: AttentionLayer,
         communicator: Communicator,
         *,
-        is_interleaved: bool,
         batch_invariant: bool,
     ) -> None:
         """`attention`: transformers' module. `spec`: with this rank's heads.
 
-        `is_interleaved`: rotary embeddings rotate neighbours. The weights' rows are then reordered, so that pairs lie
-        half a head apart; the scores are the same.
+        Where rotary embeddings rotate neighbours, the weights' rows are reordered, so that pairs lie half a head apart;
+        the scores are the same. Scales behind norms are multiplied into the norms' weights.
         """
+        description = LatentDescription.of(attention)
+        assert description is not None, "the probe found latents"
         self.spec = spec
         self._communicator = communicator
         heads, rope = spec.num_heads, spec.rope_head_dim
         rank = spec.head_dim - rope
         up = attention.kv_b_proj.weight.detach().view(heads, -1, rank)
-        has_q_a = attention.q_a_proj is not None
+        has_q_a = description.has_query_latent
         q_out = attention.q_b_proj if has_q_a else attention.q_proj
         nope = q_out.weight.shape[0] // heads - rope
         self.dims = LatentDims(rank, nope, rope, up.shape[1] - nope)
         order = torch.arange(rope, device=up.device)
-        if is_interleaved:
+        if description.is_interleaved:
             order = torch.cat((order[::2], order[1::2]))
         q_weight = q_out.weight.detach().view(heads, nope + rope, -1)
         q_weight = torch.cat((q_weight[:, :nope], q_weight[:, nope:][:, order]), dim=1).flatten(0, 1)
@@ -106,9 +110,9 @@ class LatentAttention:
             torch.cat((first, kv_a.weight.detach()[kv_rows])), bias, batch_invariant=batch_invariant
         )
         self.input_sizes = (len(first), rank + rope)
-        self.q_norm = _norm(attention.q_a_layernorm) if has_q_a else None
+        self.q_norm = _norm(attention.q_a_layernorm, description.query_scale) if has_q_a else None
         self.q_up = PackedLinear(q_weight, batch_invariant=batch_invariant) if has_q_a else None
-        self.kv_norm = _norm(attention.kv_a_layernorm)
+        self.kv_norm = _norm(attention.kv_a_layernorm, description.latent_scale)
         self.k_up_absorbed = HeadsLinear(up[:, :nope].transpose(1, 2), batch_invariant=batch_invariant)
         # On a GPU the lengths that decide about the form are not on the host.
         self.k_up = None if batch_invariant or uses_triton(up) else HeadsLinear(up[:, :nope])
@@ -247,5 +251,5 @@ class LatentAttention:
             out[:, part] = expanded_attention(q[:, part], kv, rope_keys, nope, self.spec.scale)
 
 
-def _norm(module: Any) -> RmsNorm:
-    return RmsNorm(module.weight.detach(), module.variance_epsilon)
+def _norm(module: Any, scale: float) -> RmsNorm:
+    return RmsNorm(module.weight.detach() * scale, module.variance_epsilon)

@@ -28,7 +28,7 @@ from coatcheck.workers.checkpoint.model_alias import is_alias, resolve_alias
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
 from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.distributed.tp_shard import TpShard
-from coatcheck.workers.model.fusion import is_fusable
+from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
@@ -87,7 +87,7 @@ def prepare_model(
     if any(layer.is_latent for layer in layers) and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
-            "deepseek_v2 and deepseek_v3 with silu; set model_type and hidden_act, if the checkpoint is one of them"
+            f"{', '.join(LATENT_TYPES)} with silu; set model_type and hidden_act, if the checkpoint is one of them"
         )
     if deterministic_on is not None:
         check_deterministic(causal, layers, model_dtype, deterministic_on)

@@ -105,11 +105,13 @@ class PackedBlock(nn.Module):
         super().__init__()
         self._moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
         self.experts = self._moe.experts  # found among the model's modules
+        self._norm: nn.Module | None = getattr(block, "post_mlp_layernorm", None)  # axk1
         self._returns_scores = type(block).__name__ == "GptOssMLP"
 
     def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, None]:
         out = self._moe(hidden.flatten(0, -2).contiguous())
         out = (out if self._moe.reduce is None else self._moe.reduce(out)).view(hidden.shape)
+        out = out if self._norm is None else self._norm(out)
         return (out, None) if self._returns_scores else out
 
 
@@ -251,9 +253,11 @@ def _top_k(block: Any) -> int:
 
 _BLOCKS = frozenset(
     {
+        "AXK1MoE",
         "DeepseekV2Moe",
         "DeepseekV3MoE",
         "Dots1MoE",
+        "Glm4MoeLiteMoE",
         "Glm4MoeMoE",
         "GptOssMLP",
         "MixtralSparseMoeBlock",
@@ -303,5 +307,8 @@ _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     ),
     "GptOssTopKRouter": (_softmax_of_chosen, False),
     "DeepseekV2TopkRouter": (_deepseek_v2, True),
-    **dict.fromkeys(("DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeTopkRouter"), (_deepseek_v3, True)),
+    **dict.fromkeys(
+        ("AXK1TopkRouter", "DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeLiteTopkRouter", "Glm4MoeTopkRouter"),
+        (_deepseek_v3, True),
+    ),
 }

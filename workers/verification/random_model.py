@@ -23,10 +23,17 @@ def write_random_checkpoint(config: Any, directory: Path, *, seed: int, dtype: t
 
 
 def randomise(model: PreTrainedModel) -> None:
-    """Give every parameter of `model` random values from torch's global generator."""
+    """Give every parameter of `model` random values from torch's global generator.
+
+    The embedding of the padding token is zero: transformers zeroes it after loading for some types, such as youtu, and
+    a tied head would then have other logits than the checkpoint's.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.25)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0

@@ -12,7 +12,12 @@ from transformers import CONFIG_MAPPING
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+)
+_LATENT_EXPERTS = _EXPERTS | _LATENT | dict(n_routed_experts=4, n_group=1, topk_group=1)
 SERVED: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT_EXPERTS,
     "biogpt": {},
     "cohere": {},
     "cohere2": {},
@@ -41,6 +46,7 @@ SERVED: dict[str, dict[str, Any]] = {
     ),
     "glm4": {},
     "glm4_moe": _EXPERTS | dict(n_routed_experts=4),
+    "glm4_moe_lite": _LATENT_EXPERTS,
     "gpt2": {},
     "gpt_neox": {},
     "gpt_oss": dict(
@@ -59,10 +65,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | dict(use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "smollm3": {},
     "starcoder2": {},
+    "youtu": _LATENT,
 }
 REFUSED = {
     "bloom": "outside of transformers' attention interface",
-    "youtu": "latent attention is served for deepseek_v2 and deepseek_v3",
     "diffllama": "calls attention more than once",
     "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
     "falcon": "its attention does not go through transformers' attention interface",

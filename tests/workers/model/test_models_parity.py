@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
-from tests.workers.checkpoints import ARCHITECTURES, VOCAB, tiny_checkpoint
+from tests.workers.checkpoints import ARCHITECTURES, FURTHER_ARCHITECTURES, VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
 MAX_TOKENS = 8
@@ -23,13 +23,13 @@ LONGROPE_LENGTHS = (50, 34, 40)
 
 # The pairwise sample: every architecture alone, each kind of split at 2 or at 4 ranks (with 2 KV heads).
 _SAMPLE = {
-    2: ("llama", "gemma2", "qwen3", "mixtral", "deepseek-v2-groups", "deepseek-v3-halves"),
-    4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3"),
+    2: ("llama", "gemma2", "qwen3", "mixtral", "deepseek-v2-groups", "deepseek-v3-halves", "glm4-moe-lite"),
+    4: ("qwen2", "phi3", "olmo2", "deepseek-v2", "deepseek-v3", "axk1"),
 }
 CASES = [
     pytest.param(arch, tp, marks=() if tp == 1 or arch in _SAMPLE[tp] else pytest.mark.full, id=f"{arch}-tp{tp}")
     for tp in (1, 2, 4)
-    for arch in ARCHITECTURES
+    for arch in (*ARCHITECTURES, *FURTHER_ARCHITECTURES)
 ]
 
 
