@@ -5,26 +5,34 @@
 The model for speed is a llama of 0.48B parameters with random weights. Rounds alternate between the forms, so that a
 busy moment hits all, and a figure is the median of its best round. Perplexity is that of the demo model on its held-out
 text; `bench/kv.py dtype` measures it for quantised KV pools. Weights are quantised as `--quantization` does.
+
+`--activations` measures no speed, but the perplexity with activations that are quantised too, which CPUs do not serve:
+of transformers' model in float32, with inputs of linears rounded as kernels/layers/quantised_rows.py rounds them.
 """
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coatcheck.bench.engine_cases.contestants import Coatcheck
-from coatcheck.bench.kv_cases.dtype import perplexity
+from coatcheck.bench.kv_cases.dtype import WINDOW, perplexity
 from coatcheck.bench.setup.checkpoint import COMMON_FIELDS, VOCABULARY, write_checkpoint
 from coatcheck.bench.setup.results_file import describe_machine, write_results
+from coatcheck.kernels.layers.quantised_rows import RowFormat, quantise_rows_reference
+from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
 from coatcheck.kernels.native import native_status
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.distributed.communicator import Communicator
@@ -53,10 +61,16 @@ def main(
     steps: Annotated[int, typer.Option(min=3, help="Decode steps per round.")] = 12,
     checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
     most_tokens: Annotated[int, typer.Option(help="Tokens of the held-out text to use, at most; 0: none.")] = 45_000,
+    activations: Annotated[bool, typer.Option("--activations", help="Perplexity of quantised ones only.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """Measure quantised weights beside bfloat16."""
     torch.set_num_threads(threads)
+    if activations:
+        found = rounded_perplexities(most_tokens)
+        Console().print(table_of_rounded(found))
+        write_results(json_path, {**describe_machine(), "tokens": most_tokens, "perplexity": found})
+        return
     with TemporaryDirectory() as scratch:
         directory = make_checkpoint(checkpoint or Path(scratch) / "llama-0.5b")
         contestants = {form: Coatcheck(directory, quantization=form) for form in FORMS}
@@ -92,6 +106,54 @@ def demo_perplexity(form: str, most_tokens: int) -> float:
     tokenizer = Tokenizer.from_file(str(demo / "model" / "tokenizer.json"))
     ids = tokenizer.encode((demo / "heldout.txt").read_text("utf-8")).ids[:most_tokens]
     return perplexity(model, ids, choose_kv_dtype("auto", model.spec.dtype))
+
+
+# Weights with a scale for each row, and columns that share a scale of the activations: 0 for a token's whole row; None:
+# activations are kept.
+ROUNDED: Final = (
+    (CodeKind.INT8, None), (CodeKind.INT8, 0), (CodeKind.FP8, None), (CodeKind.FP8, 0), (CodeKind.FP8, 128)
+)  # fmt: skip
+
+
+def rounded_perplexities(most_tokens: int) -> dict[str, float]:
+    """Of the demo model in float32, by how it is rounded. Its head is not."""
+    demo = Path("demo")
+    tokenizer = Tokenizer.from_file(str(demo / "model" / "tokenizer.json"))
+    ids = tokenizer.encode((demo / "heldout.txt").read_text("utf-8")).ids[:most_tokens]
+    found = {}
+    for kind, group in ((None, None), *ROUNDED):
+        model = AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32)
+        for module in model.model.modules() if kind is not None else ():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.data = quantise(module.weight.data, kind).dequantise()
+                if group is not None:
+                    module.register_forward_pre_hook(partial(_round_input, RowFormat(kind, group)))
+        columns = {None: "kept", 0: "a scale per token"}.get(group, f"a scale per {group} columns of a token")
+        name = "float32" if kind is None else f"{kind.name.lower()}, activations: {columns}"
+        found[name] = _perplexity_of(model, ids)
+    return found
+
+
+def _round_input(format: RowFormat, module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    (x,) = arguments
+    return quantise_rows_reference(x.flatten(0, -2), format).dequantise().view(x.shape)
+
+
+@torch.inference_mode()
+def _perplexity_of(model: Any, ids: list[int]) -> float:
+    """In whole windows, as kv_cases/dtype.py has them."""
+    windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, 1, WINDOW)
+    losses = [F.cross_entropy(model(window).logits[0, :-1], window[0, 1:]) for window in windows]
+    return math.exp(torch.stack(losses).mean())
+
+
+def table_of_rounded(found: dict[str, float]) -> Table:
+    table = Table(title="Perplexity of the demo model, computed by transformers in float32")
+    for name in ("weights per row", "perplexity", "change"):
+        table.add_column(name, justify="right")
+    for name, value in found.items():
+        table.add_row(name, f"{value:.3f}", f"{value / found['float32'] - 1:+.2%}")
+    return table
 
 
 def make_checkpoint(directory: Path) -> Path:

@@ -15,7 +15,7 @@ A rank may hold some of the experts: those from `first` on. The others add nothi
     plain    a CPU otherwise: products of torch for each used expert
 
 QuantisedExperts stay quantised in the native and triton forms, if `holds_quantised` of linear.py says so; otherwise
-they are dequantised.
+they are dequantised. On GPUs activations are quantised as well where linear.py would: x by rows, and act(gate) * up.
 
 The sum is computed in float32, in the order of `ids`. In the native form, and in the triton form with
 `batch_invariant`, a token's result does not depend on the other tokens.
@@ -33,9 +33,16 @@ from coatcheck.kernels import huge_pages, native
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES, uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_dtype, check_shape, once_per_geometry, refuse
 from coatcheck.kernels.layers import grouped_gemm
-from coatcheck.kernels.layers.linear import holds_quantised, pack_quantised, scratch, weight_struct
+from coatcheck.kernels.layers.linear import (
+    choose_activations,
+    holds_quantised,
+    pack_quantised,
+    scratch,
+    weight_struct,
+)
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_linear import Codes, pack_codes
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
 from coatcheck.kernels.layers.silu_mul import silu_mul_reference
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -46,7 +53,8 @@ _CALL = struct.Struct("@7Pq")
 class PackedExperts(nn.Module):
     """The experts that a rank holds, for inference. Keeps no plain weight in the native form.
 
-    `parts`: gate_up and down in their form; of QuantisedExperts codes, scales and zero points.
+    `parts`: gate_up and down in their form; of QuantisedExperts codes, scales and zero points. `activations`: how the
+    inputs of gate_up and of down are quantised, as of PackedLinear.
     """
 
     gate_up_bias: Tensor | None
@@ -90,6 +98,10 @@ class PackedExperts(nn.Module):
         self.activation, self.alpha, self.limit = activation, alpha, limit
         self.dtype, self.device = gate_up.dtype, gate_up.device
         self.form = pick_form(gate_up)
+        self.activations = tuple(
+            choose_activations(weight.stacked if isinstance(weight, QuantisedExperts) else weight)
+            for weight in (gate_up, down)
+        )
         gate_up, down = (
             weight.dequantise()
             if isinstance(weight, QuantisedExperts) and not stays_quantised(weight, weight.device)
@@ -105,7 +117,8 @@ class PackedExperts(nn.Module):
         # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
         self.packed = b""
         if self.form == "triton":
-            held = [_codes_or_plain(weight) for weight in (gate_up, down)]
+            formats = (None if choice is None else choice.format for choice in self.activations)
+            held = [_codes_or_plain(*pair) for pair in zip((gate_up, down), formats, strict=True)]
             self.parts = tuple(weight.parts if isinstance(weight, Codes) else (weight,) for weight in held)
             self._held = grouped_gemm.Weights(
                 held[0], held[1], self.gate_up_bias, self.down_bias, count, wide // 2, first,
@@ -139,13 +152,27 @@ class PackedExperts(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantisedRows,
         ids: Tensor,
         weights: Tensor,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
     ) -> Tensor:
-        _check(x, ids, weights, shared, shared_gate, self.hidden, self.top_k, self.dtype, self.device)
+        """`x`: QuantisedRows if a kernel before has quantised x to `row_format`."""
+        if isinstance(x, QuantisedRows):
+            if x.format != self.row_format or x.dtype != self.dtype:
+                refuse("x", f"{self.dtype} as {self.row_format}", f"{x.dtype} as {x.format}")
+            rows, x_dtype = x.codes, x.codes.dtype
+        else:
+            rows, x_dtype = x, self.dtype
+        _check(rows, x_dtype, ids, weights, shared, shared_gate, self.hidden, self.top_k, self.dtype, self.device)
+        if isinstance(x, Tensor) and self.row_format is not None:
+            x = quantise_rows(x, self.row_format)
+        if self.form == "triton":
+            return grouped_gemm.grouped_experts(
+                self._held, x, ids, weights, shared, shared_gate, batch_invariant=self.batch_invariant
+            )
+        assert isinstance(x, Tensor), "only the triton form quantises x"
         if self.form == "native":
             out = torch.empty_like(x)
             tokens = x.shape[0]
@@ -155,14 +182,16 @@ class PackedExperts(nn.Module):
             )  # fmt: skip
             self._call(self._kernels, self.packed, call)
             return out
-        if self.form == "triton":
-            return grouped_gemm.grouped_experts(
-                self._held, x, ids, weights, shared, shared_gate, batch_invariant=self.batch_invariant
-            )
         out = self._sum_of_experts(x, ids, weights)
         if shared is not None:
             out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
         return out.to(x.dtype)
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """How x is quantised before the products; None: not at all."""
+        choice = self.activations[0]
+        return None if choice is None else choice.format
 
     @property
     def variant(self) -> object:
@@ -221,9 +250,9 @@ def stays_quantised(experts: QuantisedExperts, device: torch.device) -> bool:
     return has_form and holds_quantised(experts.stacked, device)
 
 
-def _codes_or_plain(weight: Tensor | QuantisedExperts) -> Codes | Tensor:
-    """The weight in the triton form."""
-    return pack_codes(weight.stacked) if isinstance(weight, QuantisedExperts) else weight.detach().contiguous()
+def _codes_or_plain(weight: Tensor | QuantisedExperts, format: RowFormat | None) -> Codes | Tensor:
+    """The weight in the triton form. `format`: of the rows that it is multiplied with."""
+    return pack_codes(weight.stacked, format) if isinstance(weight, QuantisedExperts) else weight.detach().contiguous()
 
 
 def _pack(weight: Tensor | QuantisedExperts, form: str) -> tuple[Tensor, ...]:
@@ -251,6 +280,7 @@ def _pointer(tensor: Tensor | None) -> int:
 @once_per_geometry
 def _check(
     x: Tensor,
+    x_dtype: torch.dtype,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None,
@@ -260,7 +290,7 @@ def _check(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    check_dense("x", x, (None, hidden), dtype, device)
+    check_dense("x", x, (None, hidden), x_dtype, device)
     check_dense("ids", ids, (x.shape[0], top_k), torch.int32, device)
     check_dense("weights", weights, (x.shape[0], top_k), torch.float32, device)
     if shared is not None:

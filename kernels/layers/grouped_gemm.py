@@ -1,9 +1,13 @@
 """The products of a mixture of experts in Triton (formulas and shapes: experts.py).
 
-    sort      pairs (token, choice) in the order of their experts, and the tiles of rows: each has rows of one expert
+    sort      pairs (token, choice) in the order of their experts, and the tiles of rows (route.py)
     gate_up   gated[row] = act(gate_e(x)) * up_e(x),   rows in the sorted order
     down      y[pair] = down_e(gated[row]),            rounded to the dtype of x; codes as in quantised_linear.py
     sum       out[t] = sum over j of weights[t, j] * y[t, j] + sigmoid(shared_gate[t]) * shared[t], in float32
+
+With quantised activations (`Codes.format`) the products are those of w8a8_linear.py. x is quantised once for each token
+before its rows are gathered. gate_up writes gated as codes where a group of columns lies in one tile; a scale for the
+whole row takes a kernel between the products. gated is rounded to the dtype of x first, so both give the same codes.
 
 All shapes depend on the number of tokens alone, and the host reads nothing, so CUDA graphs can capture the calls. There
 are as many programs as there could be tiles; those beyond the last tile end at once. Of the experts of other ranks
@@ -24,12 +28,17 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
+from coatcheck.kernels.kv.quantise import _quantised
 from coatcheck.kernels.layers.quantised_linear import Codes, _multiply
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _scale_of_row, quantise_rows
+from coatcheck.kernels.layers.route import sort_pairs
+from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 
 _HIGH_FROM: int = 32  # rows of an expert
-_PAIRS: int = 1024  # that a program sorts at a time
 _COLUMNS: int = 1024  # of a program of the weighted sum
 _MAX_QUANTISED_STAGES: int = 3  # more may not fit beside the weights of a tile
+_CODE_COLUMNS: int = 128  # of a product of codes, and of a tile of gated rows, the most
+_ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class GroupedLaunch(NamedTuple):
@@ -40,6 +49,11 @@ class GroupedLaunch(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+
+    def constants(self) -> dict[str, int]:
+        """Of a launch, without BLOCK_K."""
+        sizes = dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n)
+        return dict(**sizes, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 def pick_launch(
@@ -54,6 +68,22 @@ def pick_launch(
     # A stage holds a part of x, of the gates and of the ups.
     stage = (block_m + 2 * block_n) * block_k * element_size
     return GroupedLaunch(block_m, block_n, block_k, 4, min(gpu.max_stages, 4, gpu.shared // stage))
+
+
+def pick_codes_launch(launch: GroupedLaunch, weight: Codes, to: RowFormat | None, gpu: GpuProperties) -> GroupedLaunch:
+    """The tile of a product over `weight`. `launch`: of pick_launch. `to`: how the product is quantised."""
+    if weight.format is None:
+        return launch._replace(block_k=weight.step, num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES))
+    block_n = max(64, 0 if to is None else to.group)
+    block_k = min(weight.format.group or _CODE_COLUMNS, _CODE_COLUMNS)
+    num_warps = 8 if block_n > 64 and launch.block_m > 16 else 4
+    stages = gpu.shared // (block_k * (block_n + launch.block_m))
+    return GroupedLaunch(launch.block_m, block_n, block_k, num_warps, max(1, min(gpu.max_stages, 4, stages)))
+
+
+def is_written_as_codes(gate_up: Codes, format: RowFormat) -> bool:
+    """Whether gate_up quantises its result for a `down` of this format: a group of columns must lie in one tile."""
+    return gate_up.format is not None and 0 < format.group <= _CODE_COLUMNS
 
 
 def warm_up_lengths(top_k: int, experts: int) -> tuple[int, int]:
@@ -79,7 +109,7 @@ class Weights(NamedTuple):
 
 def grouped_experts(
     w: Weights,
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None,
@@ -87,94 +117,70 @@ def grouped_experts(
     *,
     batch_invariant: bool,
 ) -> Tensor:
-    """The output of PackedExperts.forward. The arguments must be checked already."""
-    tokens, top_k = ids.shape
-    out = torch.empty_like(x)
+    """The output of PackedExperts.forward. The arguments must be checked already; `x` has the format of gate_up."""
+    (tokens, top_k), (_, hidden), device = ids.shape, x.shape, ids.device
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     if tokens == 0:
         return out
-    experts, hidden, inner = w.experts, x.shape[1], w.inner
-    pairs, device = tokens * top_k, x.device
+    experts, inner, pairs = w.experts, w.inner, tokens * top_k
     gpu = gpu_properties(device)
-    launch = pick_launch(pairs, experts, x.element_size(), gpu, batch_invariant=batch_invariant)
-    max_tiles = min(pairs, pairs // launch.block_m + experts)
-    counts, ends = torch.empty((2, experts), dtype=torch.int32, device=device)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty((max_tiles, 2), dtype=torch.int32, device=device)
-    _count_pairs[(experts,)](ids, counts, pairs, w.first, BLOCK=_PAIRS, num_warps=4)
-    _sort_pairs[(experts,)](
-        ids, counts, ends, order, tiles, pairs, max_tiles, w.first, experts, EXPERTS=triton.next_power_of_2(experts),
-        TILE=launch.block_m, BLOCK=_PAIRS, num_warps=4,
-    )  # fmt: skip
-    gated, y = x.new_empty((pairs, inner)), x.new_empty((pairs, hidden))
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    blocks = dict(BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, PRECISION=precision, num_warps=launch.num_warps)
-    plain = dict(BLOCK_K=launch.block_k, num_stages=launch.num_stages, **blocks)
-    grid = (max_tiles, triton.cdiv(inner, launch.block_n))
+    launch = pick_launch(pairs, experts, out.element_size(), gpu, batch_invariant=batch_invariant)
+    order, tiles, ends = sort_pairs(ids, experts, w.first, launch.block_m)
+    max_tiles = len(tiles)
+    precision = "ieee" if out.dtype == torch.float32 else "tf32"
+    format = w.down.format if isinstance(w.down, Codes) else None
+    gated, y = out.new_empty((pairs, inner)), out.new_empty((pairs, hidden))
+    rows: Tensor | QuantisedRows = gated
     if isinstance(w.gate_up, Codes):
-        codes, sizes, constants = w.gate_up.arguments(gpu)
-        _quantised_gate_up[grid](
-            x, *codes, w.gate_up_bias, gated, order, tiles, ends, hidden, inner, *sizes, w.alpha, w.limit, TOP_K=top_k,
-            ACTIVATION=w.activation, **constants, **blocks, num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES),
+        to, constants = None, dict(TO_KIND=0, TO_GROUP=0)
+        if format is not None and is_written_as_codes(w.gate_up, format):
+            to, rows = format, QuantisedRows.empty(pairs, inner, format, out.dtype, device)
+            constants = {f"TO_{name}": value for name, value in format.constants().items()}
+        tile = pick_codes_launch(launch, w.gate_up, to, gpu)
+        _quantised_gate_up[(max_tiles, triton.cdiv(inner, tile.block_n))](
+            *_operands(w.gate_up, x), w.gate_up_bias, *_bytes_and_scales(rows), order, tiles, ends, tokens, pairs,
+            hidden, inner, w.gate_up.shape[0], w.gate_up.codes.shape[1], w.gate_up.group, w.alpha, w.limit,
+            TOP_K=top_k, ACTIVATION=w.activation, ELEMENT=_ELEMENTS[out.dtype], PRECISION=precision,
+            **constants, **_constants(w.gate_up, tile, gpu),
         )  # fmt: skip
     else:
-        _gate_up[grid](
+        _gate_up[(max_tiles, triton.cdiv(inner, launch.block_n))](
             x, w.gate_up, w.gate_up_bias, gated, order, tiles, ends, hidden, inner, w.alpha, w.limit, TOP_K=top_k,
-            ACTIVATION=w.activation, **plain,
+            ACTIVATION=w.activation, PRECISION=precision, BLOCK_K=launch.block_k, **launch.constants(),
         )  # fmt: skip
-    grid = (max_tiles, triton.cdiv(hidden, launch.block_n))
+    if format is not None and rows is gated:
+        rows = quantise_rows(gated, format)
     if isinstance(w.down, Codes):
-        codes, sizes, constants = w.down.arguments(gpu)
-        _quantised_down[grid](
-            gated, *codes, w.down_bias, y, order, tiles, ends, inner, hidden, *sizes, **constants, **blocks,
-            num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES),
+        tile = pick_codes_launch(launch, w.down, None, gpu)
+        _quantised_down[(max_tiles, triton.cdiv(hidden, tile.block_n))](
+            *_operands(w.down, rows), w.down_bias, y, order, tiles, ends, pairs, inner, hidden, w.down.shape[0],
+            w.down.codes.shape[1], w.down.group, PRECISION=precision, **_constants(w.down, tile, gpu),
         )  # fmt: skip
     else:
-        _down[grid](gated, w.down, w.down_bias, y, order, tiles, ends, inner, hidden, **plain)
+        _down[(max_tiles, triton.cdiv(hidden, launch.block_n))](
+            gated, w.down, w.down_bias, y, order, tiles, ends, inner, hidden, PRECISION=precision,
+            BLOCK_K=launch.block_k, **launch.constants(),
+        )  # fmt: skip
     _weighted_sum[(tokens, triton.cdiv(hidden, _COLUMNS))](
         y, ids, weights, shared, shared_gate, out, hidden, w.first, experts, TOP_K=top_k, BLOCK=_COLUMNS, num_warps=4
     )
     return out
 
 
-@triton.jit(do_not_specialize=["pairs", "first"])
-def _count_pairs(ids, counts, pairs, first, BLOCK: tl.constexpr):
-    """One program counts the pairs of one expert."""
-    expert = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        total += (tl.load(ids + start + at, start + at < pairs, other=-1) == expert + first).to(tl.int32)
-    tl.store(counts + expert, tl.sum(total, 0))
+def _operands(w: Codes, x: Tensor | QuantisedRows) -> tuple[Tensor | None, ...]:
+    """x, its scales, codes, scales and zero points."""
+    if isinstance(x, QuantisedRows):
+        return x.codes, x.scales, w.codes.view(x.codes.dtype), w.scales, w.zeros
+    return x, None, w.codes, w.scales, w.zeros
 
 
-@triton.jit(do_not_specialize=["pairs", "max_tiles", "first"])
-def _sort_pairs(
-    ids, counts, ends, order, tiles, pairs, max_tiles, first, experts, EXPERTS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program writes one expert's pairs to `order` [pairs] and its tiles, (expert, first row), to `tiles`. The last
-    program writes -1 as the expert of the tiles that are left over."""
-    expert = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    every = tl.arange(0, EXPERTS)
-    count = tl.load(counts + every, every < experts, other=0)
-    needed = (count + TILE - 1) // TILE
-    begin = tl.sum(tl.where(every < expert, count, 0), 0)
-    first_tile = tl.sum(tl.where(every < expert, needed, 0), 0)
-    mine = tl.sum(tl.where(every == expert, count, 0), 0)
-    end_tile = first_tile + (mine + TILE - 1) // TILE
-    tl.store(ends + expert, begin + mine)
-    for start in range(first_tile, end_tile, BLOCK):
-        tile = start + at
-        tl.store(tiles + 2 * tile, tl.zeros([BLOCK], tl.int32) + expert, tile < end_tile)
-        tl.store(tiles + 2 * tile + 1, begin + (tile - first_tile) * TILE, tile < end_tile)
-    if expert == experts - 1:
-        for start in range(end_tile, max_tiles, BLOCK):
-            tl.store(tiles + 2 * (start + at), tl.full([BLOCK], -1, tl.int32), start + at < max_tiles)
-    for start in range(0, pairs, BLOCK):
-        is_mine = (tl.load(ids + start + at, start + at < pairs, other=-1) == expert + first).to(tl.int32)
-        tl.store(order + begin + tl.cumsum(is_mine, 0) - 1, start + at, is_mine > 0)
-        begin += tl.sum(is_mine, 0)
+def _bytes_and_scales(rows: Tensor | QuantisedRows) -> tuple[Tensor, Tensor | None]:
+    return (rows, None) if isinstance(rows, Tensor) else (rows.codes.view(torch.uint8), rows.scales)
+
+
+def _constants(w: Codes, tile: GroupedLaunch, gpu: GpuProperties) -> dict[str, int]:
+    group = 0 if w.format is None else w.format.group
+    return dict(KIND=int(w.kind), CONVERT=gpu.convert, GROUP=group, BLOCK_K=tile.block_k, **tile.constants())
 
 
 @triton.jit
@@ -232,13 +238,15 @@ def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     return gate / (1.0 + tl.exp(-u)) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "pairs"])
 def _quantised_gate_up(
-    x, codes, scales, zeros, bias, gated, order, tiles, ends, hidden, width, features, row_bytes, group, alpha, limit,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    x, x_scales, codes, scales, zeros, bias, gated, gated_scales, order, tiles, ends, tokens, pairs, hidden, width,
+    features, row_bytes, group, alpha, limit, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
+    CONVERT: tl.constexpr, GROUP: tl.constexpr, TO_KIND: tl.constexpr, TO_GROUP: tl.constexpr, ELEMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As _gate_up, over codes: the gates' products, then the ups'. `features`: rows of all experts."""
+    """As _gate_up, over codes: the gates' products, then the ups'. `features`: rows of all experts. ELEMENT: the dtype
+    of the model. With `gated_scales` gated is written as codes."""
     expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -247,29 +255,56 @@ def _quantised_gate_up(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_n = n < width
     gates = expert * 2 * width + n
-    gate = _multiply(
-        x, codes, scales, zeros, None, token, gates, has_row, has_n, features, hidden, row_bytes, group,
-        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
+    gate = _multiply_either(
+        x, x_scales, codes, scales, zeros, token, gates, has_row, has_n, tokens, features, hidden, row_bytes, group,
+        KIND, CONVERT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
-    up = _multiply(
-        x, codes, scales, zeros, None, token, gates + width, has_row, has_n, features, hidden, row_bytes, group,
-        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
+    up = _multiply_either(
+        x, x_scales, codes, scales, zeros, token, gates + width, has_row, has_n, tokens, features, hidden, row_bytes,
+        group, KIND, CONVERT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     if bias is not None:
         gate += tl.load(bias + gates, has_n, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + gates + width, has_n, other=0.0).to(tl.float32)[:, None]
-    result = _activated(gate, up, alpha, limit, ACTIVATION)
-    to = gated + row.to(tl.int64)[None, :] * width + n[:, None]
-    tl.store(to, result.to(gated.dtype.element_ty), has_row[None, :] & has_n[:, None])
+    result = _activated(gate, up, alpha, limit, ACTIVATION).to(ELEMENT)
+    mask = has_row[None, :] & has_n[:, None]
+    if gated_scales is not None:
+        by_group = tl.reshape(result.to(tl.float32), [BLOCK_N // TO_GROUP, TO_GROUP, BLOCK_M])
+        scale, inverse = _scale_of_row(tl.max(tl.abs(by_group), 1), TO_KIND)
+        at = tl.program_id(1) * (BLOCK_N // TO_GROUP) + tl.arange(0, BLOCK_N // TO_GROUP)
+        to_scale = gated_scales + at.to(tl.int64)[:, None] * pairs + row[None, :]
+        tl.store(to_scale, scale, (at * TO_GROUP < width)[:, None] & has_row[None, :])
+        result = tl.reshape(_quantised(by_group, inverse[:, None, :], TO_KIND), [BLOCK_N, BLOCK_M])
+    tl.store(gated + row.to(tl.int64)[None, :] * width + n[:, None], result, mask)
 
 
 @triton.jit
-def _quantised_down(
-    gated, codes, scales, zeros, bias, y, order, tiles, ends, width, hidden, features, row_bytes, group,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _multiply_either(
+    x, x_scales, codes, scales, zeros, m, n, has_m, has_n, rows, features, depth, row_bytes, group,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As _down, over codes."""
+    """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x, which are codes if they have scales. `rows`:
+    of the whole x. `group`: of the weight; GROUP: of the weight and x, if x has scales."""
+    if x_scales is None:
+        return _multiply(
+            x, codes, scales, zeros, None, m, n, has_m, has_n, features, depth, row_bytes, group, KIND, CONVERT,
+            BLOCK_K, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    else:
+        return _multiply_codes(
+            x, x_scales, codes, scales, m, n, has_m, has_n, rows, features, depth, row_bytes, GROUP, BLOCK_M, BLOCK_N,
+            BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _quantised_down(
+    gated, gated_scales, codes, scales, zeros, bias, y, order, tiles, ends, pairs, width, hidden, features, row_bytes,
+    group, KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As _down, over codes. gated is codes if it has scales."""
     expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -277,9 +312,9 @@ def _quantised_down(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_n = n < hidden
     of_expert = expert * hidden + n
-    sums = _multiply(
-        gated, codes, scales, zeros, None, row, of_expert, has_row, has_n, features, width, row_bytes, group,
-        KIND, CONVERT, STEP, BLOCK_M, BLOCK_N, PRECISION,
+    sums = _multiply_either(
+        gated, gated_scales, codes, scales, zeros, row, of_expert, has_row, has_n, pairs, features, width, row_bytes,
+        group, KIND, CONVERT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     if bias is not None:
         sums += tl.load(bias + of_expert, has_n, other=0.0).to(tl.float32)[:, None]

@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_invariant = batch_invariant
-        self.activations = _choose_activations(weight)
+        self.activations = choose_activations(weight)
         if isinstance(weight, QuantisedWeight) and not holds_quantised(weight, weight.device):
             weight = weight.dequantise()
         if len(weight.shape) != 2:
@@ -152,7 +152,7 @@ class PackedLinear(nn.Module):
         return y.reshape(*x.shape[:-1], features)
 
 
-def _choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:
+def choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:
     """None for a weight without `quantises_activations`."""
     if isinstance(weight, Tensor) or not weight.quantises_activations:
         return None

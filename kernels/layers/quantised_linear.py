@@ -73,15 +73,6 @@ class Codes(NamedTuple):
         layout = self.kind, self.shape, self.step, self.group, self.scales.dtype, self.zeros is None, self.order is None
         return *layout, self.format
 
-    def arguments(self, gpu: GpuProperties) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int], dict[str, int]]:
-        """What kernels of experts get: (codes, scales, zeros), (rows, bytes of a row, group), and constants."""
-        sizes = self.shape[0], self.codes.shape[1], self.group
-        return (
-            (self.codes, self.scales, self.zeros),
-            sizes,
-            dict(KIND=int(self.kind), CONVERT=gpu.convert, STEP=self.step),
-        )
-
 
 def pick_step(weight: QuantisedWeight) -> int | None:
     """The columns of a product, None if groups are too small for any."""

@@ -1,4 +1,4 @@
-"""route(): the experts of each token and their weights, from the router's logits.
+"""route(): the experts of each token and their weights, from the router's logits. sort_pairs(): tokens by expert.
 
     scores    softmax(logits), sigmoid(logits), or the logits themselves ("softmax_of_chosen")
     choice    scores + correction; experts outside the best groups are left out
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -33,6 +34,7 @@ from coatcheck.kernels.launch_check import FLOATS, check_dense, check_device, ch
 
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
 MAX_EXPERTS = 1024
+_PAIRS: int = 1024  # that a program sorts at a time
 _ROUTING = struct.Struct("@P7qff")
 _ROUTE = struct.Struct("@4P2q")
 
@@ -192,3 +194,73 @@ def route_reference(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
     return ids.int(), weights * routing.scale
+
+
+class SortedPairs(NamedTuple):
+    """Pairs (token, choice) in the order of their experts, cut into tiles of rows of one expert; int32.
+
+    `order`: [pairs], token * top_k + choice. `tiles`: [tiles that there could be, 2], (expert, its first row in
+    `order`); expert -1 for those that are left over. `ends`: [experts], the row behind each expert's last one. Experts
+    count from the rank's first one. Pairs of other ranks' experts are missing.
+    """
+
+    order: Tensor
+    tiles: Tensor
+    ends: Tensor
+
+
+def sort_pairs(ids: Tensor, experts: int, first: int, rows: int) -> SortedPairs:
+    """ids int32 [tokens, top_k], at least one token; `rows` of a tile. Triton's form alone. Shapes depend on the number
+    of tokens alone. Pairs of one expert stay in the order of their tokens."""
+    pairs, device = ids.numel(), ids.device
+    max_tiles = min(pairs, pairs // rows + experts)
+    counts, ends = torch.empty((2, experts), dtype=torch.int32, device=device)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty((max_tiles, 2), dtype=torch.int32, device=device)
+    _count_pairs[(experts,)](ids, counts, pairs, first, BLOCK=_PAIRS, num_warps=4)
+    _sort_pairs[(experts,)](
+        ids, counts, ends, order, tiles, pairs, max_tiles, first, experts, EXPERTS=triton.next_power_of_2(experts),
+        TILE=rows, BLOCK=_PAIRS, num_warps=4,
+    )  # fmt: skip
+    return SortedPairs(order, tiles, ends)
+
+
+@triton.jit(do_not_specialize=["pairs", "first"])
+def _count_pairs(ids, counts, pairs, first, BLOCK: tl.constexpr):
+    """One program counts the pairs of one expert."""
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        total += (tl.load(ids + start + at, start + at < pairs, other=-1) == expert + first).to(tl.int32)
+    tl.store(counts + expert, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "max_tiles", "first"])
+def _sort_pairs(
+    ids, counts, ends, order, tiles, pairs, max_tiles, first, experts, EXPERTS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes one expert's pairs to `order` [pairs] and its tiles, (expert, first row), to `tiles`. The last
+    program writes -1 as the expert of the tiles that are left over."""
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    every = tl.arange(0, EXPERTS)
+    count = tl.load(counts + every, every < experts, other=0)
+    needed = (count + TILE - 1) // TILE
+    begin = tl.sum(tl.where(every < expert, count, 0), 0)
+    first_tile = tl.sum(tl.where(every < expert, needed, 0), 0)
+    mine = tl.sum(tl.where(every == expert, count, 0), 0)
+    end_tile = first_tile + (mine + TILE - 1) // TILE
+    tl.store(ends + expert, begin + mine)
+    for start in range(first_tile, end_tile, BLOCK):
+        tile = start + at
+        tl.store(tiles + 2 * tile, tl.zeros([BLOCK], tl.int32) + expert, tile < end_tile)
+        tl.store(tiles + 2 * tile + 1, begin + (tile - first_tile) * TILE, tile < end_tile)
+    if expert == experts - 1:
+        for start in range(end_tile, max_tiles, BLOCK):
+            tl.store(tiles + 2 * (start + at), tl.full([BLOCK], -1, tl.int32), start + at < max_tiles)
+    for start in range(0, pairs, BLOCK):
+        is_mine = (tl.load(ids + start + at, start + at < pairs, other=-1) == expert + first).to(tl.int32)
+        tl.store(order + begin + tl.cumsum(is_mine, 0) - 1, start + at, is_mine > 0)
+        begin += tl.sum(is_mine, 0)

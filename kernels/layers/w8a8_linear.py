@@ -25,7 +25,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
-from coatcheck.kernels.layers.quantised_linear import _FEW, _MEDIUM, Codes, LinearLaunch
+from coatcheck.kernels.layers.quantised_linear import _FEW, _MEDIUM, Codes, LinearLaunch, _scale
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows_reference
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 
@@ -216,4 +216,4 @@ def _multiply_codes(
 def _factors(x_scales, scales, m, n, has_m, has_n):
     """float32 [BLOCK_N, BLOCK_M]: the scales of a group of the weight times those of x."""
     of_x = tl.load(x_scales + m, has_m, other=0.0)
-    return tl.load(scales + n, has_n, other=0.0).to(tl.float32)[:, None] * of_x[None, :]
+    return _scale(tl.load(scales + n, has_n, other=0))[:, None] * of_x[None, :]

@@ -114,7 +114,9 @@ class Model:
 
     def describe_activations(self) -> str:
         """How activations are quantised, or why not though the checkpoint asks for that; "" if it does not ask."""
-        return describe_activations([linear.activations for linear in self._body.linears()])
+        linears = [linear.activations for linear in self._body.linears()]
+        experts = [choice for experts in self._body.experts() for choice in experts.activations]
+        return describe_activations([*linears, *experts])
 
     def expert_tokens(self) -> list[int]:
         """How many tokens chose each expert, over all layers; empty without experts, and where they are not counted.

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from tests.kernels.triton.interpreted_attention import attention, batch_invariant, long, matrix, quantised
-from tests.kernels.triton.interpreted_experts import products, routes
+from tests.kernels.triton.interpreted_experts import products, quantised_experts, routes
 from tests.kernels.triton.interpreted_latents import latents
 from tests.kernels.triton.interpreted_linears import (
     fixed_order,
@@ -35,6 +35,7 @@ def bfloat16() -> None:
     quantised_linears((torch.bfloat16,))
     fixed_order((torch.bfloat16,))
     quantised_activations((torch.bfloat16,))
+    quantised_experts((torch.bfloat16,))
     latents((torch.bfloat16,))
 
 
@@ -53,6 +54,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "ranks": ranks,
     "routes": routes,
     "products": products,
+    "W8A8 experts": quantised_experts,
     "linears": quantised_linears,
     "fixed": fixed_order,
     "packed": packed_in_fixed_order,

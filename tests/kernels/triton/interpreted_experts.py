@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from coatcheck.kernels.gpu_properties import gpu_properties
 from coatcheck.kernels.layers import grouped_gemm
 from coatcheck.kernels.layers.experts import PackedExperts, activate
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
+from coatcheck.kernels.layers.quantised_rows import RowFormat, quantise_rows_reference
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.route import Routing, route, route_reference
 from tests.kernels.layers.quantised_weights import random_weight
@@ -108,6 +111,79 @@ def quantised_product(dtype: torch.dtype, kind: CodeKind, group: int, scales: to
     have, want = quantised(x, ids, factors).float(), plain(x, ids, factors).float()
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
     assert (have - want).norm() < bound * want.norm()
+
+
+# Kinds and groups of gate_up and of down, 0 for a row; hidden and inner columns.
+_W8A8 = (
+    (CodeKind.FP8, 128, CodeKind.FP8, 128, 320, 160),  # codes are written by gate_up
+    (CodeKind.FP8, 128, CodeKind.FP8, 32, 144, 96),  # as a rank holds them whose columns end inside blocks
+    (CodeKind.FP8, 0, CodeKind.FP8, 0, 144, 80),
+    (CodeKind.INT8, 0, CodeKind.INT8, 0, 80, 48),
+    (CodeKind.FP8, 0, CodeKind.FP8, 256, 80, 272),  # groups that no tile holds
+    (CodeKind.INT8, 32, CodeKind.INT4, 32, 64, 64),  # down keeps its activations
+    (CodeKind.INT4, 32, CodeKind.INT8, 64, 64, 80),  # gate_up does
+)
+
+
+def quantised_experts(dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)) -> None:
+    """Experts over codes and quantised activations give the float32 products of the same codes and scales."""
+    torch.manual_seed(0)
+    for dtype in dtypes:
+        for place, case in enumerate(_W8A8 if dtype == torch.float32 else _W8A8[:1]):
+            is_high = dtype == torch.float32 and place == 3
+            w8a8_product(dtype, 32 * EXPERTS // TOP_K + 1 if is_high else 5, *case)
+
+
+def w8a8_product(
+    dtype: torch.dtype, tokens: int, kind: CodeKind, group: int, down_kind: CodeKind, down_group: int, hidden: int,
+    inner: int,
+) -> None:  # fmt: skip
+    gate_up, down = (
+        replace(weight, scales=(weight.scales / 8).to(dtype), quantises_activations=weight.kind.bits == 8)
+        for weight in (
+            random_weight(kind, rows * EXPERTS, columns, of or columns, dtype)
+            for kind, rows, columns, of in ((kind, 2 * inner, hidden, group), (down_kind, hidden, inner, down_group))
+        )
+    )
+    formats = [
+        RowFormat(weight.kind, of) if weight.kind.bits == 8 else None
+        for weight, of in ((gate_up, group), (down, down_group))
+    ]
+    settings: dict[str, Any] = dict(top_k=TOP_K, activation="clamped_swiglu", alpha=1.7, limit=1.5)
+    biases = dict(
+        gate_up_bias=torch.randn(EXPERTS, 2 * inner).to(dtype), down_bias=torch.randn(EXPERTS, hidden).to(dtype)
+    )
+    both = [QuantisedExperts(EXPERTS, weight) for weight in (gate_up, down)]
+    experts = PackedExperts(both[0], both[1], **settings, **biases)
+    assert [choice and choice.format for choice in experts.activations] == formats
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
+    x, factors = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, TOP_K)
+    want = torch.zeros(tokens, hidden)
+    wide_gate_up, wide_down = (
+        weight.dequantise(torch.float32 if weight.kind.bits == 8 else dtype).float().view(EXPERTS, -1, weight.shape[1])
+        for weight in (gate_up, down)
+    )
+    for expert in range(EXPERTS):
+        wide = rounded(x, formats[0]) @ wide_gate_up[expert].T + biases["gate_up_bias"][expert].float()
+        gated = activate(wide, "clamped_swiglu", 1.7, 1.5).to(dtype)
+        y = rounded(gated, formats[1]) @ wide_down[expert].T + biases["down_bias"][expert].float()
+        want += ((ids == expert) * factors).sum(1, keepdim=True) * y.to(dtype).float()
+    have = experts(x, ids, factors)
+    bound = {torch.float32: 1e-3, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}[dtype]
+    error = float((have.float() - want).norm() / want.norm())
+    assert error < bound, (kind, group, down_group, tokens, dtype, error)
+    if formats[0] is not None:
+        codes = quantise_rows_reference(x, formats[0])
+        assert experts.row_format == formats[0] and torch.equal(experts(codes, ids, factors), have)
+    if formats[0] is not None and formats[1] is not None:
+        # gate_up writes the codes that a kernel behind it would write.
+        with patch.object(grouped_gemm, "is_written_as_codes", lambda *_: False):
+            assert torch.equal(experts(x, ids, factors), have)
+
+
+def rounded(x: Tensor, format: RowFormat | None) -> Tensor:
+    """float32 of x as the product reads it."""
+    return x.float() if format is None else quantise_rows_reference(x, format).dequantise()
 
 
 def agree_on_sums(have: Tensor, want: Tensor) -> None:

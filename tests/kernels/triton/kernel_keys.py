@@ -27,6 +27,7 @@ from coatcheck.kernels.layers import (
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
+from tests.kernels.layers.expert_keys import grouped, quantised_experts, w8a8_experts
 from tests.kernels.layers.linear_keys import CODES, Key, Keys, fixed_linear, linear, row_codes, w8a8
 
 
@@ -88,25 +89,6 @@ def tiles(
         UNIT=attention_plan.INVARIANT_UNIT if invariant else 0, **pool.constants,
     )  # fmt: skip
     return Key(paged_tiles._tiles, arguments, constants, launch.num_warps, launch.num_stages)
-
-
-def quantised_experts(
-    kernel: Any, kind: CodeKind, tokens: int, gpu: GpuProperties, *, dtype: str = "bf16", step: int = 64
-) -> Key:
-    """A product of 128 quantised experts, 8 for each token."""
-    launch = grouped_gemm.pick_launch(8 * tokens, 128, 4 if dtype == "fp32" else 2, gpu)
-    constants: dict[str, Any] = dict(
-        KIND=int(kind), CONVERT=gpu.convert, STEP=step, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        PRECISION="ieee" if dtype == "fp32" else "tf32", bias=None, zeros=None,
-    )  # fmt: skip
-    floats = ""
-    if kernel is grouped_gemm._quantised_gate_up:
-        constants |= dict(TOP_K=8, ACTIVATION=0)
-        floats = "fp32 fp32"
-    scales = "u8" if kind is CodeKind.FP4 else dtype
-    arguments = f"*{dtype} *u8 *{scales} *{dtype} *i32 *i32 *i32 i32 i32 i32 i32 i32 {floats}"
-    stages = min(launch.num_stages, grouped_gemm._MAX_QUANTISED_STAGES)
-    return Key(kernel, arguments, constants, launch.num_warps, stages)
 
 
 def latent(kind: str, pool: Pool, heads: int, gpu: GpuProperties, *, shards: int = 1) -> Key:
@@ -173,23 +155,6 @@ def store_quantised(dim: int, pool: Pool, gpu: GpuProperties) -> Key:
     constants = dict(HEADS=8, DIM=dim, SIZE=16, KIND=pool.quantised, ROWS=rows, BLOCK=block)
     arguments = "*bf16 *bf16 *u8 *u8 *fp16 *fp16 *i64 i32 i32 i32 i32 i32 i32"
     return Key(store_kv._store_quantised, arguments, constants, warps)
-
-
-def grouped(kernel: Any, dtype: str, tokens: int, gpu: GpuProperties, *, oss: bool = False) -> Key:
-    """A product of 128 experts, 8 for each token; `oss`: with biases and gpt-oss' activation."""
-    size = 4 if dtype == "fp32" else 2
-    launch = grouped_gemm.pick_launch(tokens * 8, 128, size, gpu)
-    constants: dict[str, Any] = dict(
-        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
-        PRECISION="ieee" if dtype == "fp32" else "tf32", **({} if oss else dict(bias=None)),
-    )  # fmt: skip
-    floats = ""
-    if kernel is grouped_gemm._gate_up:
-        constants |= dict(TOP_K=8, ACTIVATION=2 if oss else 0)
-        floats = "fp32 fp32"
-    tensors = " ".join([f"*{dtype}"] * (4 if oss else 3))
-    arguments = f"{tensors} *i32 *i32 *i32 i32 i32 {floats}"
-    return Key(kernel, arguments, constants, launch.num_warps, launch.num_stages)
 
 
 def same(*parts: Any) -> Keys:
@@ -263,9 +228,9 @@ KEYS: dict[str, Keys] = {
         dict(TOP_K=8, TOP_GROUPS=4, GROUP_BEST=2, SCORING=1, RENORMALISE=True, LIMITED=True, CORRECTED=True, GROUPS=8,
              SIZE=32, CHOSEN=8), 1,
     ),
-    "count_pairs": same(grouped_gemm._count_pairs, "*i32 *i32 i32 i32", dict(BLOCK=1024)),
+    "count_pairs": same(route._count_pairs, "*i32 *i32 i32 i32", dict(BLOCK=1024)),
     "sort_pairs": same(
-        grouped_gemm._sort_pairs, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", dict(EXPERTS=128, TILE=64, BLOCK=1024)
+        route._sort_pairs, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", dict(EXPERTS=128, TILE=64, BLOCK=1024)
     ),
     "gate_up, many": partial(grouped, grouped_gemm._gate_up, "bf16", 8192),
     "gate_up, few": partial(grouped, grouped_gemm._gate_up, "bf16", 8),
@@ -278,6 +243,10 @@ KEYS: dict[str, Keys] = {
     "linear, fp8, many": partial(linear, CodeKind.FP8, 8192),
     "W8A8 linear, fp8, many": partial(w8a8, CodeKind.FP8, 8192, 0),
     **{f"{title}, fp8": partial(row_codes, code, RowFormat(CodeKind.FP8, 0)) for title, code in CODES},
+    "W8A8 gate_up, fp8 blocks, many": partial(
+        w8a8_experts, grouped_gemm._quantised_gate_up, CodeKind.FP8, 128, 8192
+    ),
+    "W8A8 down, fp8, few": partial(w8a8_experts, grouped_gemm._quantised_down, CodeKind.FP8, 0, 8),
     "gate_up, int4, many": partial(quantised_experts, grouped_gemm._quantised_gate_up, CodeKind.INT4, 8192),
     "down, fp8, few": partial(quantised_experts, grouped_gemm._quantised_down, CodeKind.FP8, 8),
     "fixed order, many": partial(fixed_linear, 8192, has_bias=True),
@@ -332,6 +301,10 @@ def _others() -> Iterator[tuple[str, Keys]]:
                 f"{title}, int4, {count}, fp32",
                 partial(quantised_experts, product, CodeKind.INT4, tokens, dtype="fp32"),
             )
+            for code, group in ((CodeKind.FP8, 0), (CodeKind.FP8, 128), (CodeKind.INT8, 0)):
+                name = f"W8A8 {title}, {code.name.lower()}{' blocks' if group else ''}, {count}"
+                if name not in KEYS:
+                    yield name, partial(w8a8_experts, product, code, group, tokens)
     for name, pool in POOLS.items():
         for kind, heads in (("short", 128), ("short", 16), ("wide", 16), ("batch-invariant", 16)):
             if (name, kind, heads) != ("bf16", "short", 128):

@@ -7,6 +7,7 @@ with TRITON_INTERPRET=1. bfloat16 has its own process, because mended_bfloat16.p
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,14 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
     "groups",
     [
         "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities",
-        "sums routes products linears W8A8 fixed packed latents ranks",
+        "sums routes products linears W8A8 'W8A8 experts' fixed packed latents ranks",
         "bfloat16",
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
     """Attention, stores, copies, norm, rotary, activation, experts, linears, filters, penalties and draw agree with the
     references."""
-    run(groups.split(), MAX_WAIT_SECONDS)
+    run(shlex.split(groups), MAX_WAIT_SECONDS)
 
 
 @pytest.mark.full

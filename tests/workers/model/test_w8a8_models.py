@@ -9,14 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
@@ -29,12 +29,19 @@ from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS, Write, fp8_blocks, written
 
 _BLOCKS: Write = written(fp8_blocks(32, 32), quant_method="fp8", weight_block_size=[32, 32])
-# How a checkpoint is written, its activations, and how status describes them.
-_CASES: dict[str, tuple[Write, RowFormat, str]] = {
-    "fp8-channel": (FORMATS["compressed-fp8-channel"], RowFormat(CodeKind.FP8, 0), "fp8 activations for each token"),
-    "fp8-block": (_BLOCKS, RowFormat(CodeKind.FP8, 32), "fp8 activations for each 32 columns"),
-    "int8": (FORMATS["compressed-w8a8-int"], RowFormat(CodeKind.INT8, 0), "int8 activations for each token"),
-}
+_FP8_BLOCKS = RowFormat(CodeKind.FP8, 32), "fp8 activations for each 32 columns"
+# Architecture, how a checkpoint is written, its activations, and how status describes them.
+_CASES: dict[str, tuple[str, Write, RowFormat, str]] = {
+    "fp8-channel": (
+        "llama", FORMATS["compressed-fp8-channel"], RowFormat(CodeKind.FP8, 0), "fp8 activations for each token"
+    ),
+    "fp8-block": ("llama", _BLOCKS, *_FP8_BLOCKS),
+    "int8": ("llama", FORMATS["compressed-w8a8-int"], RowFormat(CodeKind.INT8, 0), "int8 activations for each token"),
+    "experts": ("qwen3-moe", _BLOCKS, *_FP8_BLOCKS),
+    "shared expert": ("deepseek-v3", _BLOCKS, *_FP8_BLOCKS),
+}  # fmt: skip
+_SIZES: dict[str, dict[str, int]] = {"qwen3-moe": dict(moe_intermediate_size=64), "deepseek-v3": dict(q_lora_rank=32)}
+_OF_LATENTS = ("q_a_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")  # these keep their activations
 _PROMPT = [3 + 7 * place % 190 for place in range(30)]
 _TOKENS = 8
 _BOUND = 1e-4  # of logits of about 8
@@ -43,9 +50,12 @@ _BOUND = 1e-4  # of logits of about 8
 @pytest.mark.parametrize("name", _CASES)
 def test_tokens_are_those_of_transformers_with_quantised_activations(name: str, tmp_path: Path) -> None:
     """The kernels of norm, activation and linears give the logits and greedy tokens of the float32 model of dequantised
-    weights whose linears round their input to the same codes. With activation_quantization off no input is rounded."""
-    source, path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2), tmp_path / "quantised"
-    plain = _CASES[name][0](source, path)
+    weights whose linears and experts round their input to the same codes. With activation_quantization off no input is
+    rounded."""
+    architecture, write, *_ = _CASES[name]
+    source = tiny_checkpoint(architecture, tmp_path, num_hidden_layers=2, **_SIZES.get(architecture, {}))
+    path = tmp_path / "quantised"
+    plain = write(source, path)
     shutil.copytree(source, tmp_path / "plain")
     save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
     done = subprocess.run(
@@ -61,14 +71,12 @@ def test_tokens_are_those_of_transformers_with_quantised_activations(name: str, 
 
 
 def compare(name: str, path: Path, plain: Path) -> None:
-    _, format, description = _CASES[name]
+    _, _, format, description = _CASES[name]
     ours = _driver(path, "auto")
     assert ours.model.describe_activations() == description
-    theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager")
     exact = _logits(theirs)
-    for module in theirs.model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(partial(_round_input, format))
+    _round_inputs(theirs, format)
     rounded = _logits(theirs)
     error, error_off, effect = (
         float((one - other).abs().max())
@@ -103,9 +111,21 @@ def _our_logits(driver: PagedDriver) -> torch.Tensor:
     return driver.step([(sequence, len(_PROMPT))])[0]
 
 
-def _round_input(format: RowFormat, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-    rows = arguments[0].flatten(0, -2)
-    return (quantise_rows_reference(rows, format).dequantise().view(arguments[0].shape),)
+def _round_inputs(theirs: Any, format: RowFormat) -> None:
+    """Let every product of `theirs` with a weight of a layer's linears and experts round its input."""
+    weights = {
+        weight.untyped_storage().data_ptr()
+        for name, weight in theirs.model.named_parameters()
+        if name.endswith(("_proj.weight", "_proj")) and not name.endswith(_OF_LATENTS)
+    }
+    plain = F.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.untyped_storage().data_ptr() in weights:
+            x = quantise_rows_reference(x.flatten(0, -2), format).dequantise().view(x.shape)
+        return plain(x, weight, bias)
+
+    F.linear = linear
 
 
 if __name__ == "__main__":
