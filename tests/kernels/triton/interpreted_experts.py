@@ -150,7 +150,7 @@ def w8a8_product(
         for weight, of in ((gate_up, group), (down, down_group))
     ]
     settings: dict[str, Any] = dict(top_k=TOP_K, activation="clamped_swiglu", alpha=1.7, limit=1.5)
-    biases = dict(
+    biases: dict[str, Any] = dict(
         gate_up_bias=torch.randn(EXPERTS, 2 * inner).to(dtype), down_bias=torch.randn(EXPERTS, hidden).to(dtype)
     )
     both = [QuantisedExperts(EXPERTS, weight) for weight in (gate_up, down)]

@@ -74,22 +74,21 @@ def compare(name: str, path: Path, plain: Path) -> None:
     _, _, format, description = _CASES[name]
     ours = _driver(path, "auto")
     assert ours.model.describe_activations() == description
+    logits, without = _our_logits(ours), _our_logits(_driver(path, "off"))
+    tokens = ours.greedy([_PROMPT], _TOKENS, chunk=16)
     theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager")
     exact = _logits(theirs)
     _round_inputs(theirs, format)
     rounded = _logits(theirs)
     error, error_off, effect = (
-        float((one - other).abs().max())
-        for one, other in (
-            (_our_logits(ours), rounded), (_our_logits(_driver(path, "off")), exact), (exact, rounded)
-        )
-    )  # fmt: skip
+        float((one - other).abs().max()) for one, other in ((logits, rounded), (without, exact), (exact, rounded))
+    )
     # A sum in another order may move a number over the middle between two codes: one step among thousands of others.
     assert error < effect / 10 and error_off < _BOUND < effect, (error, error_off, effect)
     want: list[int] = []
     for _ in range(_TOKENS):
         want.append(int(theirs(torch.tensor([[*_PROMPT, *want]])).logits[0, -1].argmax()))
-    assert ours.greedy([_PROMPT], _TOKENS, chunk=16) == [want]
+    assert tokens == [want]
     print(f"agreed: {error:.2g}, off {error_off:.2g}, effect {effect:.2g}")
 
 
