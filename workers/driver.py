@@ -50,7 +50,9 @@ class Driver:
         spec, memory = loaded.spec, loaded.memory
         kernels = "triton" if memory.pool.device.type == "cuda" else native_status()
         activations = loaded.runner.model.describe_activations()
-        self.kernels = f"{kernels}; {activations}" if activations else kernels
+        padding = loaded.runner.model.padding_bytes()
+        notes = (kernels, activations, f"{padding:,} bytes of padding beside the weights" if padding else "")
+        self.kernels = "; ".join(note for note in notes if note)
         self._name = name
         self._record = record
         self._tp_runner = TpRunner(loaded.runner, communicator) if communicator.size > 1 else None

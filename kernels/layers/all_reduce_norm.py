@@ -3,6 +3,9 @@
     s = cast(sum over ranks r = 0, 1, ... of x_r)      (float32, rounded once)
     h, y = s + residual, norm(s + residual)            (as rms_norm.py)
 
+With a format y is also, or only, written as codes and scales for linears over quantised activations
+(quantised_rows.py).
+
 Shapes: x, residual [T, hidden] dense, y and h like them. Every rank reads the parts of all ranks and adds them in the
 order of ranks, so all ranks get the same bits. Program p of P computes the rows p, p + P, ...: it copies them into its
 rank's buffer, meets program p of the other ranks (peer_memory.py), and reads. It meets them again before it ends:
@@ -20,19 +23,21 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, once_per_geometry, refuse
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _store_codes, code_arguments
 from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, meet_peers
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _all_reduce_norm(
-    x, residual, weight, out, total, buffers, signals, epochs, rank, rows, width, eps, offset,
+    x, residual, weight, out, codes, scales, total, buffers, signals, epochs, rank, rows, width, eps, offset,
     SIZE: tl.constexpr, PADDED: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
     mask = at < width
-    element = out.dtype.element_ty
+    element = total.dtype.element_ty
     stride = width.to(tl.int64)
     own = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(element)), 16)
     for row in range(first, rows, step):
@@ -54,7 +59,12 @@ def _all_reduce_norm(
         h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
         if CAST_FIRST:
             h = h.to(element).to(tl.float32)
-        tl.store(out + start + at, (h * w).to(element), mask)
+        y = (h * w).to(element)
+        if out is not None:
+            tl.store(out + start + at, y, mask)
+        if codes is not None:
+            y = y.to(tl.float32)
+            _store_codes(y, tl.max(tl.abs(y), 0), codes, scales, row, rows, 0, width, KIND, GROUP, BLOCK)
     meet_peers(signals, epochs, rank, SIZE, PADDED)
 
 
@@ -63,18 +73,36 @@ def all_reduce_add_norm(x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerM
 
     `x` must fit into `peers.nbytes`. For CUDA tensors, and in Triton's interpreter.
     """
+    out = torch.empty_like(x)
+    return out, _launch(x, residual, norm, peers, out, None)
+
+
+def all_reduce_add_norm_and_quantise(
+    x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerMemory, format: RowFormat, *, keeps_plain: bool = False
+) -> tuple[QuantisedRows, Tensor]:
+    """The same with the norm quantised. `keeps_plain`: it is written unquantised too."""
+    rows = QuantisedRows.empty(x.shape[0], x.shape[1], format, x.dtype, x.device)
+    if keeps_plain:
+        rows = rows._replace(plain=torch.empty_like(x))
+    return rows, _launch(x, residual, norm, peers, rows.plain, rows)
+
+
+def _launch(
+    x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerMemory, out: Tensor | None, rows: QuantisedRows | None
+) -> Tensor:
+    """Write the norm to `out`, to `rows`, or to both. Returns s + residual."""
     _check(x, residual, norm.weight, peers.nbytes)
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    rows, width = x.shape
-    if rows:
-        block = triton.next_power_of_2(width)
-        _all_reduce_norm[(min(rows, MAX_PROGRAMS),)](
-            x, residual, norm.weight, out, total, peers.buffers, peers.signals, peers.epochs,
-            peers.rank, rows, width, norm.eps, norm.offset,
+    total = torch.empty_like(x)
+    tokens, width = x.shape
+    if tokens:
+        block, codes, scales, constants = code_arguments(rows, width)
+        _all_reduce_norm[(min(tokens, MAX_PROGRAMS),)](
+            x, residual, norm.weight, out, codes, scales, total, peers.buffers, peers.signals, peers.epochs,
+            peers.rank, tokens, width, norm.eps, norm.offset,
             SIZE=peers.size, PADDED=triton.next_power_of_2(peers.size), CAST_FIRST=norm.offset == 0.0, BLOCK=block,
-            num_warps=max(1, min(16, block // 256)),
+            **constants, num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
-    return out, total
+    return total
 
 
 @once_per_geometry

@@ -54,7 +54,8 @@ class PackedExperts(nn.Module):
     """The experts that a rank holds, for inference. Keeps no plain weight in the native form.
 
     `parts`: gate_up and down in their form; of QuantisedExperts codes, scales and zero points. `activations`: how the
-    inputs of gate_up and of down are quantised, as of PackedLinear.
+    inputs of gate_up and of down are quantised, as of PackedLinear. `padding_bytes`: of `parts`, more than the weights
+    themselves have.
     """
 
     gate_up_bias: Tensor | None
@@ -126,6 +127,8 @@ class PackedExperts(nn.Module):
             )  # fmt: skip
         else:
             self.parts = tuple(_pack(weight, self.form) for weight in (gate_up, down))
+        held_bytes = sum(part.nbytes for parts in self.parts for part in parts)
+        self.padding_bytes = held_bytes - gate_up.nbytes - down.nbytes
         library = native.library()
         if self.form == "native" and library is not None:
             structs = (

@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
     `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
     sizes, of the triton form. `activations`: how x is quantised, or why it is not; None for a weight without
-    `quantises_activations`.
+    `quantises_activations`. `padding_bytes`: of `parts`, more than the weight itself has.
     """
 
     bias: Tensor | None
@@ -54,8 +54,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.batch_invariant = batch_invariant
         self.activations = choose_activations(weight)
-        if isinstance(weight, QuantisedWeight) and not holds_quantised(weight, weight.device):
-            weight = weight.dequantise()
+        if isinstance(weight, QuantisedWeight):
+            is_held = holds_quantised(weight, weight.device)
+            weight = widen_scales(weight, weight.device) if is_held else weight.dequantise()
         if len(weight.shape) != 2:
             refuse("weight", "shape [out_features, in_features]", list(weight.shape))
         if bias is not None:
@@ -74,10 +75,12 @@ class PackedLinear(nn.Module):
         if isinstance(weight, Tensor):
             self.parts = (_pack(weight, self.form),)
         elif self.form == "triton":
-            self.codes = pack_codes(widen_scales(weight, weight.device), self.row_format)
+            self.codes = pack_codes(weight, self.row_format)
             self.parts = self.codes.parts
         else:
             self.parts = pack_quantised(weight)
+        has_panels = self.form in ("native", "triton")  # oneDNN does not tell what it holds
+        self.padding_bytes = sum(part.nbytes for part in self.parts) - weight.nbytes if has_panels else 0
         library = native.library()
         if self.form == "native" and library is not None:
             self._call = library.linear[weight.dtype]

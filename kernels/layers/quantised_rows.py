@@ -51,12 +51,14 @@ class RowFormat(NamedTuple):
 
 
 class QuantisedRows(NamedTuple):
-    """`codes`: [rows, width], float8_e4m3fn or int8, dense. `scales`: float32 [groups, rows], dense. `dtype`: of x."""
+    """`codes`: [rows, width], float8_e4m3fn or int8, dense. `scales`: float32 [groups, rows], dense. `dtype`: of x.
+    `plain`: x itself, where another layer reads it: the router of experts."""
 
     codes: Tensor
     scales: Tensor
     format: RowFormat
     dtype: torch.dtype
+    plain: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, width: int, format: RowFormat, dtype: torch.dtype, device: torch.device) -> QuantisedRows:
@@ -98,6 +100,14 @@ def pick_block(width: int, format: RowFormat) -> int:
     """Columns that a program of a kernel with a loop holds at a time."""
     block: int = min(BLOCK, triton.next_power_of_2(width))
     return max(block, format.group)
+
+
+def code_arguments(rows: QuantisedRows | None, width: int) -> tuple[int, Tensor | None, Tensor | None, dict[str, int]]:
+    """(BLOCK, codes, scales, KIND and GROUP) of a kernel that holds a whole row. None: the kernel writes no codes."""
+    block: int = triton.next_power_of_2(width)
+    if rows is None:
+        return block, None, None, dict(KIND=0, GROUP=0)
+    return max(block, rows.format.group), rows.codes.view(torch.uint8), rows.scales, rows.format.constants()
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -34,12 +34,18 @@ from coatcheck.kernels.launch_check import (
     once_per_geometry,
     refuse,
 )
-from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _store_codes, quantise_rows
+from coatcheck.kernels.layers.quantised_rows import (
+    QuantisedRows,
+    RowFormat,
+    _store_codes,
+    code_arguments,
+    quantise_rows,
+)
 
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, scales, total, inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
+    x, residual, weight, out, codes, scales, total, inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
     RESIDUAL: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -57,11 +63,11 @@ def _rms_norm(
     if CAST_FIRST:
         h = h.to(element).to(tl.float32)
     y = (h * w).to(element)
-    if scales is None:
+    if out is not None:
         tl.store(out + row * width + at, y, mask)
-    else:
+    if codes is not None:
         y = y.to(tl.float32)
-        _store_codes(y, tl.max(tl.abs(y), 0), out, scales, row, tl.num_programs(0), 0, width, KIND, GROUP, BLOCK)
+        _store_codes(y, tl.max(tl.abs(y), 0), codes, scales, row, tl.num_programs(0), 0, width, KIND, GROUP, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +86,22 @@ class RmsNorm:
         return self._normalise(x, residual)
 
     def add_norm_and_quantise(
-        self, x: Tensor, residual: Tensor | None, format: RowFormat
+        self, x: Tensor, residual: Tensor | None, format: RowFormat, *, keeps_plain: bool = False
     ) -> tuple[QuantisedRows, Tensor]:
-        """x [rows, hidden]: as `add_and_norm`, with the norm quantised. Without a residual the second is x."""
+        """x [rows, hidden]: as `add_and_norm`, with the norm quantised. Without a residual the second is x.
+        `keeps_plain`: the norm is written unquantised too."""
         if not uses_triton(x):
             y, total = self._normalise(x, residual)
-            return quantise_rows(y, format), total
+            return quantise_rows(y, format)._replace(plain=y if keeps_plain else None), total
         _check(x, self.weight, residual)
         if x.dim() != 2:
             refuse("x", "shape [rows, hidden]", list(x.shape))
-        out = QuantisedRows.empty(x.shape[0], x.shape[1], format, x.dtype, x.device)
+        rows = QuantisedRows.empty(x.shape[0], x.shape[1], format, x.dtype, x.device)
+        if keeps_plain:
+            rows = rows._replace(plain=torch.empty_like(x, memory_format=torch.contiguous_format))
         total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._launch(x, residual, out, total)
-        return out, total
+        self._launch(x, residual, rows.plain, rows, total)
+        return rows, total
 
     def _normalise(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm, its input). Without a residual the input is x itself."""
@@ -103,7 +112,7 @@ class RmsNorm:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         if library is None:
-            self._launch(x, residual, out, total)
+            self._launch(x, residual, out, None, total)
         else:
             outer, inner, width, x_outer, x_inner = _strides(x)
             _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
@@ -117,18 +126,17 @@ class RmsNorm:
             )  # fmt: skip
         return out, total
 
-    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor | QuantisedRows, total: Tensor) -> None:
+    def _launch(
+        self, x: Tensor, residual: Tensor | None, out: Tensor | None, rows: QuantisedRows | None, total: Tensor
+    ) -> None:
+        """Write the norm to `out`, to `rows`, or to both."""
         outer, inner, width, x_outer, x_inner = _strides(x)
         _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
         if outer * inner == 0:
             return
-        block = triton.next_power_of_2(width)
-        to, scales, constants = out, None, dict(KIND=0, GROUP=0)
-        if isinstance(out, QuantisedRows):
-            to, scales, constants = out.codes.view(torch.uint8), out.scales, out.format.constants()
-            block = max(block, out.format.group)
+        block, codes, scales, constants = code_arguments(rows, width)
         _rms_norm[(outer * inner,)](
-            x, x if residual is None else residual, self.weight, to, scales, total,
+            x, x if residual is None else residual, self.weight, out, codes, scales, total,
             inner, x_outer, x_inner, r_outer, r_inner, width, self.eps, self.offset,
             RESIDUAL=residual is not None, CAST_FIRST=self.offset == 0.0, BLOCK=block, **constants,
             num_warps=max(1, min(16, block // 512)),

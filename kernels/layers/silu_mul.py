@@ -98,6 +98,11 @@ def silu_mul_and_quantise(gate_up: Tensor, activation: str, format: RowFormat) -
     return out
 
 
+def silu_mul_for_linear(gate_up: Tensor, activation: str, format: RowFormat | None) -> Tensor | QuantisedRows:
+    """As a linear with this `row_format` reads it."""
+    return silu_mul(gate_up, activation) if format is None else silu_mul_and_quantise(gate_up, activation, format)
+
+
 @once_per_geometry
 def _check(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:

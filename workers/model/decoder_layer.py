@@ -21,9 +21,9 @@ from coatcheck.kernels.layers.decoder_layers import (
     is_native,
 )
 from coatcheck.kernels.layers.linear import PackedLinear
-from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat
+from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_and_quantise
+from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.distributed.communicator import Communicator
@@ -136,14 +136,8 @@ class DenseMlp:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
             normed, residual = norm_for_linear(self.norm, x, residual, owed, self.gate_up.row_format)
-            x = self.down(self._activate(self.gate_up(normed)))
+            x = self.down(silu_mul_for_linear(self.gate_up(normed), self.activation, self.down.row_format))
         return (x if self.reduce is None else self.reduce(x)), residual
-
-    def _activate(self, gate_up: Tensor) -> Tensor | QuantisedRows:
-        format = self.down.row_format
-        if format is None:
-            return silu_mul(gate_up, self.activation)
-        return silu_mul_and_quantise(gate_up, self.activation, format)
 
 
 def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> FusedLayers | None:

@@ -112,6 +112,12 @@ class Model:
         for layer in experts.values():
             layer.compile_kernels()
 
+    def padding_bytes(self) -> int:
+        """Bytes of linears and experts that kernels add to whole tiles; `spec.weight_bytes` has none of them."""
+        heads = [module for module in self._head.model.modules() if isinstance(module, PackedLinear)]
+        packed = [*self._body.linears(), *heads, *self._body.experts()]
+        return sum({id(module): module.padding_bytes for module in packed}.values())
+
     def describe_activations(self) -> str:
         """How activations are quantised, or why not though the checkpoint asks for that; "" if it does not ask."""
         linears = [linear.activations for linear in self._body.linears()]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatcheck.kernels.layers.all_reduce_norm import all_reduce_add_norm
-from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
+from coatcheck.kernels.layers.all_reduce_norm import all_reduce_add_norm, all_reduce_add_norm_and_quantise
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.checkpoint.sharding_plan import ParallelRole, ShardingPlan
@@ -86,27 +86,29 @@ class RankSum:
         return all_reduce_add_norm(partial, residual, norm, peers)
 
     def add_norm_and_quantise(
-        self, partial: Tensor, residual: Tensor, norm: RmsNorm, format: RowFormat
+        self, partial: Tensor, residual: Tensor, norm: RmsNorm, format: RowFormat, *, keeps_plain: bool = False
     ) -> tuple[QuantisedRows, Tensor]:
-        """As `add_and_norm`, with the norm quantised."""
-        if self.bias is None and self._communicator.peer_memory_for(partial) is not None:
-            y, total = self.add_and_norm(partial, residual, norm)
-            return quantise_rows(y, format), total
-        return norm.add_norm_and_quantise(self(partial), residual, format)
+        """As `add_and_norm`, with the norm quantised; unquantised too if `keeps_plain`."""
+        peers = self._communicator.peer_memory_for(partial) if self.bias is None else None
+        if peers is None:
+            return norm.add_norm_and_quantise(self(partial), residual, format, keeps_plain=keeps_plain)
+        return all_reduce_add_norm_and_quantise(partial, residual, norm, peers, format, keeps_plain=keeps_plain)
 
 
 def norm_for_linear(
-    norm: RmsNorm, x: Tensor, residual: Tensor | None, owed: RankSum | None, format: RowFormat | None
-) -> tuple[Tensor | QuantisedRows, Tensor]:
-    """(norm(x + residual), x + residual), the norm as a linear with this `row_format` reads it.
+    norm: RmsNorm, x: Tensor, residual: Tensor | None, owed: RankSum | None, format: RowFormat | None, *,
+    keeps_plain: bool = False,
+) -> tuple[Tensor | QuantisedRows, Tensor]:  # fmt: skip
+    """(norm(x + residual), x + residual), the norm as a linear with this `row_format` reads it; unquantised too if
+    `keeps_plain`.
 
     Without a residual the second is x. `owed`: the sum over ranks that `x` still lacks; None without a residual.
     """
     if format is None:
         return (norm(x), x) if residual is None else add_and_norm(norm, x, residual, owed)
     if owed is None or residual is None:
-        return norm.add_norm_and_quantise(x, residual, format)
-    return owed.add_norm_and_quantise(x, residual, norm, format)
+        return norm.add_norm_and_quantise(x, residual, format, keeps_plain=keeps_plain)
+    return owed.add_norm_and_quantise(x, residual, norm, format, keeps_plain=keeps_plain)
 
 
 def add_and_norm(norm: RmsNorm, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,13 @@ from coatcheck.kernels.layers.decoder_layers import ExpertsSublayer, is_native
 from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
+from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing, route
-from coatcheck.kernels.layers.silu_mul import silu_mul
+from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
-from coatcheck.workers.model.parallel_layers import RankSum, TensorParallelExperts, add_and_norm
+from coatcheck.workers.model.parallel_layers import RankSum, TensorParallelExperts, norm_for_linear
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
 
@@ -48,8 +49,8 @@ class SparseMlp:
         if self.native_sublayer is not None:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
-            x, residual = add_and_norm(self.norm, x, residual, owed)
-            x = self.moe(x)
+            normed, residual = norm_for_linear(self.norm, x, residual, owed, self.moe.row_format, keeps_plain=True)
+            x = self.moe(normed)
         return (x if self.reduce is None else self.reduce(x)), residual
 
 
@@ -79,15 +80,28 @@ class MixtureOfExperts:
         if hasattr(block, "shared_expert_gate"):
             self.shared_gate = PackedLinear(block.shared_expert_gate.weight, batch_invariant=batch_invariant)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part of the output, not reduced yet."""
-        ids, weights = route(self.router(x.to(self.router.dtype)), self.routing)
+    @property
+    def row_format(self) -> RowFormat | None:
+        """How experts read x, and with them the shared expert if it has the same format. None: plain."""
+        return self.experts.row_format
+
+    def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
+        """This rank's part of the output, not reduced yet. `x`: QuantisedRows with `plain` if a norm has quantised it
+        to `row_format`."""
+        if isinstance(x, QuantisedRows):
+            plain, rows = x.plain, x
+            assert plain is not None, "the router reads x unquantised"
+        else:
+            plain, rows = x, x if self.row_format is None else quantise_rows(x, self.row_format)
+        ids, weights = route(self.router(plain.to(self.router.dtype)), self.routing)
         shared = gate = None
         if self.shared is not None:
-            shared = self.shared[1](silu_mul(self.shared[0](x), self.experts.activation))
+            gate_up, down = self.shared
+            wide = gate_up(rows if gate_up.row_format == self.row_format else plain)
+            shared = down(silu_mul_for_linear(wide, self.experts.activation, down.row_format))
         if self.shared_gate is not None:
-            gate = self.shared_gate(x)
-        out: Tensor = self.experts(x, ids, weights, shared, gate)
+            gate = self.shared_gate(plain)
+        out: Tensor = self.experts(rows, ids, weights, shared, gate)
         return out
 
     def native_sublayer(self, norm: RmsNorm) -> ExpertsSublayer | None:

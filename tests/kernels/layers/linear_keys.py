@@ -82,11 +82,15 @@ def w8a8(kind: CodeKind, rows: int, group: int, gpu: GpuProperties) -> Key | Non
     return Key(w8a8_linear._w8a8_linear, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def row_codes(kernel: Any, format: quantised_rows.RowFormat, gpu: GpuProperties) -> Key:
+def row_codes(
+    kernel: Any, format: quantised_rows.RowFormat, gpu: GpuProperties, *, keeps_plain: bool = False
+) -> Key:  # fmt: skip
     """A kernel that writes codes and scales of rows of 4096 columns."""
     constants: dict[str, Any] = dict(BLOCK=4096, **format.constants())
     if kernel is rms_norm._rms_norm:
-        arguments = "*bf16 *bf16 *bf16 *u8 *fp32 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32"
-        return Key(kernel, arguments, dict(RESIDUAL=True, CAST_FIRST=True, **constants), 8)
+        plain = "*bf16 " if keeps_plain else ""
+        arguments = f"*bf16 *bf16 *bf16 {plain}*u8 *fp32 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32"
+        constants |= dict(RESIDUAL=True, CAST_FIRST=True, **({} if keeps_plain else dict(out=None)))
+        return Key(kernel, arguments, constants, 8)
     more = dict(GELU=False) if kernel is silu_mul._silu_mul_codes else {}
     return Key(kernel, "*bf16 *u8 *fp32 i32 i32 i32", constants | more, 16 if more else 8)

@@ -136,3 +136,12 @@ def test_parts_of_a_weight_are_parts_of_the_dequantised_weight(kind: CodeKind) -
     assert QuantisedWeight.concatenate([weight, other]) is None
     ordered = random_weight(kind, 40, 96, 32, torch.float32, is_ordered=True)
     assert ordered.select_columns(0, 48) is None
+
+
+def test_padding_is_what_whole_tiles_add() -> None:
+    """Panels have 64 rows and words of 32 columns; a weight that fits them has no padding."""
+    weight = random_weight(CodeKind.INT8, 70, 130, 130, torch.float32)
+    rows, columns = 128, 160
+    assert PackedLinear(weight).padding_bytes == rows * (columns + 4) - 70 * (130 + 4) == rows * 164 - weight.nbytes
+    assert PackedLinear(random_weight(CodeKind.INT4, 64, 128, 32, torch.float32)).padding_bytes == 0
+    assert PackedLinear(torch.randn(64, 32).bfloat16()).padding_bytes == 0

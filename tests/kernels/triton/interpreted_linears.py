@@ -173,6 +173,9 @@ def row_codes(dtype: torch.dtype) -> None:
             plain, plain_total = norm.add_and_norm(x, residual)
             assert torch.equal(total, plain_total)
             same_codes(normed, quantise_rows(plain, format))
+            both, both_total = norm.add_norm_and_quantise(x, residual, format, keeps_plain=True)
+            same_codes(both, normed)
+            assert both.plain is not None and torch.equal(both.plain, plain) and torch.equal(both_total, total)
             same_codes(norm.add_norm_and_quantise(x, None, format)[0], quantise_rows(norm(x), format))
 
 

@@ -7,10 +7,17 @@ import traceback
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.layers.all_reduce_norm import all_reduce_add_norm, all_reduce_add_norm_reference
+from coatcheck.kernels.layers.all_reduce_norm import (
+    all_reduce_add_norm,
+    all_reduce_add_norm_and_quantise,
+    all_reduce_add_norm_reference,
+)
+from coatcheck.kernels.layers.quantised_rows import RowFormat, quantise_rows
+from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, signal_bytes
 from tests.kernels.triton.agreement import agree
+from tests.kernels.triton.interpreted_linears import same_codes
 
 _SIZE = 3
 # (tokens, hidden): one program, several, and programs with more than one row.
@@ -18,7 +25,8 @@ _SHAPES = ((1, 40), (3, 64), (MAX_PROGRAMS + 5, 24))
 
 
 def ranks() -> None:
-    """Three ranks, in float32 and float16, get the sum in rank order, normed; in two calls through one buffer.
+    """Three ranks, in float32 and float16, get the sum in rank order, normed; in several calls through one buffer. The
+    codes of the norm are those that a kernel behind would write.
 
     Later epochs and reused buffers must not mix up the calls.
     """
@@ -54,3 +62,11 @@ def _compute(rank: int, peers: PeerMemory) -> None:
         have = all_reduce_add_norm(parts[rank], residual, norm, peers)
         for ours, theirs in zip(have, all_reduce_add_norm_reference(parts, residual, norm), strict=True):
             agree(ours, theirs)
+        for format in (RowFormat(CodeKind.FP8, 0), RowFormat(CodeKind.INT8, 32)):
+            for keeps_plain in (False, True):
+                rows, total = all_reduce_add_norm_and_quantise(
+                    parts[rank], residual, norm, peers, format, keeps_plain=keeps_plain
+                )
+                same_codes(rows, quantise_rows(have[0], format))
+                assert torch.equal(total, have[1]) and (rows.plain is not None) == keeps_plain
+                assert rows.plain is None or torch.equal(rows.plain, have[0])

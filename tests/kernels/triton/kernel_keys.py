@@ -174,11 +174,11 @@ KEYS: dict[str, Keys] = {
     "merge, batch-invariant": partial(merge, 128, parts=1),
     "rms_norm": same(
         rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
-        dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096, KIND=0, GROUP=0, scales=None), 8,
+        dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096, KIND=0, GROUP=0, codes=None, scales=None), 8,
     ),
     "all_reduce_norm": same(
         all_reduce_norm._all_reduce_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 *i64 *i64 *i32 i32 i32 i32 fp32 fp32",
-        dict(SIZE=8, PADDED=8, CAST_FIRST=True, BLOCK=8192), 16,
+        dict(SIZE=8, PADDED=8, CAST_FIRST=True, BLOCK=8192, KIND=0, GROUP=0, codes=None, scales=None), 16,
     ),
     "silu_mul": same(silu_mul._silu_mul, "*bf16 *bf16 i32 i32", dict(GELU=False, BLOCK=1024)),
     "store_kv": same(
@@ -318,9 +318,19 @@ def _others() -> Iterator[tuple[str, Keys]]:
             if name not in KEYS:
                 yield name, partial(w8a8, code, rows, 0)
         yield f"W8A8 linear, fp8 blocks, {count}", partial(w8a8, CodeKind.FP8, rows, 128)
+    blocks = RowFormat(CodeKind.FP8, 128)
     for title, codes in CODES:
         yield f"{title}, int8", partial(row_codes, codes, RowFormat(CodeKind.INT8, 0))
-        yield f"{title}, fp8 blocks", partial(row_codes, codes, RowFormat(CodeKind.FP8, 128))
+        yield f"{title}, fp8 blocks", partial(row_codes, codes, blocks)
+    yield "rms_norm, fp8 blocks, plain too", partial(row_codes, rms_norm._rms_norm, blocks, keeps_plain=True)
+    yield (
+        "all_reduce_norm, fp8 blocks, plain too",
+        same(
+            all_reduce_norm._all_reduce_norm,
+            "*bf16 *bf16 *bf16 *bf16 *u8 *fp32 *bf16 *i64 *i64 *i32 i32 i32 i32 fp32 fp32",
+            dict(SIZE=8, PADDED=8, CAST_FIRST=True, BLOCK=8192, **blocks.constants()), 16,
+        ),
+    )  # fmt: skip
     yield "merge, 512, lse", partial(merge, 512, has_lse=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
