@@ -121,17 +121,25 @@ def rounded_perplexities(most_tokens: int) -> dict[str, float]:
     tokenizer = Tokenizer.from_file(str(demo / "model" / "tokenizer.json"))
     ids = tokenizer.encode((demo / "heldout.txt").read_text("utf-8")).ids[:most_tokens]
     found = {}
-    for kind, group in ((None, None), *ROUNDED):
-        model = AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32)
-        for module in model.model.modules() if kind is not None else ():
-            if isinstance(module, torch.nn.Linear):
-                module.weight.data = quantise(module.weight.data, kind).dequantise()
-                if group is not None:
-                    module.register_forward_pre_hook(partial(_round_input, RowFormat(kind, group)))
-        columns = {None: "kept", 0: "a scale per token"}.get(group, f"a scale per {group} columns of a token")
-        name = "float32" if kind is None else f"{kind.name.lower()}, activations: {columns}"
+    for name, kind, group in (("float32", None, None), *((_name(*pair), *pair) for pair in ROUNDED)):
+        model: Any = AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32)
+        if kind is not None:
+            _round_linears(model.model, kind, group)
         found[name] = _perplexity_of(model, ids)
     return found
+
+
+def _name(kind: CodeKind, group: int | None) -> str:
+    columns = {None: "kept", 0: "a scale per token"}.get(group, f"a scale per {group} columns of a token")
+    return f"{kind.name.lower()}, activations: {columns}"
+
+
+def _round_linears(module: torch.nn.Module, kind: CodeKind, group: int | None) -> None:
+    for linear in module.modules():
+        if isinstance(linear, torch.nn.Linear):
+            linear.weight.data = quantise(linear.weight.data, kind).dequantise()
+            if group is not None:
+                linear.register_forward_pre_hook(partial(_round_input, RowFormat(kind, group)))
 
 
 def _round_input(format: RowFormat, module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:

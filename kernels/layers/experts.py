@@ -128,7 +128,7 @@ class PackedExperts(nn.Module):
         else:
             self.parts = tuple(_pack(weight, self.form) for weight in (gate_up, down))
         held_bytes = sum(part.nbytes for parts in self.parts for part in parts)
-        self.padding_bytes = held_bytes - gate_up.nbytes - down.nbytes
+        self.padding_bytes: int = held_bytes - gate_up.nbytes - down.nbytes
         library = native.library()
         if self.form == "native" and library is not None:
             structs = (

@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
         else:
             self.parts = pack_quantised(weight)
         has_panels = self.form in ("native", "triton")  # oneDNN does not tell what it holds
-        self.padding_bytes = sum(part.nbytes for part in self.parts) - weight.nbytes if has_panels else 0
+        self.padding_bytes: int = sum(part.nbytes for part in self.parts) - weight.nbytes if has_panels else 0
         library = native.library()
         if self.form == "native" and library is not None:
             self._call = library.linear[weight.dtype]

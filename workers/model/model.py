@@ -115,8 +115,8 @@ class Model:
     def padding_bytes(self) -> int:
         """Bytes of linears and experts that kernels add to whole tiles; `spec.weight_bytes` has none of them."""
         heads = [module for module in self._head.model.modules() if isinstance(module, PackedLinear)]
-        packed = [*self._body.linears(), *heads, *self._body.experts()]
-        return sum({id(module): module.padding_bytes for module in packed}.values())
+        packed: set[PackedLinear | PackedExperts] = {*self._body.linears(), *heads, *self._body.experts()}
+        return sum(module.padding_bytes for module in packed)
 
     def describe_activations(self) -> str:
         """How activations are quantised, or why not though the checkpoint asks for that; "" if it does not ask."""

@@ -88,11 +88,14 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
         """This rank's part of the output, not reduced yet. `x`: QuantisedRows with `plain` if a norm has quantised it
         to `row_format`."""
+        rows = x
         if isinstance(x, QuantisedRows):
-            plain, rows = x.plain, x
+            plain = x.plain
             assert plain is not None, "the router reads x unquantised"
         else:
-            plain, rows = x, x if self.row_format is None else quantise_rows(x, self.row_format)
+            plain = x
+            if self.row_format is not None:
+                rows = quantise_rows(x, self.row_format)
         ids, weights = route(self.router(plain.to(self.router.dtype)), self.routing)
         shared = gate = None
         if self.shared is not None:

@@ -40,7 +40,7 @@ _CASES: dict[str, tuple[str, Write, RowFormat, str]] = {
     "experts": ("qwen3-moe", _BLOCKS, *_FP8_BLOCKS),
     "shared expert": ("deepseek-v3", _BLOCKS, *_FP8_BLOCKS),
 }  # fmt: skip
-_SIZES: dict[str, dict[str, int]] = {"qwen3-moe": dict(moe_intermediate_size=64), "deepseek-v3": dict(q_lora_rank=32)}
+_SIZES: dict[str, dict[str, Any]] = {"qwen3-moe": dict(moe_intermediate_size=64), "deepseek-v3": dict(q_lora_rank=32)}
 _OF_LATENTS = ("q_a_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")  # these keep their activations
 _PROMPT = [3 + 7 * place % 190 for place in range(30)]
 _TOKENS = 8
@@ -124,7 +124,7 @@ def _round_inputs(theirs: Any, format: RowFormat) -> None:
             x = quantise_rows_reference(x.flatten(0, -2), format).dequantise().view(x.shape)
         return plain(x, weight, bias)
 
-    F.linear = linear
+    F.linear = linear  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
