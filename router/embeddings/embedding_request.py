@@ -33,14 +33,9 @@ class PoolingFields(RequestBody):
     pooling: PoolingName | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str = ""
-    # Of each text; -1: as many as the model's context has.
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    truncation_side: Literal["left", "right"] = "right"  # where tokens are dropped
 
     def to_embed_requests(self, prompts: Sequence[Prompt | Chat], request_id: str, **fields: Any) -> list[EmbedRequest]:
         """One for each of `prompts`. `fields`: further fields of each. Raises InvalidParameter."""
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidParameter("truncate_prompt_tokens", "is 0; it must be -1 or at least 1")
         return [
             EmbedRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
@@ -56,13 +51,41 @@ class PoolingFields(RequestBody):
 
     def kept_tokens(self, index: int) -> int | None:
         """How many tokens of prompt number `index` are kept; -1: as many as the context has; None: it is not cut."""
-        return self.truncate_prompt_tokens
+        raise NotImplementedError
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether a prompt that is cut keeps its last tokens, and not its first."""
+        raise NotImplementedError
 
     def truncate(self, message: EmbedRequest, token_ids: Sequence[int], count: int, max_tokens: int) -> EmbedRequest:
         """The message with `count` tokens of its prompt, see `kept_tokens`. `max_tokens`: of a prompt."""
         count = max_tokens if count < 0 else min(count, max_tokens)
-        message.token_ids.ids[:] = token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
+        message.token_ids.ids[:] = token_ids[-count:] if self.keeps_last else token_ids[:count]
         return message
+
+
+class TruncationFields(PoolingFields):
+    """vLLM's names."""
+
+    # Of each text; -1: as many as the model's context has.
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    truncation_side: Literal["left", "right"] = "right"  # where tokens are dropped
+
+    def to_embed_requests(self, prompts: Sequence[Prompt | Chat], request_id: str, **fields: Any) -> list[EmbedRequest]:
+        """See PoolingFields."""
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameter("truncate_prompt_tokens", "is 0; it must be -1 or at least 1")
+        return super().to_embed_requests(prompts, request_id, **fields)
+
+    def kept_tokens(self, index: int) -> int | None:
+        """See PoolingFields."""
+        return self.truncate_prompt_tokens
+
+    @property
+    def keeps_last(self) -> bool:
+        """See PoolingFields."""
+        return self.truncation_side == "left"
 
 
 def _prompt_field(prompt: Prompt | Chat) -> dict[str, Any]:
@@ -71,7 +94,7 @@ def _prompt_field(prompt: Prompt | Chat) -> dict[str, Any]:
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": TokenIds(ids=prompt)}
 
 
-class EmbeddingRequest(PoolingFields):
+class EmbeddingRequest(TruncationFields):
     """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's, and so are
     `messages`: a chat in place of `input`, and the fields of the chat."""
 
@@ -128,7 +151,11 @@ def embedding_response(
         "created": created,
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": _encode(encoding_format, one.embedding)}
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": list(one.embedding) if encoding_format == "float" else to_base64(one.embedding),
+            }
             for index, one in enumerate(embedded)
         ],
         "model": model,
@@ -143,7 +170,6 @@ def usage_of(embedded: Sequence[EmbedResponse]) -> dict[str, Any]:
     return {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def _encode(encoding_format: str, values: Sequence[float]) -> str | list[float]:
-    if encoding_format == "float":
-        return list(values)
+def to_base64(values: Sequence[float]) -> str:
+    """The values as float32, least significant byte first, in base64."""
     return base64.b64encode(array("f", values).tobytes()).decode()

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from coatcheck.proto.stubs.coatcheck_pb2 import EmbedRequest, EmbedResponse, TokenizeRequest
 from coatcheck.proto.tracing import TRACE_CONTEXT_HEADERS
+from coatcheck.router.embeddings.cohere_request import CohereEmbedRequest
 from coatcheck.router.embeddings.embedding_request import EmbeddingRequest, PoolingFields, embedding_response
 from coatcheck.router.embeddings.score_request import RerankRequest, ScoreRequest
 from coatcheck.router.openai.request_body import in_thread_if_long
@@ -27,6 +28,7 @@ class EmbeddingRoutes:
         self._large = large
         self._model_name = generation.model_name
         app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"], response_model=None)
+        app.add_api_route("/v2/embed", self.embed_for_cohere, methods=["POST"], response_model=None)
         app.add_api_route("/v1/score", self.score, methods=["POST"], response_model=None)
         app.add_api_route("/score", self.score, methods=["POST"], response_model=None, include_in_schema=False)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
@@ -49,6 +51,15 @@ class EmbeddingRoutes:
             body.encoding_format,
             embedded,
         )
+
+    async def embed_for_cohere(self, request: Request, body: CohereEmbedRequest) -> Response:
+        """Returns the embedding of each text, in Cohere's form."""
+        request_id: str = request.scope["request_id"]
+        instructions = self._service.instructions
+        messages = await in_thread_if_long(request, lambda: body.to_requests(request_id, instructions))
+        embedded = await self._embed(request, body, messages)
+        values = sum(len(one.embedding) for one in embedded) * len(body.embedding_types)
+        return await self._large.make_json(values, body.make_response, f"embd-{request_id}", embedded)
 
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Scores how similar texts are."""

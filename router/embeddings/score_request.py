@@ -10,14 +10,14 @@ from pydantic import AliasChoices, Field
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import EmbedRequest, EmbedResponse
-from coatcheck.router.embeddings.embedding_request import PoolingFields, usage_of
+from coatcheck.router.embeddings.embedding_request import TruncationFields, usage_of
 from coatcheck.router.openai.completion_request import MAX_PROMPTS
 from coatcheck.router.openai.sampling_fields import Count, RequestBody
 
 _Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 
 
-class ScoreRequest(PoolingFields):
+class ScoreRequest(TruncationFields):
     """`text_1`: one text, which is compared with each of `text_2`, or as many as `text_2` has."""
 
     text_1: Annotated[_Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
@@ -54,7 +54,7 @@ class TextDocument(RequestBody):
     text: str
 
 
-class RerankRequest(PoolingFields):
+class RerankRequest(TruncationFields):
     """`top_n`: how many of the documents are returned; 0 for all. `max_tokens_per_doc` is Cohere's."""
 
     query: str

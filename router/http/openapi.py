@@ -119,6 +119,13 @@ _RESPONSES: Final[dict[tuple[str, str], Schema]] = {
         ),
         usage=_USAGE,
     ),
+    ("post", "/v2/embed"): _object(
+        id=TEXT,
+        embeddings=_OBJECT,
+        texts=_list(TEXT),
+        meta=_object(billed_units=_object(input_tokens=_COUNT)),
+        response_type=_one_of("embeddings_by_type"),
+    ),
     ("post", "/v1/score"): _object(
         **_HEAD,
         object=_one_of("list"),

@@ -44,7 +44,7 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
 
 # Further fields of OpenAI, vLLM and SGLang that are not implemented, in the body or in an object within the body.
 UNIMPLEMENTED_FIELDS: Final = frozenset({
-    "audio", "web_search_options", "moderation", "image_url", "input_audio", "file", "refusal", "annotations",
+    "audio", "web_search_options", "moderation", "images", "image_url", "input_audio", "file", "refusal", "annotations",
     "function_call", "structural_tag",
     "prompt_embeds", "kv_transfer_params",
     "vllm_xargs", "mm_processor_kwargs", "documents", "chat_template", "repetition_detection",

@@ -30,6 +30,8 @@ class EmbedService:
         """`directory`: of the model's files; None if it has none."""
         self._generation = generation
         self._default = _read_pooling(directory) if directory is not None else POOLING_LAST
+        # What sentence-transformers puts before a text, by the kind of the text, such as "query".
+        self.instructions = _read_instructions(directory) if directory is not None else {}
 
     async def embed(self, message: EmbedRequest, options: CallOptions) -> EmbedResponse:
         """The embedding of a prompt. Raises InvalidParameter for more dimensions than the model has."""
@@ -86,3 +88,15 @@ def _read_pooling(directory: Path) -> Pooling:
         return POOLING_LAST
     is_mean = isinstance(config, dict) and config.get("pooling_mode_mean_tokens") is True
     return POOLING_MEAN if is_mean else POOLING_LAST
+
+
+def _read_instructions(directory: Path) -> dict[str, str]:
+    """The prompts that sentence-transformers' configuration in a checkpoint has; none without the file."""
+    try:
+        config = json.loads((directory / "config_sentence_transformers.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    prompts = config.get("prompts") if isinstance(config, dict) else None
+    if not isinstance(prompts, dict):
+        return {}
+    return {name: text for name, text in prompts.items() if isinstance(text, str)}

@@ -35,6 +35,7 @@ _FILES = [
     ),
     "generation_config.json",
     "1_Pooling/config.json",
+    "config_sentence_transformers.json",
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # for AutoTokenizer
 ]
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
