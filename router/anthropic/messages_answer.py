@@ -134,7 +134,7 @@ def _start_of(part: Part) -> dict[str, Any]:
         case Reasoning():
             return {"type": "thinking", "thinking": "", "signature": ""}
         case Content():
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
 
 
 def _parse_input(arguments: str) -> Any:

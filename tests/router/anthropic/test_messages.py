@@ -57,6 +57,18 @@ async def prompt_of(router: HttpRouter) -> str:
     return shown
 
 
+async def test_a_block_has_no_field_that_is_null(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """Vercel's AI SDK refuses a text whose `citations` are null: they are a list, or left out."""
+    router = await start_http_router(saying("<think>hm</think>so"), tokenizer=model)
+    asked = {"model": "tiny", "max_tokens": 500, "messages": HELLO}
+    _, _, whole = await router.request("POST", "/v1/messages", asked)
+    _, _, streamed = await router.request("POST", "/v1/messages", asked | {"stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line.startswith("data: ")]
+    blocks = json.loads(whole)["content"] + [event["content_block"] for event in events if "content_block" in event]
+    assert [block["type"] for block in blocks] == ["thinking", "text"] * 2
+    assert all(value is not None for block in blocks for value in block.values())
+
+
 async def test_a_message_has_thinking_text_and_calls(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """Whole and streamed, with the stop reason and the usage; the stream's events build the same message."""
     router = await start_http_router(saying(f"<think>hm</think>so{CALL}"), tokenizer=model)
