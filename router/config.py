@@ -58,6 +58,10 @@ class RouterConfig:
     tls_client_ca: str | None = None
     key_file: str | None = None  # None: no keys are required
     cors_origins: tuple[str, ...] = ()  # whose web pages may call the HTTP API; "*" for any
+    root_path: str = ""  # where a proxy has the HTTP API, such as /llm; requests may have this prefix or not
+    enable_force_include_usage: bool = (
+        False  # streams have their usage in every chunk, unless the request says otherwise
+    )
     trust_request_chat_template: bool = False  # requests may bring their own chat template
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info
     insecure: bool = False  # requests without credentials are accepted, whatever host they name
@@ -89,6 +93,8 @@ class RouterConfig:
         for origin in self.cors_origins:
             is_origin = origin == "*" or re.fullmatch(r"https?://[^/\s,*]+", origin) is not None
             _require(is_origin, "cors_origins", origin, "* or an origin such as https://chat.example.com")
+        is_path = re.fullmatch(r"(/[\w.~-]+)*", self.root_path) is not None
+        _require(is_path, "root_path", self.root_path, "a path such as /llm, without a slash at its end")
         source = self.generation_config
         _require(source in ("auto", "none"), "generation_config", source, "auto or none")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")

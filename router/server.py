@@ -141,13 +141,19 @@ class Router:
             self._side,
             planner,
             has_tokenizer_info=config.enable_tokenizer_info_endpoint,
+            forces_usage=config.enable_force_include_usage,
         )
         AnthropicRoutes(routes.app, routes.chats)
         ResponsesRoutes(routes.app, routes.chats)
         InvocationRoutes(routes, EmbeddingRoutes(routes.app, embedding, self.generation, routes.large))
         ConnectHandlers(routes.app, self.generation, embedding, self._side)
         app = wrap_app(
-            routes.app, authenticator, request_metrics, check_host=config.checks_host, cors_origins=config.cors_origins
+            routes.app,
+            authenticator,
+            request_metrics,
+            check_host=config.checks_host,
+            cors_origins=config.cors_origins,
+            root_path=config.root_path,
         )
         self._http = HttpServer(
             app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal

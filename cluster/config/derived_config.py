@@ -61,6 +61,8 @@ def router_config(
         key_file=absolute_path(config.api_keys),
         insecure=config.insecure,
         cors_origins=tuple(filter(None, map(str.strip, (config.cors_origins or "").split(",")))),
+        root_path=config.root_path or "",
+        enable_force_include_usage=config.enable_force_include_usage,
         trust_request_chat_template=config.trust_request_chat_template,
         enable_tokenizer_info_endpoint=config.enable_tokenizer_info_endpoint,
         cluster_certificate=certificate,

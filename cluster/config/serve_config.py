@@ -216,6 +216,18 @@ class ServeConfig(Settings):
         None,
         in_words=str(DEFAULT_HTTP_PORT),
     )
+    root_path: NonEmpty | None = setting(
+        "Router",
+        "Where a reverse proxy has the HTTP API, such as /llm. Paths with this prefix are served as those without.",
+        None,
+        in_words="none",
+        pattern=r"^(/[\w.~-]+)+$",
+    )
+    enable_force_include_usage: bool = setting(
+        "Router",
+        "Every chunk of a stream of chats and completions has the usage so far, unless the request has stream_options.",
+        False,
+    )
     router_resource: NonEmpty | None = setting(
         "Router", "A Ray resource. The router runs only on nodes that have it.", None, in_words="any node"
     )

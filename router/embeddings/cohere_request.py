@@ -36,9 +36,7 @@ class CohereEmbedRequest(PoolingFields):
     texts: Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)] | None = None
     inputs: Annotated[list[CohereInput], Field(fail_fast=True, max_length=MAX_PROMPTS)] | None = None
     input_type: str | None = None
-    embedding_types: Annotated[list[EmbeddingType], Field(min_length=1, max_length=6)] = Field(
-        default_factory=lambda: ["float"]
-    )
+    embedding_types: Annotated[list[EmbeddingType], Field(min_length=1, max_length=6)] = ["float"]  # noqa: RUF012
     output_dimension: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     dropped_end: Literal["NONE", "START", "END"] = Field("END", validation_alias="truncate")
@@ -114,15 +112,16 @@ class CohereEmbedRequest(PoolingFields):
 def _convert(values: "np.ndarray[tuple[int, int], np.dtype[np.float32]]", kind: EmbeddingType) -> list[Any]:
     """One embedding for each row of `values`. Bits, one for each value, are 1 where the value is not negative; the
     first is the highest of its byte. Bytes are the values in parts of a 127th of the row's largest."""
+    converted: np.ndarray[tuple[int, int], np.dtype[Any]]
     match kind:
-        case "float":
-            return values.tolist()
         case "base64":
             return [to_base64(row.tolist()) for row in values]
+        case "float":
+            converted = values
         case "int8" | "uint8":
             largest = np.maximum(np.abs(values).max(axis=1, keepdims=True), 1e-12)
             rounded = np.rint(values * (127 / largest)).astype(np.int16)
-            return (rounded + (128 if kind == "uint8" else 0)).tolist()
+            converted = rounded + (128 if kind == "uint8" else 0)
         case "binary" | "ubinary":
             if values.shape[1] % 8:
                 raise InvalidParameter(
@@ -131,4 +130,6 @@ def _convert(values: "np.ndarray[tuple[int, int], np.dtype[np.float32]]", kind: 
                     "set output_dimension to a multiple of 8",
                 )
             packed = np.packbits(values >= 0, axis=1).astype(np.int16)
-            return (packed - (128 if kind == "binary" else 0)).tolist()
+            converted = packed - (128 if kind == "binary" else 0)
+    made: list[Any] = converted.tolist()
+    return made

@@ -91,8 +91,9 @@ class RerankRequest(TruncationFields):
 
 
 def cosine(one: EmbedResponse, other: EmbedResponse) -> float:
-    """The cosine similarity of two normalized embeddings."""
-    return sum(a * b for a, b in zip(one.embedding, other.embedding, strict=True))
+    """The cosine similarity of two normalized embeddings. Rounding would make that of equal texts more than 1."""
+    found = sum(a * b for a, b in zip(one.embedding, other.embedding, strict=True))
+    return min(max(found, -1.0), 1.0)
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

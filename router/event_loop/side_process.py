@@ -85,8 +85,13 @@ class SideProcesses:
     ) -> _Result:
         """As `run`, but never raises Overloaded: for calls whose number the caller limits, such as one for the response
         of an accepted request."""
-        call = (function, arguments, named)
-        is_result, answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._call, call)
+        # The executor keeps a cancelled call until a thread is free, so that the call must not keep its arguments.
+        calls: list[object] = [(function, arguments, named)]
+        try:
+            is_result, answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._call, calls)
+        except asyncio.CancelledError:
+            calls.clear()
+            raise
         if is_result:
             result: _Result = answer
             return result
@@ -105,8 +110,12 @@ class SideProcesses:
         for child in self._children:
             child.wait()
 
-    def _call(self, call: object) -> tuple[bool, Any]:
-        """(True, result) or (False, error)."""
+    def _call(self, calls: list[object]) -> tuple[bool, Any]:
+        """(True, result) or (False, error) of the call in `calls`, which is taken out."""
+        try:
+            call = calls.pop()
+        except IndexError:  # cancelled at this moment, so that nobody waits for the result
+            return False, None
         child, connection = self._running_child()
         with contextlib.suppress(OSError, EOFError):
             connection.send(call)

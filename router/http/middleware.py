@@ -50,11 +50,13 @@ def wrap_app(
     *,
     check_host: bool,
     cors_origins: Sequence[str] = (),
+    root_path: str = "",
 ) -> ASGIApp:
     """`check_host`: answer only requests whose Host header names an address or this host. `cors_origins`: origins whose
     web pages a browser lets read the responses; "*" for any. Preflight requests have no key and are answered before
-    the client is authenticated."""
-    gate = RequestGate(BodyLimitMiddleware(app, metrics, MESSAGE_BYTES), authenticator, metrics, check_host=check_host)
+    the client is authenticated. `root_path`: a prefix that paths may have, as a proxy may not remove the prefix."""
+    limited = BodyLimitMiddleware(app, metrics, MESSAGE_BYTES)
+    gate = RequestGate(limited, authenticator, metrics, check_host=check_host, root_path=root_path)
     if not cors_origins:
         return gate
     return CORSMiddleware(
@@ -74,9 +76,16 @@ class RequestGate:
     """
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator, metrics: RequestMetrics, *, check_host: bool
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        metrics: RequestMetrics,
+        *,
+        check_host: bool,
+        root_path: str = "",
     ) -> None:
         self._app = app
+        self._root_path = root_path
         self._authenticator = authenticator
         self._metrics = metrics
         self._check_host = check_host
@@ -84,6 +93,8 @@ class RequestGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":  # as GET; the server sends no body
             scope = {**scope, "method": "GET"}
+        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         scope["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

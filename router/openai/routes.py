@@ -29,7 +29,7 @@ from coatcheck.router.openai.request_body import body_route, in_thread_if_long
 from coatcheck.router.openai.responder import Responder
 from coatcheck.router.openai.response_parts import EchoedPrompt, count_text
 from coatcheck.router.openai.response_sender import ClientDisconnected, LargeResponses
-from coatcheck.router.openai.sampling_fields import SamplingFields
+from coatcheck.router.openai.sampling_fields import SamplingFields, StreamOptions
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response, tokenizer_info
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.serving.admin_service import AdminService
@@ -52,8 +52,11 @@ class OpenAIRoutes:
         planner: OutputPlanner,
         *,
         has_tokenizer_info: bool,
+        forces_usage: bool = False,
     ) -> None:
-        """`has_tokenizer_info`: GET /tokenizer_info is served."""
+        """`has_tokenizer_info`: GET /tokenizer_info is served. `forces_usage`: a stream whose request has no
+        stream_options has its usage in every chunk."""
+        self._forces_usage = forces_usage
         self._generation = generation
         self._admin = admin
         self._tokenizer = tokenizer
@@ -99,6 +102,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Completes one or several prompts."""
         request_id: str = request.scope["request_id"]
+        self._add_usage(body)
         prompts = split_prompts(body.prompt)
         needs_ids = (
             body.return_token_ids
@@ -124,6 +128,7 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""
+        self._add_usage(body)
         head = self.chats.response_head(f"chatcmpl-{request.scope['request_id']}")
         return await self.chats.run(
             request, body, lambda plan, token_ids: ChatResponse(head, body, self._formatter_of(body), plan, token_ids)
@@ -198,6 +203,11 @@ class OpenAIRoutes:
             return prompt
         message = DetokenizeRequest(token_ids=prompt, skip_special_tokens=False)
         return (await self._generation.detokenize(message)).text
+
+    def _add_usage(self, body: SamplingFields) -> None:
+        """Asks for the usage in every chunk, if the setting says so and the request says nothing."""
+        if self._forces_usage and body.stream and body.stream_options is None:
+            body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     def _formatter_of(self, body: SamplingFields) -> LogprobsFormatter:
         return self._formatter.with_ids() if body.return_tokens_as_token_ids else self._formatter

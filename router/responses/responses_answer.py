@@ -13,7 +13,7 @@ from coatcheck.router.openai.response_parts import ResponseHead
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
 from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
-from coatcheck.router.responses.scored_text import ScoredText, Scores
+from coatcheck.router.responses.text_logprobs import Logprobs, TextLogprobs
 
 OnEnd = Callable[[dict[str, Any], list[Part]], None]
 
@@ -52,13 +52,13 @@ class ResponsesAnswer:
         self._head = head
         self._settings = settings
         self._parser = OutputParser(plan)
-        self._scores: ScoredText | None = None
+        self._logprobs: TextLogprobs | None = None
         skips = not plan.keeps_special_tokens
         self._counter: ReasoningCounter | None = None
         if plan.output_format.has_reasoning:
             self._counter = ReasoningCounter(self._parser, formatter.offsets(skips, 0))
         if has_logprobs:
-            self._scores = ScoredText(self._parser, formatter, skips_special_tokens=skips)
+            self._logprobs = TextLogprobs(self._parser, formatter, skips_special_tokens=skips)
         self._on_end = on_end
         self._items: list[_OutputItem] = []
         self._was_cut = False
@@ -68,8 +68,8 @@ class ResponsesAnswer:
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         (response,) = responses
         (choice,) = response.choices
-        for part, scores in self._parse(choice, is_last=True):
-            self._add(part, scores)
+        for part, logprobs in self._parse(choice, is_last=True):
+            self._add(part, logprobs)
         self._was_cut = choice.finish_reason == FINISH_REASON_LENGTH
         self._usage = response.final.usage
         return self._finish()
@@ -87,7 +87,7 @@ class ResponsesAnswer:
             case "delta":
                 parsed = self._parse(event.delta, is_last=bool(event.delta.finish_reason))
                 self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
-                return b"".join(self._stream(part, scores) for part, scores in parsed)
+                return b"".join(self._stream(part, logprobs) for part, logprobs in parsed)
             case "final":
                 self._usage = event.final.usage
         return b""
@@ -104,27 +104,27 @@ class ResponsesAnswer:
         response["error"] = {"code": code, "message": report.message}
         return self._event("response.failed", response=response)
 
-    def _parse(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Scores]]:
+    def _parse(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Logprobs]]:
         """The next parts, each with the log-probabilities of its tokens if it is a text."""
         if self._counter is not None:
             self._counter.feed(delta.token_ids)
-        if self._scores is not None:
-            return self._scores.feed_delta(delta, is_last=is_last)
+        if self._logprobs is not None:
+            return self._logprobs.feed_delta(delta, is_last=is_last)
         return [(part, []) for part in self._parser.feed_delta(delta.text, is_last=is_last)]
 
-    def _add(self, part: Part, scores: Scores) -> bool:
+    def _add(self, part: Part, logprobs: Logprobs) -> bool:
         """Adds a part to the last item, or begins one with it. Returns whether an item was begun."""
         begins = self._begins_item(part)
         if begins:
             self._items.append(_OutputItem(part, []))
         self._items[-1].texts.append(part.arguments if isinstance(part, ToolCallDelta) else part.text)
-        self._items[-1].logprobs += scores
+        self._items[-1].logprobs += logprobs
         return begins
 
-    def _stream(self, part: Part, scores: Scores) -> bytes:
+    def _stream(self, part: Part, logprobs: Logprobs) -> bytes:
         """The events of a part."""
         ended = self._end_item() if self._begins_item(part) else b""
-        events = ended + (self._begin_item(part) if self._add(part, scores) else b"")
+        events = ended + (self._begin_item(part) if self._add(part, logprobs) else b"")
         place = self._last_item_fields()
         if isinstance(part, ToolCallDelta):
             if not part.arguments:
@@ -133,7 +133,7 @@ class ResponsesAnswer:
         place["content_index"] = 0
         if isinstance(part, Reasoning):
             return events + self._event("response.reasoning_text.delta", **place, delta=part.text)
-        return events + self._event("response.output_text.delta", **place, delta=part.text, logprobs=scores)
+        return events + self._event("response.output_text.delta", **place, delta=part.text, logprobs=logprobs)
 
     def _begins_item(self, part: Part) -> bool:
         last = self._items[-1].first if self._items else None
@@ -172,8 +172,8 @@ class ResponsesAnswer:
             if isinstance(part, Reasoning):
                 done = self._event("response.reasoning_text.done", **place, text=part.text)
             else:
-                scores = self._items[-1].logprobs
-                done = self._event("response.output_text.done", **place, text=part.text, logprobs=scores)
+                logprobs = self._items[-1].logprobs
+                done = self._event("response.output_text.done", **place, text=part.text, logprobs=logprobs)
             done += self._event("response.content_part.done", **place, part=_content(part, self._items[-1].logprobs))
         index = len(self._items) - 1
         item = self._item(index, part, status)
@@ -205,8 +205,8 @@ class ResponsesAnswer:
                     "type": "reasoning", "summary": [], "content": [_content(part)], "encrypted_content": None,
                 }  # fmt: skip
             case _:
-                scores = self._items[index].logprobs if status != "in_progress" else []
-                return item | {"type": "message", "role": "assistant", "content": [_content(part, scores)]}
+                logprobs = self._items[index].logprobs if status != "in_progress" else []
+                return item | {"type": "message", "role": "assistant", "content": [_content(part, logprobs)]}
 
     def _finish(self) -> dict[str, Any]:
         """The complete response object."""
@@ -246,9 +246,9 @@ class ResponsesAnswer:
         return f"event: {kind}\ndata: {body}\n\n".encode()
 
 
-def _content(part: Part, scores: Scores | None = None) -> dict[str, Any]:
+def _content(part: Part, logprobs: Logprobs | None = None) -> dict[str, Any]:
     """The content part of an item that is no call."""
     assert not isinstance(part, ToolCallDelta)
     if isinstance(part, Reasoning):
         return {"type": "reasoning_text", "text": part.text}
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": scores or []}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs or []}

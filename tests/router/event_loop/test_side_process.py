@@ -1,9 +1,12 @@
 """Side processes: results and errors come back, and what ends a child ends only the call that it ran."""
 
 import asyncio
+import gc
 import operator
 import os
 import time
+import weakref
+from array import array
 from collections.abc import AsyncIterator
 
 import pytest
@@ -52,6 +55,25 @@ async def test_too_many_calls_are_refused_but_answers_wait(side: SideProcesses) 
         await side.run(operator.add, 1, 2)
     assert await side.run_unlimited(operator.add, 1, 2) == 3
     await asyncio.gather(*calls)
+
+
+async def test_a_cancelled_call_keeps_no_arguments(side: SideProcesses) -> None:
+    """A client that disconnects while its body waits for a child frees the body at once."""
+    running = asyncio.create_task(side.run(time.sleep, MAX_WAIT_SECONDS))
+    await asyncio.sleep(0)
+    argument = array("b", b"abc")
+    kept = weakref.ref(argument)
+    waiting = asyncio.create_task(side.run(len, argument))
+    del argument
+    await asyncio.sleep(0)
+    assert kept() is not None
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    del waiting
+    gc.collect()
+    assert kept() is None
+    running.cancel()
 
 
 async def test_a_call_that_runs_while_it_closes_is_unavailable() -> None:

@@ -15,6 +15,7 @@ from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.access.key_holders import EYES, OPS, SEARCH, write_keys
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
+from tests.router.openai.scripted_chat import HELLO
 from tests.router.tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
 
 
@@ -262,6 +263,44 @@ def test_an_origin_is_checked(origin: str) -> None:
     """A setting that no browser's origin could equal is refused."""
     with pytest.raises(InvalidConfig, match="cors_origins is"):
         RouterConfig("m", cors_origins=(origin,))
+
+
+async def test_paths_may_have_the_prefix_of_a_proxy(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
+    """With root_path a path is served with the prefix and without, needs the same key, and has its API's errors."""
+    keys = write_keys(tmp_path / "keys.json")
+    router = await start_http_router(FakeGroup(), root_path="/llm/a", key_file=keys)
+    key = {"authorization": f"Bearer {SEARCH}"}
+    for path in ("/v1/models", "/llm/a/v1/models"):
+        assert (await router.request("GET", path))[0] == 401
+        assert (await router.request("GET", path, None, key))[0] == 200
+    assert (await router.request("GET", "/llm/a/health"))[0] == 200
+    for path in ("/llm/v1/models", "/llm/av1/models", "/llm/a/llm/a/v1/models", "/llm/a"):
+        assert (await router.request("GET", path, None, key))[0] in (403, 404), path
+    _, _, text = await router.request("POST", "/llm/a/v1/messages", {}, key)
+    assert json.loads(text)["type"] == "error"
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b", "//"])
+def test_a_root_path_is_checked(path: str) -> None:
+    """A prefix that no path could have is refused."""
+    with pytest.raises(InvalidConfig, match="root_path is"):
+        RouterConfig("m", root_path=path)
+
+
+async def test_usage_may_be_in_every_chunk(start_http_router: StartHttpRouter) -> None:
+    """With enable_force_include_usage a stream has its usage so far, as gateways that bill want it, unless the request
+    says what it wants."""
+    router = await start_http_router(FakeGroup(), enable_force_include_usage=True)
+    for path, prompt in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "hello"})):
+        body = {"max_tokens": 3, "stream": True, **prompt}
+        for options, counted in (({}, True), ({"stream_options": {"include_usage": False}}, False)):
+            status, _, text = await router.request("POST", f"/v1/{path}", body | options)
+            assert status == 200, text
+            lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+            usages = [json.loads(line).get("usage") for line in lines]
+            assert all((usage is not None) is counted for usage in usages), usages
+            assert not counted or usages[-1]["completion_tokens"] == 3
+        assert (await router.request("POST", f"/v1/{path}", {"max_tokens": 3, **prompt}))[0] == 200
 
 
 async def test_a_chat_template_of_the_request(start_http_router: StartHttpRouter) -> None:

@@ -1,4 +1,4 @@
-"""ScoredText: which tokens the text of a message consists of, for their log-probabilities.
+"""TextLogprobs: which tokens the text of a message consists of, for their log-probabilities.
 
 An answer has tokens of reasoning, of markers and of calls too, and a parser holds some text back. So the parser gets
 the text of one token after another.
@@ -12,10 +12,10 @@ from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.parsing.output_parser import OutputParser
 from coatcheck.router.parsing.parts import Content, Part
 
-Scores: TypeAlias = list[dict[str, Any]]  # of the tokens of a part, in OpenAI's form
+Logprobs: TypeAlias = list[dict[str, Any]]  # of the tokens of a part, in OpenAI's form
 
 
-class ScoredText:
+class TextLogprobs:
     """Of one choice, whose `parser` it feeds."""
 
     def __init__(self, parser: OutputParser, formatter: LogprobsFormatter, *, skips_special_tokens: bool) -> None:
@@ -26,14 +26,14 @@ class ScoredText:
         self._length = 0  # characters of the choice so far
         self._held: list[tuple[str, TokenLogprob]] = []  # tokens whose text is in no part yet
 
-    def feed_delta(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Scores]]:
-        """The parts that are certain now; texts with the scores of their tokens."""
-        found: list[tuple[Part, Scores]] = []
+    def feed_delta(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Logprobs]]:
+        """The parts that are certain now; texts with the log-probabilities of their tokens."""
+        found: list[tuple[Part, Logprobs]] = []
         for text, token in self._split(delta):
             self._held.append((text, token))
-            found += [(part, self._take_scores(part)) for part in self._parser.feed(text)]
+            found += [(part, self._take_logprobs(part)) for part in self._parser.feed(text)]
         rest = delta.text if not delta.logprobs else ""
-        found += [(part, self._take_scores(part)) for part in self._parser.feed_delta(rest, is_last=is_last)]
+        found += [(part, self._take_logprobs(part)) for part in self._parser.feed_delta(rest, is_last=is_last)]
         return found
 
     def _split(self, delta: Delta) -> Iterator[tuple[str, TokenLogprob]]:
@@ -47,13 +47,13 @@ class ScoredText:
             at = max(at, stop)
         self._length = end
 
-    def _take_scores(self, part: Part) -> Scores:
-        """The scores of the tokens that a text ends with. Tokens held before them are of markers."""
+    def _take_logprobs(self, part: Part) -> Logprobs:
+        """The log-probabilities of the tokens that a text ends with. Tokens held before them are of markers."""
         held, self._held = self._held, []
         if not isinstance(part, Content):
             return []
         length = sum(len(text) for text, _ in held)
         while length > len(part.text) and length - len(held[0][0]) >= len(part.text):
             length -= len(held.pop(0)[0])
-        scores: Scores = self._formatter.chat_logprobs(token for _, token in held)["content"]
-        return scores
+        logprobs: Logprobs = self._formatter.chat_logprobs(token for _, token in held)["content"]
+        return logprobs
