@@ -262,7 +262,8 @@ class SamplingFields(RequestBody):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def to_grammar(self) -> Grammar | None:
-        """The grammar of the fields for structured output, or None; raises InvalidRequest if several are set."""
+        """The grammar of the fields for structured output, or None. Raises InvalidRequest if several differ: guidance
+        sends the same grammar under the names of old and new vLLM."""
         found = _make_grammars(self)
         outputs, wanted = self.structured_outputs, self.response_format
         if outputs is not None:
@@ -280,7 +281,7 @@ class SamplingFields(RequestBody):
             found.append(schema_grammar(wanted.schema_ or {"type": "object"}))
         if outputs is not None and outputs.json_object:
             found.append(schema_grammar({"type": "object"}))
-        if len(found) > 1:
+        if len(set(found)) > 1:
             raise InvalidRequest("several fields ask for structured output; keep one of them")
         return found[0] if found else None
 

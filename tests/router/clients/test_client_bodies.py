@@ -96,6 +96,22 @@ async def test_a_json_object_may_have_a_schema(start_http_router: StartHttpRoute
         assert allows(grammar, '{"a": null}') and not allows(grammar, "{}")
 
 
+async def test_a_grammar_may_have_two_names(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """guidance sends one grammar under the names of old and of new vLLM; two that differ are refused."""
+    router = await start_http_router(saying("a"), tokenizer=model)
+    rules = '%llguidance {}\n\nstart: x\nx[capture, max_tokens=50]: "a" | "b"\n'
+    twice = LEAST | {
+        "guided_decoding_backend": "guidance",
+        "guided_grammar": rules,
+        "structured_outputs": {"grammar": rules},
+    }
+    status, _, text = await router.request("POST", CHAT, twice)
+    assert status == 200, text
+    assert router.groups[0].submits[-1].sampling.structured.grammar == rules
+    error = await router.expect_refusal(CHAT, twice | {"guided_grammar": 'start: "c"'})
+    assert "several fields ask for structured output" in error["message"]
+
+
 async def test_echo_begins_with_the_last_message(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """`echo` puts the assistant's last message before the answer, whole and streamed; other messages are not echoed."""
     router = await start_http_router(saying("fine"), tokenizer=model)
