@@ -79,7 +79,7 @@ def _run(config: ModelConfig, file: Path, max_model_len: int | None, *, show_pro
 
 def _messages(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What the child process prints, as it prints it."""
-    command = [sys.executable, "-m", "coatcheck.workers.verification.verify_process", json.dumps(settings)]
+    command = [sys.executable, "-P", "-m", "coatcheck.workers.verification.verify_process", json.dumps(settings)]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

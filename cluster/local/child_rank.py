@@ -13,7 +13,7 @@ from typing import Final, Self
 from coatcheck.workers.core.rank_progress import RankProgress
 from coatcheck.workers.rank_process import RankStart
 
-_COMMAND: Final = (sys.executable, "-m", "coatcheck.workers.rank_process")
+_COMMAND: Final = (sys.executable, "-P", "-m", "coatcheck.workers.rank_process")
 _READ_SECONDS: Final = 1.0
 
 

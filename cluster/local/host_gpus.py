@@ -12,7 +12,7 @@ from coatcheck.cluster.preflight.machine import has_gpu_file
 from coatcheck.proto.errors import InvalidConfig
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-_COUNT: Final = (sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
+_COUNT: Final = (sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())")
 
 
 def choose_gpus(config: ServeConfig, devices: Path = Path("/dev")) -> tuple[str, list[str]]:

@@ -61,7 +61,7 @@ def _run_servable(config: ServeConfig) -> dict[str, Any]:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "coatcheck.workers.servable", json.dumps(settings)],
+            [sys.executable, "-P", "-m", "coatcheck.workers.servable", json.dumps(settings)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -126,7 +126,7 @@ def probe_torch(has_gpu: bool, python: str = sys.executable) -> TorchFacts:
     """
     try:
         done = subprocess.run(
-            [python, "-c", _PROBE, *["gpu"] * has_gpu], capture_output=True, text=True, timeout=_PROBE_SECONDS
+            [python, "-P", "-c", _PROBE, *["gpu"] * has_gpu], capture_output=True, text=True, timeout=_PROBE_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return TorchFacts(problem=f"torch could not be tried: {type(error).__name__}")

@@ -3,11 +3,13 @@
 import errno
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import ray
 from ray.exceptions import AuthenticationError
+from ray.job_config import JobConfig
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.local_ray import temporary_folder
@@ -20,6 +22,13 @@ NAMESPACE: Final = "coatcheck"
 # The smallest that Ray accepts: neither tensors nor tokens pass through Ray's object store.
 _OBJECT_STORE_BYTES: Final = 80 << 20
 _INIT_OPTIONS: Final[dict[str, Any]] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+class _NoPaths(list[str]):
+    """A list that Ray cannot extend."""
+
+    def extend(self, paths: Iterable[str]) -> None:
+        pass
 
 
 def connect_to_ray(config: ServeConfig) -> None:
@@ -40,7 +49,7 @@ def join_ray(address: str) -> None:
     another token, and InvalidConfig if the cluster runs another version of Ray or Python.
     """
     try:
-        ray.init(address=address, **_INIT_OPTIONS)
+        ray.init(address=address, job_config=_make_job_config(), **_INIT_OPTIONS)
     except Exception as error:  # Ray raises plain Exception for some failures
         if isinstance(error, AuthenticationError):
             raise Unavailable(f"the Ray cluster at {address} wants its token: {TOKEN_HELP}") from None
@@ -63,6 +72,7 @@ def _start_local_ray(config: ServeConfig) -> None:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             _plasma_directory=_object_store_folder(),
+            job_config=_make_job_config(),
             **_INIT_OPTIONS,
         )
     except (ValueError, TypeError, PermissionError) as error:
@@ -73,6 +83,14 @@ def _start_local_ray(config: ServeConfig) -> None:
         raise RayNotReady("Ray did not start", _first_line(error)) from None
     except Exception as error:  # Ray raises plain Exception if a process starts too late
         raise RayNotReady("Ray did not start", _first_line(error)) from None
+
+
+def _make_job_config() -> JobConfig:
+    """Ray would put the current directory before all others on the module path of each actor. A file there that is
+    named as a module, such as copy.py, would be imported in its place."""
+    config = JobConfig()
+    config._py_driver_sys_path = _NoPaths()  # Ray has no setting for this
+    return config
 
 
 def _object_store_folder() -> str | None:

@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 # Two, so that one long call does not delay all others.
 _PROCESSES: Final = 2
 _MAX_WAITING: Final = 32
-_COMMAND: Final = (sys.executable, "-m", "coatcheck.router.event_loop.side_process")
+_COMMAND: Final = (sys.executable, "-P", "-m", "coatcheck.router.event_loop.side_process")
 
 
 class SideProcesses:

@@ -17,7 +17,8 @@ from coatcheck.cluster.commands.status import as_json_object
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
-COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
+# -P: as the `coatcheck` script, which does not import from the current directory.
+COMMAND = [sys.executable, "-P", "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
 
 
 def coatcheck(

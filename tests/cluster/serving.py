@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Self
 
 import psutil
@@ -23,8 +24,12 @@ class Serving(RunningServer):
     `address` (gRPC) and `url` (HTTP) are set by `wait_ready`. `lines` are the lines of stderr that were read.
     """
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, environment: dict[str, str] | None = None, directory: Path | None = None
+    ) -> None:
+        """`directory`: where the command runs. Default: the current one."""
         self._arguments = arguments
+        self._directory = directory
         self._environment = {**os.environ, **(environment or {})}
         super().__init__()
         self.lines: list[str] = []
@@ -40,6 +45,7 @@ class Serving(RunningServer):
             text=True,
             start_new_session=True,
             env=self._environment,
+            cwd=self._directory,
         )
         return self
 

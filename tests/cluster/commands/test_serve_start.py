@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.proto.grammar import Grammar
 from tests.cluster.running_server import coatcheck, until
 from tests.cluster.serving import END_SECONDS, Serving, still_running
 
@@ -49,6 +50,19 @@ def test_missing_gpus_are_refused(tiny_model: Path) -> None:
     done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: device is cuda, and this machine has no GPU")
+
+
+@pytest.mark.parametrize("flags", [("--no-ray",), pytest.param((), marks=pytest.mark.ray)])
+def test_modules_of_the_current_directory_are_not_imported(tiny_model: Path, tmp_path: Path, flags: tuple[str]) -> None:
+    """In a directory whose files have the names of modules, serve starts and answers a request with a grammar, which a
+    side process compiles."""
+    for name in ("code", "copy", "enum", "json", "numpy", "random", "torch", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__name__} of the current directory')\n")
+    with Serving(
+        str(tiny_model.resolve()), "--grpc-port", "0", "--kv-memory", "4MiB", *flags, directory=tmp_path
+    ) as serving:
+        serving.wait_ready()
+        assert serving.generate("a", max_tokens=4, structured=Grammar("regex", "[ab]+")).choices[0].token_ids
 
 
 @pytest.mark.ray
