@@ -2,14 +2,15 @@
  * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight.
  * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
  * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
- * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers.
+ * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers. With AVX2
+ * integer codes meet x as integers (integer_rows.h).
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
  * in the call, so that a row's bits never depend on its neighbours. */
 #include "simd/cpu_class.h"
 #include "simd/transpose.h"
-#include "linear.h"
+#include "integer_rows.h"
 #include "team.h"
 
 #define WIDE MOST_VECTORS                   /* vectors of features that a tile of few rows takes */
@@ -180,22 +181,26 @@ typedef struct {
     int64_t width;                /* of a word of x, in floats */
     int64_t values;               /* of a word of the weight, in elements */
     int widened, in_place;        /* `widened`: the weight is multiplied as floats, x in float32 aside */
+    int64_t chunks;               /* of a row of x, where it becomes integers; otherwise 0 */
     int64_t first_slice, first_item;
 } Cut;
 
 INLINE Cut cut(const Linear *l, const int type) {
     const int in_place = l->rows == 1 && type == F32 && !l->weight.order, is_plain = l->weight.kind == PLAIN;
-    const int is_wide = type == BF16 && !HAS_DOT, is_low = IS_AVX2 && is_wide && is_plain && l->rows > ROWS;
-    const int64_t words = words_of(l->weight.depth, type), rows = is_low ? LOW_ROWS : ROWS;
+    const int is_wide = type == BF16 && !HAS_DOT, as_integers = type == BF16 && has_integers(&l->weight);
+    const int is_low = IS_AVX2 && is_wide && is_plain && l->rows > ROWS;
+    const int64_t words = words_of(l->weight.depth, type), rows = as_integers ? INTEGER_ROWS : is_low ? LOW_ROWS : ROWS;
     const int64_t tiles = (l->rows + rows - 1) / rows, height = l->rows ? (l->rows + tiles - 1) / tiles : 0;
-    const int64_t n = height <= ACCUMULATORS / WIDE ? WIDE : NARROW, width = is_wide ? 2 : 1;
+    const int64_t chunks = as_integers ? chunks_of(&l->weight) : 0;
+    const int64_t most_wide = as_integers ? 1 : ACCUMULATORS / WIDE;
+    const int64_t n = height <= most_wide ? WIDE : NARROW, width = is_wide ? 2 : 1;
     const int64_t values = type == BF16 ? 2 : 1, step = tiles == 1 ? words : DEPTH / width;
-    const int64_t tile_bytes = max_i64(1, height * words * width * 4);
-    const int64_t most = is_low ? max_i64(1, min_i64(TILES, BLOCK / tile_bytes)) : TILES;
+    const int64_t row_bytes = as_integers ? integer_row_bytes(&l->weight, chunks) : words * width * 4;
+    const int64_t most = is_low || as_integers ? max_i64(1, min_i64(TILES, BLOCK / max_i64(1, height * row_bytes))) : TILES;
     return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
                  panels_of(l->weight.features) / (n / VECTORS), most, (tiles + most - 1) / most,
                  is_plain ? step : UNPACKED / values, width, values,
-                 is_wide && (!is_plain || (tiles > 1 && !is_low)), in_place, 0, 0};
+                 is_wide && (!is_plain || (tiles > 1 && !is_low)), in_place, chunks, 0, 0};
 }
 
 /* `count` words of the depth from `k` on, of the item's panels from `panel` on, in the form that tiles multiply. */
@@ -249,6 +254,20 @@ static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part,
     }
 }
 
+/* sums[t] += tile t of x by the weight, in integers, for tiles [from, to). */
+static void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int64_t from, int64_t to,
+                              Floats sums[TILES][ACCUMULATORS]) {
+    const Weight *w = &l->weight;
+    for (Chunk chunk = chunk_at(w, 0); chunk.index < c->chunks; next_chunk(w, &chunk)) {
+        const int64_t ahead = c->tiles == 1 ? CODES_AHEAD : (chunk.end - chunk.begin) / codes_of_word(w->kind);
+        for (int64_t t = from; t < to; t++) {
+            const int64_t first = t * c->height, m = min_i64(c->height, l->rows - first);
+            const IntegerRows rows = integer_rows(l, c->chunks, first, m);
+            tile_of_integers(m, c->n, w, panel, &chunk, &rows, ahead, sums[t - from]);
+        }
+    }
+}
+
 /* Item `item` of a linear. */
 INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type) {
     const int64_t words = c->words, height = c->height, rows = l->rows;
@@ -258,13 +277,14 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
     Floats sums[TILES][ACCUMULATORS], group_sums[TILES][ACCUMULATORS];
     uint32_t wide[GROUP * UNPACKED * PANEL] __attribute__((aligned(64)));
     memset(sums, 0, (last - block) * sizeof sums[0]);
-    if (as_numbers && rows <= FEW_ROWS) {
+    if (as_numbers && rows <= FEW_ROWS && !c->chunks) {
         tile_of_codes(rows, &l->weight, panel, c->x, sums[0]);
         put_rows(l, 0, rows, panel * PANEL, c->group * PANEL, (const float *)sums[0], c->group * PANEL, type);
         return;
     }
     if (as_numbers) memset(group_sums, 0, (last - block) * sizeof group_sums[0]);
-    for (int64_t k = 0; k < words; k += c->step) {
+    if (c->chunks) multiply_integers(l, c, panel, block, last, sums);
+    for (int64_t k = 0; k < words && !c->chunks; k += c->step) {
         const Weights part = part_of(l, c, panel, k, min_i64(c->step, words - k), type, wide);
         if (as_numbers) multiply_numbers(l, c, &part, panel, k, block, last, group_sums, sums);
         else multiply_part(l, c, &part, k, block, last, type, sums);
@@ -290,8 +310,9 @@ INLINE void pack_items(const Linears *linears, int64_t from, int64_t to, const i
         const Cut *c = linears->cuts + i;
         const int64_t slice = s - c->first_slice, first = slice / SLICES * c->height, n = slice % SLICES;
         const int64_t m = min_i64(c->height, l->rows - first);
-        pack_rows(l, first, m, c->words * n / SLICES, c->words * (n + 1) / SLICES, type,
-                  (float *)l->scratch + first * c->words * c->width);
+        if (c->chunks) quantise_rows(l, first, m, c->chunks * n / SLICES, c->chunks * (n + 1) / SLICES);
+        else pack_rows(l, first, m, c->words * n / SLICES, c->words * (n + 1) / SLICES, type,
+                       (float *)l->scratch + first * c->words * c->width);
     }
 }
 

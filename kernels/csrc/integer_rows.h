@@ -1,0 +1,224 @@
+/* Products of quantised weights with bfloat16 x in integers, with AVX2: x becomes integers of 16 bits, whose products with
+ * integer codes are exact in 32 bits. vpmaddwd multiplies 16 of them where a fused multiply-add takes 8 floats, and codes
+ * become halves of words in two instructions for 16, not floats in three for 8.
+ *
+ * Definition: a chunk is a group of the weight, or up to CHUNK columns of a larger one. With the exponent E of a chunk's
+ * largest |x|, at least -100, u = 2^(E - 14) and q = x / u rounded to an integer (ties to even; |q| < 2^15):
+ *
+ *     y = sum over chunks, in order, of scale * (u * sum of (code - zero) * q)      (one fused multiply-add for each)
+ *
+ * The inner sum is exact, and is rounded once to float32. bfloat16 has 8 significant bits, so that x / u is an integer
+ * where |x| is at least 2^-7 of the largest power of two; smaller x change by at most u / 2. A chunk with an infinity
+ * or a NaN gives NaN. Nothing depends on the other rows of a call. e4m3 has too wide a range for integers. */
+#pragma once
+#include "linear.h"
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define HAS_INTEGERS 1
+#else
+#define HAS_INTEGERS 0
+#endif
+
+#define CHUNK 128        /* columns: 128 * 2^7 * 2^15, with as much for a zero point, stay below 2^31 */
+#define INTEGER_ROWS 4   /* of a tile */
+#define LEAST_EXPONENT 27 /* with the bias of bfloat16: below, the inverse of u would not be finite */
+
+INLINE int has_integers(const Weight *w) { return HAS_INTEGERS && w->kind != PLAIN && w->kind != CODES_FP8; }
+
+INLINE int64_t groups_of(const Weight *w) { return (w->depth + w->group - 1) / w->group; }
+INLINE int64_t chunks_of_group(const Weight *w) { return (w->group + CHUNK - 1) / CHUNK; }
+INLINE int64_t chunks_of(const Weight *w) {
+    const int64_t full = groups_of(w) - 1;
+    return full * chunks_of_group(w) + (w->depth - full * w->group + CHUNK - 1) / CHUNK;
+}
+
+/* Columns [begin, end) of a group. The last chunk goes on to the padded depth. */
+typedef struct {
+    int64_t chunks, groups; /* of the weight */
+    int64_t index, group, begin, end;
+} Chunk;
+
+INLINE int64_t end_of_chunk(const Weight *w, const Chunk *c) {
+    return c->index + 1 == c->chunks ? padded_depth(w->depth) : min_i64(c->begin + CHUNK, (c->group + 1) * w->group);
+}
+
+INLINE Chunk chunk_at(const Weight *w, int64_t index) {
+    const int64_t group = index / chunks_of_group(w), begin = group * w->group + index % chunks_of_group(w) * CHUNK;
+    Chunk c = {chunks_of(w), groups_of(w), index, group, begin, 0};
+    c.end = end_of_chunk(w, &c);
+    return c;
+}
+
+/* Without divisions: they took 5% of the time where a chunk has 32 columns. */
+INLINE void next_chunk(const Weight *w, Chunk *c) {
+    c->index++, c->begin = c->end;
+    c->group += c->begin == (c->group + 1) * w->group;
+    c->end = end_of_chunk(w, c);
+}
+
+/* What a tile's m rows of x become: for each word of codes and each code of its first half the pair of q that this code
+ * and its partner in the second half meet, [padded depth / 2][m]; and for each chunk u and the sum of q, [chunks][m]. */
+typedef struct {
+    uint32_t *pairs;
+    float *units;
+    int32_t *sums;
+} IntegerRows;
+
+INLINE int64_t integer_row_bytes(const Weight *w, int64_t chunks) { return padded_depth(w->depth) * 2 + chunks * 8; }
+
+INLINE IntegerRows integer_rows(const Linear *l, int64_t chunks, int64_t first, int64_t m) {
+    char *tile = (char *)l->scratch + first * integer_row_bytes(&l->weight, chunks);
+    char *units = tile + padded_depth(l->weight.depth) * 2 * m;
+    return (IntegerRows){(uint32_t *)tile, (float *)units, (int32_t *)(units + chunks * 4 * m)};
+}
+
+#if HAS_INTEGERS
+/* Quantises `count` columns of a row, a multiple of 8: their pairs, u, and their sum. */
+INLINE void quantise_columns(const uint16_t *x, int64_t count, const int per_word, uint32_t *pairs, float *unit, int32_t *sum) {
+    const __m128i magnitude = _mm_set1_epi16(0x7FFF);
+    __m128i top = _mm_setzero_si128(), total = top;
+    for (int64_t k = 0; k < count; k += 8)
+        top = _mm_max_epu16(top, _mm_and_si128(_mm_loadu_si128((const void *)(x + k)), magnitude));
+    /* The instruction finds the least of eight. */
+    const int largest = 0xFFFF - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(top, _mm_set1_epi16(-1))), 0);
+    const uint32_t exponent = (uint32_t)max_i64(largest >> 7, LEAST_EXPONENT);
+    const float inverse = from_bits((127 + 127 + 14 - exponent) << 23);
+    *unit = exponent == 255 ? NAN : from_bits((exponent - 14) << 23);
+    for (int64_t k = 0; k < count; k += 8) {
+        const Ints q = (Ints)_mm256_cvtps_epi32((__m256)(load_bf16(x + k) * inverse));
+        /* In halves of the register: the first and the second half of a word of 8 codes, or of two words of 4. */
+        const __m256i halves = per_word == 8 ? (__m256i)q : _mm256_permute4x64_epi64((__m256i)q, _MM_SHUFFLE(3, 1, 2, 0));
+        const __m128i first = _mm256_castsi256_si128(halves), second = _mm256_extracti128_si256(halves, 1);
+        const __m128i pair = _mm_blend_epi16(first, _mm_slli_epi32(second, 16), 0xAA);
+        total = _mm_add_epi32(total, _mm_madd_epi16(pair, _mm_set1_epi16(1)));
+        _mm_storeu_si128((void *)(pairs + k / 2), pair);
+    }
+    total = _mm_add_epi32(total, _mm_shuffle_epi32(total, _MM_SHUFFLE(1, 0, 3, 2)));
+    *sum = _mm_cvtsi128_si32(total) + _mm_extract_epi32(total, 1);
+}
+
+/* Quantises chunks [from, to) of rows [first, first + m). */
+static void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to) {
+    const Weight *w = &l->weight;
+    const IntegerRows tile = integer_rows(l, chunks_of(w), first, m);
+    for (Chunk chunk = chunk_at(w, from); chunk.index < to; next_chunk(w, &chunk)) {
+        const int64_t count = chunk.end - chunk.begin, known = min_i64(chunk.end, w->depth) - chunk.begin;
+        uint32_t pairs[INTEGER_ROWS][CHUNK / 2 + TILE_WORDS];
+        for (int64_t i = 0; i < m; i++) {
+            const uint16_t *x = (const uint16_t *)source_row(l, first + i, BF16) + (w->order ? 0 : chunk.begin);
+            uint16_t copy[CHUNK + 2 * TILE_WORDS];
+            if (w->order || known < count) {
+                for (int64_t k = 0; k < count; k++) copy[k] = k >= known ? 0 : w->order ? x[w->order[chunk.begin + k]] : x[k];
+                x = copy;
+            }
+            float *unit = tile.units + chunk.index * m + i;
+            int32_t *sum = tile.sums + chunk.index * m + i;
+            if (codes_of_word(w->kind) == 8) quantise_columns(x, count, 8, pairs[i], unit, sum);
+            else quantise_columns(x, count, 4, pairs[i], unit, sum);
+        }
+        uint32_t *to_pairs = tile.pairs + chunk.begin / 2 * m;
+        for (int64_t k = 0; k < count / 2; k++)
+            for (int64_t i = 0; i < m; i++) *to_pairs++ = pairs[i][k];
+    }
+}
+
+/* What halves_of adds to every code, so that those of 4 bits are not negative. The high byte of a half of FP4 is that of
+ * code 0. Sums may pass 2^31 meanwhile: they are right modulo 2^32. */
+#define OFFSET(KIND) ((KIND) == CODES_INT4 ? 8 : (KIND) == CODES_FP4 ? 12 + 12 * 256 : 0)
+
+/* Code i of each word and its partner, i + half of a word's codes, as halves of a word. FP4 is twice the number. */
+INLINE Words halves_of(Words words, const int i, const int kind) {
+    if (kind == CODES_INT8) return (Words)(i == 0 ? (Shorts)(words << 8) >> 8 : (Shorts)words >> 8);
+    if (kind == CODES_INT4) words ^= 0x88888888u;
+    words = i == 3 ? (Words)_mm256_srli_epi16((__m256i)words, 12) : words >> (4 * i) & 0x000F000Fu;
+    if (kind == CODES_INT4) return words;
+    const __m256i twice =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return (Words)_mm256_shuffle_epi8(twice, (__m256i)words);
+}
+
+/* sum + the products of the halves of each word. In one piece, as the compiler would compute all products first, and
+ * store them for want of registers. */
+INLINE Words add_products(Words sum, Words a, Words b) {
+    Words products;
+    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));
+    return sum;
+}
+
+/* sums[m][n] += a chunk of m rows times n vectors of features from `panel` on. `ahead`: how many words ahead codes are
+ * prefetched. m, n and kind are constants at every call. */
+INLINE void integer_tile(const int m, const int n, const int kind, const Weight *w, int64_t panel, const Chunk *chunk,
+                         const IntegerRows *x, int64_t ahead, Floats *sums) {
+    const int per_word = kind == CODES_INT8 ? 4 : 8;
+    const int64_t stride = padded_depth(w->depth) / per_word * PANEL;
+    const uint32_t *codes = (const uint32_t *)w->packed + panel * stride + chunk->begin / per_word * PANEL;
+    const uint32_t *last = codes + (chunk->end - chunk->begin) / per_word * PANEL;
+    const uint32_t *pairs = x->pairs + chunk->begin / 2 * m;
+    const int32_t *x_sums = x->sums + chunk->index * m;
+    const float *units = x->units + chunk->index * m;
+    const int64_t first = (panel * chunk->groups + chunk->group) * PANEL;
+    const int64_t next = chunk->groups * PANEL; /* the next panel's scales */
+    Words sum[ACCUMULATORS];
+    for (int r = 0; r < m; r++)
+        for (int j = 0; j < n; j++) sum[r * n + j] = (Words){} - OFFSET(kind) * (uint32_t)x_sums[r];
+    for (int j = 0; j < n && w->zeros; j++) {
+        const Ints zero = (Ints)(load_bytes(w->zeros + first + j / VECTORS * next + j % VECTORS * LANES) << 24) >> 24;
+        for (int r = 0; r < m; r++) sum[r * n + j] -= (Words)zero * (uint32_t)x_sums[r];
+    }
+    for (; codes < last; codes += PANEL, pairs += per_word / 2 * m) {
+        Words loaded[MOST_VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) {
+            const uint32_t *at = codes + j / VECTORS * stride + j % VECTORS * LANES;
+            loaded[j] = load_words(at);
+            if (j % VECTORS == 0) __builtin_prefetch(at + ahead * PANEL);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < per_word / 2; i++) {
+            Words halves[MOST_VECTORS];
+#pragma GCC unroll 4
+            for (int j = 0; j < n; j++) halves[j] = halves_of(loaded[j], i, kind);
+#pragma GCC unroll 4
+            for (int r = 0; r < m; r++) {
+                const Words pair = (Words){} + pairs[i * m + r];
+#pragma GCC unroll 4
+                for (int j = 0; j < n; j++) sum[r * n + j] = add_products(sum[r * n + j], halves[j], pair);
+            }
+        }
+    }
+    for (int j = 0; j < n; j++) {
+        const Floats scale = load_scales(w->scales, first + j / VECTORS * next + j % VECTORS * LANES, w->scale_type) *
+                             (kind == CODES_FP4 ? 0.5f : 1.0f);
+        for (int r = 0; r < m; r++) {
+            const Floats exact = __builtin_convertvector((Ints)sum[r * n + j], Floats) * units[r];
+            sums[r * n + j] = (Floats)_mm256_fmadd_ps((__m256)exact, (__m256)scale, (__m256)sums[r * n + j]);
+        }
+    }
+}
+
+/* `n`: MOST_VECTORS where all tiles have one row, else the vectors of a panel. */
+static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Chunk *chunk, const IntegerRows *x,
+                             int64_t ahead, Floats *sums) {
+#define TILE_OF(M, N) \
+    if (w->kind == CODES_INT8) integer_tile(M, N, CODES_INT8, w, panel, chunk, x, ahead, sums); \
+    else if (w->kind == CODES_INT4) integer_tile(M, N, CODES_INT4, w, panel, chunk, x, ahead, sums); \
+    else integer_tile(M, N, CODES_FP4, w, panel, chunk, x, ahead, sums); \
+    break;
+    switch (n == MOST_VECTORS ? 0 : m) {
+        case 0: TILE_OF(1, MOST_VECTORS)
+        case 1: TILE_OF(1, VECTORS)
+        case 2: TILE_OF(2, VECTORS)
+        case 3: TILE_OF(3, VECTORS)
+        case 4: TILE_OF(4, VECTORS)
+    }
+#undef TILE_OF
+}
+#else
+INLINE void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to) {
+    (void)l, (void)first, (void)m, (void)from, (void)to;
+}
+INLINE void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Chunk *chunk, const IntegerRows *x,
+                             int64_t ahead, Floats *sums) {
+    (void)m, (void)n, (void)w, (void)panel, (void)chunk, (void)x, (void)ahead, (void)sums;
+}
+#endif
