@@ -36,7 +36,7 @@ REASONS = (
         "sequence and for each block of the prefix cache",
     ),
     (
-        r"outside of transformers' attention interface|through transformers' attention interface|keyword arguments on",
+        r"outside of transformers' attention interface|through transformers' attention interface",
         "attention, or a state, outside of transformers' attention interface",
         "try a newer transformers: models with attention are served once their code uses the interface",
     ),
@@ -58,7 +58,7 @@ REASONS = (
     (
         r"is multimodal",
         "takes more than text, and its text model is not served",
-        "choose a type of [this list](#multimodal-checkpoints), or the text type (`gemma4_text`) if one is published",
+        "choose a type of [this list](#multimodal-checkpoints)",
     ),
     (
         r"encoder-decoder|does not initialise position_ids",

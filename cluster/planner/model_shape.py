@@ -52,7 +52,7 @@ class ModelShape:
                 if config.is_served
                 else "only the text part is counted; `coatcheck serve` does not serve this model"
             )
-        heads = config.count("num_attention_heads", "n_head")
+        heads = config.count("num_attention_heads", "n_head", "num_heads")
         windows = _sliding_windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
         if config.values.get("kv_lora_rank") is not None:
             nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))

@@ -153,6 +153,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         no_rope_layers=[1, 0] * (LAYERS // 2), no_rope_layer_interval=2, position_embedding_type="nope",
         attn_temperature_tuning=True, floor_scale=8, attn_scale=0.5,
     ),
+    "gemma-experts": dict(enable_moe_block=True, top_k_experts=2),
     "kv-shared": dict(num_kv_shared_layers=2),
     "scaled-attention": dict(
         scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, use_qk_scaling=True, attention_scale=0.5,

@@ -3,9 +3,14 @@
 transformers' models look their attention function up by name in AttentionInterface. `attend` is registered there under
 NAME. It stores the new keys and values in the pool and reads the context through block tables. NAME is absent from
 transformers' mask interface, so no mask is built: the kernel applies causality, windows and sequence boundaries.
+
+What `attend` needs of a step goes past the model's code (`use_step`): the layers of some models do not pass keyword
+arguments on to their attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +40,28 @@ class AttentionLayer(LayerSpec):
     has_sinks: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What the attention layers of one forward pass need. `layers`, `layer_caches`: by layer index."""
+
+    metadata: AttentionMetadata
+    layers: Sequence[AttentionLayer]
+    layer_caches: LayerCaches
+
+
+_step: ContextVar[AttentionStep] = ContextVar("attention_step")
+
+
+@contextmanager
+def use_step(step: AttentionStep) -> Iterator[None]:
+    """`attend` reads `step` while inside."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
 def register_attention() -> None:
     """Register `attend` with transformers; idempotent."""
     AttentionInterface.register(NAME, attend)
@@ -47,23 +74,21 @@ def attend(
     value: Tensor,
     attention_mask: None,
     *,
-    attention_metadata: AttentionMetadata,
-    attention_layers: Sequence[AttentionLayer],
-    layer_caches: list[KVCache],
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
 
-    `attention_layers`: from the probe. They replace the arguments that are ignored, because some models write their
-    window only into the mask. `s_aux`: attention sinks, [heads].
+    The layer's parameters are those that the probe found. They replace the arguments that are ignored, because some
+    models write their window only into the mask. `s_aux`: attention sinks, [heads].
     """
-    index = layer_index(module)
-    cache = layer_caches[index]
+    step, index = _step.get(), layer_index(module)
+    cache = step.layer_caches[index]
+    assert isinstance(cache, KVCache)  # only our own code computes latent attention
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    store_kv(k, v, cache, attention_metadata.slot_mapping)
+    store_kv(k, v, cache, step.metadata.slot_mapping)
     sinks = None if s_aux is None else s_aux.float()
-    return attend_cache(q, cache, attention_layers[index], attention_metadata, sinks).unsqueeze(0), None
+    return attend_cache(q, cache, step.layers[index], step.metadata, sinks).unsqueeze(0), None
 
 
 def attend_cache(

@@ -15,6 +15,7 @@ passes that differ in the other tokens, and raises InvalidModel with the reason 
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -61,6 +62,9 @@ class _Recording:
     masks: MaskRecorder | None = None  # None in a pass without masks
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # by layer: queries, keys and values, [tokens, features]
+
+
+_recording: ContextVar[_Recording] = ContextVar("probe_recording")  # of the pass that runs
 
 
 def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionLayer]:
@@ -206,9 +210,11 @@ def _some_ids(model: PreTrainedModel, count: int) -> Tensor:
 def _run(model: PreTrainedModel, tokens: _Tokens, recording: _Recording) -> Tensor:
     """The last hidden states, [1, tokens, features]."""
     base: Callable[..., Any] = model.base_model
-    out = base(
-        input_ids=tokens.ids[None], position_ids=tokens.positions[None], use_cache=False, probe_recording=recording
-    )
+    token = _recording.set(recording)
+    try:
+        out = base(input_ids=tokens.ids[None], position_ids=tokens.positions[None], use_cache=False)
+    finally:
+        _recording.reset(token)
     hidden: Tensor = out.last_hidden_state
     if hidden.shape[:2] != (1, len(tokens.ids)):
         raise _Unsupported(f"it computes {hidden.shape[1]} hidden states for {len(tokens.ids)} tokens")
@@ -222,7 +228,6 @@ def _record_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    probe_recording: _Recording | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -230,9 +235,7 @@ def _record_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Replaces attention: records the layer's parameters, and computes each token's output from its own q, k and v."""
-    recording = probe_recording
-    if recording is None:
-        raise _Unsupported("its layers do not pass keyword arguments on to the attention function")
+    recording = _recording.get()
     unknown = sorted(k for k, v in others.items() if v is not None and k not in _IGNORED)
     if unknown:
         raise _Unsupported(f"its attention takes {', '.join(unknown)}, which our kernels do not support")

@@ -5,6 +5,7 @@ heads; transformers gathers phi3's fused QKV and olmo2's norm over all heads ins
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,13 +46,15 @@ def plan_sharding(
     shard: TpShard,
     *,
     expert_parallel: bool = False,
+    whole: Collection[str] = (),
 ) -> ShardingPlan:
     """Plan one rank's shard.
 
     `shapes`: of all parameters, unsharded. `tp_plan`: the style by module or parameter name, with `*` for a layer
     index. Styles are transformers', and two for experts [experts, in, out]: "pairs_of_columns" splits their columns,
     gate and up in turn, and "rows_of_experts" the rows of the second product. `embedding`, `lm_head`: the names of
-    those modules. `expert_parallel`: a rank holds whole experts instead of a part of each.
+    those modules. `expert_parallel`: a rank holds whole experts instead of a part of each. `whole`: modules that every
+    rank computes whole, whatever `tp_plan` says.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
@@ -76,7 +79,7 @@ def plan_sharding(
     grandparents = {_parent(name) for name in parents} - {""}
     for name in sorted({*shapes, *parents, *grandparents}):
         style = next((style for pattern, style in styles if pattern.fullmatch(name)), None)
-        if style is None or name in plan.roles or _parent(name) in attention:
+        if style is None or name in plan.roles or _parent(name) in attention or _is_below(name, whole):
             continue
         if not (expert_parallel and ParallelRole.EXPERTS in (plan.roles.get(name), plan.roles.get(_parent(name)))):
             _shard_by_style(plan, shapes, name, style, shard)
@@ -94,6 +97,10 @@ def _shard_whole_experts(plan: ShardingPlan, shapes: dict[str, Shape], module: s
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _is_below(name: str, modules: Collection[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: AttentionLayer, shard: TpShard) -> None:

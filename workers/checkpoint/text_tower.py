@@ -14,6 +14,9 @@ _TOWERS: Final = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "idefics3": "llama",
     "internvl": "qwen2",
     "llama4": "llama4_text",
@@ -48,7 +51,7 @@ _NAMES: Final = tuple(
         (r"model\.(?=embed_tokens\.|layers\.|norm\.)", "model."),
     )
 )
-# Fields of the whole config that hold for its text model too.
+# Fields of the whole config that hold for its text model, whatever its text_config has: transformers reads these there.
 _SHARED: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
@@ -77,11 +80,8 @@ def text_fields(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str,
 
     `config`: the multimodal config.json. `text`: the fields of its text model. Only for types with a text_model_type.
     """
-    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     named = _named_type(config)
-    fields = {**shared, **{name: value for name, value in text.items() if value is not None or name not in shared}}
-    if "tie_word_embeddings" in shared:  # transformers ties the head of the whole model by this
-        fields["tie_word_embeddings"] = shared["tie_word_embeddings"]
+    fields = {**text, **{name: config[name] for name in _SHARED if config.get(name) is not None}}
     if named in _SAME_AS:
         fields |= _ALWAYS.get(named, {})
         for name in ("rope_parameters", "rope_scaling"):

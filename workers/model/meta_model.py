@@ -28,6 +28,7 @@ from coatcheck.workers.checkpoint.model_alias import is_alias, resolve_alias
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
 from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
 from coatcheck.workers.distributed.tp_shard import TpShard
+from coatcheck.workers.model.attention_adapters import adapt_attention, needs_adapter
 from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
@@ -108,6 +109,8 @@ def prepare_model(
         names[get_lm_head()],
         shard,
         expert_parallel=expert_parallel,
+        # Gemma 3n's sparse MLPs keep the gates that stand out among all of a token's gates.
+        whole=[name for module, name in names.items() if getattr(module, "activation_sparsity", 0)],
     )
     for name in (names[linear] for linear in unpackable_linears):
         if f"{name}.weight" in plan.slices:
@@ -189,6 +192,8 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
         except Exception:  # the model's code may combine these tensors with meta tensors
             with torch.device("meta"):
                 model = _build_uninitialised(config, dtype)
+        if needs_adapter(config.model_type):
+            adapt_attention(model)
         _move_to_meta(model)
         nn.Module.train(model, False)
         _keep_in_float32(model)
@@ -210,9 +215,11 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
 
 def _build_uninitialised(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
+    implementation = "eager" if needs_adapter(config.model_type) else attention.NAME
     with no_init_weights():
-        model = build(config, dtype=dtype, attn_implementation=attention.NAME)
+        model = build(config, dtype=dtype, attn_implementation=implementation)
     assert isinstance(model, PreTrainedModel)
+    model.config._attn_implementation = attention.NAME
     model.tie_weights()  # left out by no_init_weights
     return model
 

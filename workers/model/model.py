@@ -20,7 +20,7 @@ from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
-from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
+from coatcheck.workers.attention.attention import AttentionLayer, AttentionStep, LayerCaches, use_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
@@ -301,14 +301,10 @@ class TransformersBody:
         layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        hidden: Tensor = self.base(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            attention_metadata=metadata,
-            layer_caches=layer_caches,
-            attention_layers=self._layers,
-        ).last_hidden_state
+        with use_step(AttentionStep(metadata, self._layers, layer_caches)):
+            hidden: Tensor = self.base(
+                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            ).last_hidden_state
         return hidden[0] if logits_indices is None else hidden[0, logits_indices.tokens]
 
     def experts(self) -> list[PackedExperts]:

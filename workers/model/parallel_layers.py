@@ -62,8 +62,15 @@ def _set_local_heads(attention: nn.Module, layer: AttentionLayer) -> None:
     attention.config = copy(attention.config)  # RoPE and the other layers read the unsharded counts from the original
     for owner in (attention, attention.config):
         for name, count in (("num_attention_heads", heads), ("num_heads", heads), ("num_key_value_heads", kv_heads)):
-            if hasattr(owner, name):
+            if _has_one_value(owner, name):
                 setattr(owner, name, count)
+
+
+def _has_one_value(owner: Any, name: str) -> bool:
+    try:
+        return hasattr(owner, name)
+    except RuntimeError:  # transformers' config of Gemma 4, whose layers have different numbers of KV heads
+        return False
 
 
 class RankSum:

@@ -265,7 +265,10 @@ def _router_of(block: Any) -> Any:
 
 
 def _top_k(block: Any) -> int:
-    return int(block.top_k if hasattr(block, "top_k") else _router_of(block).top_k)
+    if hasattr(block, "top_k"):
+        return int(block.top_k)
+    router = _router_of(block)
+    return int(router.top_k if hasattr(router, "top_k") else router.config.top_k_experts)  # the latter: Gemma 4
 
 
 _BLOCKS = frozenset(

@@ -36,7 +36,9 @@ from tests.workers.rank_group import RankGroup
 
 # The tiny configs of these have fields, such as num_key_value_heads, that the families do not read and real configs
 # lack.
-_OTHER_FIELDS = {"biogpt", "gpt2", "gpt_neox", "olmoe", "opt"}
+_OTHER_FIELDS = {
+    *("biogpt", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "olmoe", "opt"),
+}
 # A plan refuses these: it does not count layers that share keys and values.
 _SHARED_LAYERS = {"gemma3n_text", "gemma4_text"}
 # Of the families that no parity test covers, those with rules of their own in the planner; the others run in full.

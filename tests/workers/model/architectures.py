@@ -21,7 +21,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "biogpt": {},
     "cohere": {},
     "cohere2": {},
+    "codegen": dict(rotary_dim=8),
     "exaone4": {},
+    "falcon": dict(new_decoder_architecture=True, num_kv_heads=2, bias=True),
     "gemma3n_text": dict(
         head_dim=16,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -31,7 +33,7 @@ SERVED: dict[str, dict[str, Any]] = {
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCAB,
         laurel_rank=8,
-        activation_sparsity_pattern=None,
+        activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0],
     ),
     "gemma": {},
     "gemma4_text": dict(
@@ -48,7 +50,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "glm4_moe": _EXPERTS | dict(n_routed_experts=4),
     "glm4_moe_lite": _LATENT_EXPERTS,
     "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=16),
     "gpt_neox": {},
+    "gptj": dict(rotary_dim=8),
     "gpt_oss": dict(
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -57,6 +62,7 @@ SERVED: dict[str, dict[str, Any]] = {
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
     "hunyuan_v1_moe": dict(head_dim=16, num_experts=4, moe_topk=2),
+    "nemotron": {},
     "olmo3": {},
     "olmoe": _EXPERTS,
     "opt": dict(word_embed_proj_dim=64, ffn_dim=96),
@@ -64,6 +70,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "phimoe": dict(num_local_experts=4, sliding_window=16),
     "qwen2_moe": _EXPERTS | dict(use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "smollm3": {},
+    "stablelm": dict(qk_layernorm=True, use_qkv_bias=True),
     "starcoder2": {},
     "youtu": _LATENT,
 }
@@ -71,10 +78,8 @@ REFUSED = {
     "bloom": "outside of transformers' attention interface",
     "diffllama": "calls attention more than once",
     "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
-    "falcon": "its attention does not go through transformers' attention interface",
     "llama4_text": "its attention mask is neither causal nor a sliding window .*; set --max-model-len to at most 16",
     "mamba": "a convolution over 4 tokens",
-    "nemotron": "do not pass keyword arguments on to the attention function",
     "qwen3_next": "layers.0.linear_attn.conv1d .a convolution over 4 tokens. computes a token's result from other",
     "zaya": "qkv_proj.conv_qk_depthwise .a convolution over 2 tokens. computes a token's result from other tokens",
 }

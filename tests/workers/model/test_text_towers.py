@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from transformers import AutoModelForImageTextToText
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.meta_model import read_config
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoints import VOCAB
 from tests.workers.multimodal_checkpoints import TEXT_FIELDS, TOWERS, VISION_FIELDS, multimodal_config, write_multimodal
+from tests.workers.ranks import run_ranks
 
 MAX_TOKENS = 8
 PROMPTS = [torch.randint(10, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (50, 23)]
@@ -33,10 +36,15 @@ def reference_tokens(path: Path) -> list[list[int]]:
     return found
 
 
-def served_tokens(path: Path) -> list[list[int]]:
+def served_tokens(path: Path, communicator: Communicator | None = None) -> list[list[int]]:
     """Greedy tokens of our text model, in chunks and side by side."""
-    model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu")
+    model = load_model(path, communicator=communicator or Communicator(), dtype="float32", device="cpu")
     return PagedDriver(model).greedy(PROMPTS, MAX_TOKENS, chunk=16)
+
+
+def tokens_of_all(communicator: Communicator, paths: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """The work of one rank: the tokens of each model."""
+    return {name: served_tokens(path, communicator) for name, path in paths.items()}
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -44,6 +52,27 @@ def test_text_prompts_have_the_tokens_of_the_multimodal_class(name: str, tmp_pat
     """The text model of the checkpoint, served in chunks, continues text prompts as the whole model does."""
     path = write_multimodal(name, tmp_path / "model")
     assert served_tokens(path) == reference_tokens(path)
+
+
+def check_ranks(tp: int, names: list[str], directory: Path) -> None:
+    """Every rank has the tokens of one rank alone."""
+    paths = {name: write_multimodal(name, directory / name) for name in names}
+    expected = {name: served_tokens(path) for name, path in paths.items()}
+    for found in run_ranks(tp, tokens_of_all, paths):
+        assert found == expected
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gemma_on_ranks_has_the_tokens_of_one_rank(tp: int, tmp_path: Path) -> None:
+    """Layers with 1 and with 2 KV heads, shared keys and values, and experts are divided over ranks."""
+    check_ranks(tp, [name for name in TOWERS if name.startswith(("gemma3n", "gemma4"))], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [2, 4])
+def test_all_types_on_ranks_have_the_tokens_of_one_rank(tp: int, tmp_path: Path) -> None:
+    """The text model of every type is divided over ranks."""
+    check_ranks(tp, list(TOWERS), tmp_path)
 
 
 def test_every_served_multimodal_type_is_tested() -> None:
@@ -84,6 +113,22 @@ def test_a_config_with_the_text_fields_beside_the_vision_config_is_served(tmp_pa
     flat = text | config | dict(rope_theta=1e4, rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]))
     (path / "config.json").write_text(json.dumps(flat))
     assert served_tokens(path) == expected
+
+
+@pytest.mark.parametrize("vision", [dict(hidden_size=32), dict(hidden_size=32, label_names=["a", "b"], num_classes=2)])
+def test_gemma_3n_is_served_as_published(vision: dict[str, Any], tmp_path: Path) -> None:
+    """Its config.json is read without the package of its vision tower. The end tokens are those of the whole model, as
+    transformers' generate has them, not the default of the text model's class."""
+    text = dict(model_type="gemma3n_text", num_hidden_layers=35, rope_theta=1e6, rope_local_base_freq=1e4)
+    values = dict(model_type="gemma3n", eos_token_id=[1, 106], torch_dtype="bfloat16", text_config=text)
+    values["vision_config"] = vision | dict(model_type="gemma3n_vision", architecture="mobilenetv5_300m_enc")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = read_config(tmp_path)
+    assert (config.model_type, config.eos_token_id, config.dtype) == ("gemma3n_text", [1, 106], torch.bfloat16)
+    assert {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()} == {
+        "full_attention": 1e6,
+        "sliding_attention": 1e4,
+    }
 
 
 def test_a_type_whose_text_model_is_not_served_is_refused(tmp_path: Path) -> None:
