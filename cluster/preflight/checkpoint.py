@@ -84,6 +84,8 @@ def check_tensors(model: ModelConfig, entries: Mapping[str, TensorEntry]) -> Non
     promised |= {f"{base}{name}": shape for name, shape in outside.items()}
     if not model.values.get("tie_word_embeddings"):
         promised["lm_head.weight"] = outside["embed_tokens.weight"]
+    elif "lm_head.weight" in entries and f"{base}embed_tokens.weight" not in entries:  # one of the two is enough
+        promised["lm_head.weight"] = promised.pop(f"{base}embed_tokens.weight")
     for name, shape in promised.items():
         if name in entries and entries[name].shape != shape:
             raise InvalidModel(

@@ -78,7 +78,8 @@ def _tensor_files(directory: Path) -> list[Path]:
         others = sorted(file.name for pattern in _OTHER_FORMATS for file in directory.glob(pattern))
         found = f" (it has {_shorten(others)})" if others else ""
         raise InvalidModel(
-            f"{directory} has no safetensors file{found}; other weight formats are not read: convert it first"
+            f"{directory} has no safetensors file{found}; other weight formats are not read: convert the weights with "
+            "transformers' from_pretrained and save_pretrained, which writes safetensors"
         )
     return files
 

@@ -42,6 +42,8 @@ Weight = Tensor | QuantisedWeight | QuantisedExperts
 
 _log = logging.getLogger(__name__)
 
+_COMPARED_ROWS = 4096
+
 
 @dataclass(slots=True)
 class _Target:
@@ -89,8 +91,8 @@ def load_weights(
     missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    tied: dict[str, str] = model.all_tied_weights_keys
     targets = _match_tensors(model, checkpoint, parameters)
+    tied = _resolve_ties(model, checkpoint, targets, slices)
     planned = [(target, *_plan_reads(target, checkpoint, slices)) for target in targets if target.name not in tied]
     total = sum(checkpoint.slice_bytes(read.key, read.part) for _, reads, _ in planned for read in reads)
     done = count = held = 0
@@ -144,6 +146,43 @@ def _zero_absent_corrections(
             held += _set_parameter(model, name, zeros, parameters[name], None, device)
             loaded.add(name)
     return held
+
+
+def _resolve_ties(
+    model: PreTrainedModel, checkpoint: Checkpoint, targets: list[_Target], slices: dict[str, TensorSlice]
+) -> dict[str, str]:
+    """The parameters without values of their own -> those that they are equal to, as transformers decides from the
+    stored tensors: a head that differs from the embedding is not tied, whatever config.json says, and the embedding of
+    a checkpoint that has the head alone is the head."""
+    stored = {target.name: target for target in targets}
+    tied: dict[str, str] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        if name in stored and source not in stored:
+            tied[source] = name
+        elif name not in stored or _are_equal(checkpoint, stored[name], stored[source], slices.get(name)):
+            tied[name] = source
+        else:
+            _log.warning(
+                "%s: config.json ties %s to %s, but the stored tensors differ; both are used",
+                checkpoint.name,
+                name,
+                source,
+            )
+    return tied
+
+
+def _are_equal(checkpoint: Checkpoint, first: _Target, second: _Target, part: TensorSlice | None) -> bool:
+    """Whether two parameters have the same values in this rank's slice. Compares a few thousand rows at a time."""
+    one, other = (next(iter(target.sources.values()))[0] for target in (first, second))
+    shape = checkpoint.entries[one].shape
+    if shape != checkpoint.entries[other].shape:
+        return False
+    for begin, end in part.ranges if part is not None else ((0, shape[0]),):
+        for start in range(begin, end, _COMPARED_ROWS):
+            rows = TensorSlice(0, ((start, min(end, start + _COMPARED_ROWS)),))
+            if not torch.equal(checkpoint.read(one, rows), checkpoint.read(other, rows)):
+                return False
+    return True
 
 
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Finding and reading checkpoint files, and the errors for files that cannot be read."""
 
 import json
+import logging
 import shutil
 import socket
 import struct
@@ -15,11 +16,15 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.verification.paged_driver import PagedDriver
+from tests.router.tiny_tokenizer import write_model
 from tests.workers.checkpoints import tiny_checkpoint
 
 
@@ -101,6 +106,49 @@ def test_unused_tensors_are_told(copied: Path, caplog: pytest.LogCaptureFixture)
     edit_config(copied, num_hidden_layers=2)
     assert len(load(copied).spec.layers) == 2
     assert "9 tensors are not used, the first is model.layers.2.input_layernorm.weight" in caplog.text
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """A checkpoint whose config.json ties the head to the embedding, and which stores the embedding alone."""
+    return tiny_checkpoint("llama3-rope", tmp_path)
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_other_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+
+
+def add_equal_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def keep_head_alone(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(("edit", "warns"), [(add_other_head, True), (add_equal_head, False), (keep_head_alone, False)])
+def test_a_stored_head_counts_although_config_json_ties_it(
+    edit: Callable[[dict[str, torch.Tensor]], None], warns: bool, tied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers: a head that differs from the embedding is used, and one of the two tensors is enough."""
+    edit_tensors(tied, edit)
+    check_checkpoint(ServeConfig.build({"model": str(write_model(tied))}))
+    with caplog.at_level(logging.WARNING):
+        model = load(tied, dtype="float32")
+    assert ("the stored tensors differ; both are used" in caplog.text) == warns
+    prompt = list(range(5, 25))
+    reference = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0, -1]
+    driver = PagedDriver(model)
+    found = driver.step([(driver.start(prompt, 1), len(prompt))])[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_end_tokens_come_from_the_generation_config(copied: Path) -> None:
