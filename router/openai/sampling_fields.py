@@ -355,7 +355,8 @@ def _grammar_fields(kind: type[BaseModel]) -> list[tuple[str, Callable[[Any], Gr
 
 
 def _parse_logit_bias(named: dict[str, float]) -> dict[int, float]:
-    for name in named:
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise InvalidParameter(f"logit_bias[{name[:40]!r}]", "is no token id; the keys are token ids, as strings")
+    wrong = [name for name in named if not (name.isascii() and name.isdigit() and len(name) < 10)]
+    if wrong:
+        shown = ", ".join(repr(name[:40]) for name in wrong[:8]) + (", ..." if len(wrong) > 8 else "")
+        raise InvalidParameter("logit_bias", f"has keys that are no token ids, as strings: {shown}")
     return {int(name): bias for name, bias in named.items()}
