@@ -9,6 +9,7 @@ A command that fails prints one line on stderr that begins with `error: `. Its e
 `coatcheck serve` exits with 0 after SIGINT or SIGTERM if it has printed its `ready:` line, else with 130.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -76,7 +77,8 @@ class CommandGroup(TyperGroup):
 
 def fail(message: str, code: int) -> int:
     """Print `message` as one line, even if it contains line breaks. Return `code`."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the exit code says it too
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

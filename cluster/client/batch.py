@@ -4,12 +4,14 @@ The files have OpenAI's batch format: one JSON object a line. Answers are writte
 was interrupted goes on: answers that are in the output are kept, and only the other requests are sent.
 """
 
+import http.client
 import json
 import os
 import ssl
 import sys
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ import typer
 
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig, Unavailable
+from coatcheck.proto.host_port import is_loopback
 
 _URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_SENDS: Final = 8  # of a request that finds the server full or gone
@@ -105,7 +108,7 @@ def keep_answers(path: Path) -> set[str]:
     if not path.exists():
         return set()
     kept: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # str.splitlines also splits at U+2028, as in a prompt
         try:
             value = json.loads(line)
         except ValueError:
@@ -128,7 +131,11 @@ class Sender:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._tls = ssl.create_default_context(cafile=str(tls_ca)) if server.startswith("https://") else None
+        context = ssl.create_default_context(cafile=str(tls_ca)) if server.startswith("https://") else None
+        # A proxy, as of http_proxy, cannot reach this host's loopback interface.
+        is_here = is_loopback(urllib.parse.urlsplit(server).hostname or "")
+        proxies = [urllib.request.ProxyHandler({})] if is_here else []
+        self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *proxies)
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -143,14 +150,14 @@ class Sender:
         for resends in range(_MAX_SENDS):
             is_last = resends == _MAX_SENDS - 1
             try:
-                with urllib.request.urlopen(message, context=self._tls) as response:
+                with self._opener.open(message) as response:
                     return _line(request, response.status, response.headers, response.read())
             except urllib.error.HTTPError as error:
                 with error:
                     if error.code not in (429, 503) or is_last:
                         return _line(request, error.code, error.headers, error.read())
                     asked = error.headers.get("retry-after", "")
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:  # HTTPException: the server ended amid its answer
                 if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
                     raise Unavailable(f"no answer from {self._server}: {getattr(error, 'reason', error)}") from None
                 asked = ""
@@ -184,7 +191,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -1,6 +1,7 @@
 """LocalSession: one run of `coatcheck serve --no-ray`, from the first process until everything has ended."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -8,12 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.local.local_cluster import LocalCluster
 from coatcheck.cluster.plural import counted
+from coatcheck.cluster.session.serve_console import ServeConsole, discard_stderr
 from coatcheck.cluster.session.serve_lines import CONNECT_SECONDS, GroupNotices, ProgressBars, ready_line
 from coatcheck.cluster.session.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.proto.errors import Unavailable
@@ -33,7 +33,7 @@ class LocalSession:
     def __init__(self, config: ServeConfig, signals: StopSignals) -> None:
         self._config = config
         self._signals = signals
-        self._console = Console(stderr=True, highlight=False)
+        self._console = ServeConsole()
         self._began = time.monotonic()
         if warning := describe_exposure(config):
             self._print(f"warning: {warning}")
@@ -42,12 +42,18 @@ class LocalSession:
         """Serve until a signal. Returns the exit code. Raises CoatcheckError if the cluster cannot serve."""
         # mkdtemp makes the folder private, which crash records need.
         folder = Path(tempfile.mkdtemp(prefix=f"coatcheck-serve-{os.getpid()}-"))
-        with (folder / "router.log").open("w") as log:
+        self._signals.folder_to_delete = folder
+        log = (folder / "router.log").open("w")
+        try:
             configure_logging(self._config.log_format, stream=log, router="router-0")
             raise_open_files_limit()
             code = asyncio.run(self._serve(folder))
             logging.shutdown()
+        finally:
+            with contextlib.suppress(OSError):  # the disk is full
+                log.close()
         shutil.rmtree(folder, ignore_errors=True)
+        discard_stderr()
         return code
 
     async def _serve(self, folder: Path) -> int:

@@ -10,8 +10,6 @@ from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
-
 from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
@@ -27,6 +25,7 @@ from coatcheck.cluster.ray_cluster.ray_log import redirect_native_stderr
 from coatcheck.cluster.ray_cluster.ray_start import RayStart
 from coatcheck.cluster.session.apply_settings import ApplySettings
 from coatcheck.cluster.session.ray_watch import RayWatch
+from coatcheck.cluster.session.serve_console import ServeConsole, discard_stderr
 from coatcheck.cluster.session.serve_lines import (
     CONNECT_SECONDS,
     GroupNotices,
@@ -76,7 +75,7 @@ class ServeSession:
         self._applies = applies
         self._signals = signals
         self._starts_ray = config.ray_address is None
-        self._console = Console(stderr=True, highlight=False)
+        self._console = ServeConsole()
         self._supervisor: SupervisorHandle | None = None
         self._token_file = ExitStack()  # lets other commands find a local Ray
         self._native_stderr = ExitStack()  # redirects what Ray's C++ code prints
@@ -109,6 +108,7 @@ class ServeSession:
                 self._drain_routers(supervisor)
         finally:
             self._stop()
+            discard_stderr()
         return 0 if self._has_served and not self._signals.kill_requested.is_set() else EXIT_STOPPED
 
     def _connect_to_ray(self) -> None:

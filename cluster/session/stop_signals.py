@@ -1,9 +1,11 @@
 """StopSignals: SIGINT and SIGTERM for `coatcheck serve`. The first asks to drain, the second to stop at once."""
 
 import os
+import shutil
 import signal
 import socket
 import threading
+from pathlib import Path
 from typing import Final
 
 from coatcheck.cluster.ray_cluster.process_tree import kill_descendants
@@ -15,14 +17,15 @@ class StopSignals:
     """`drain_requested` is set by the first signal, `kill_requested` by the second.
 
     Signals are only recorded, because an exception from a handler would interrupt Ray's code anywhere. A thread records
-    them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, there
-    is nothing to clean up, and the first signal ends the process.
+    them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, the
+    first signal kills the processes below this one, deletes `folder_to_delete`, and ends this process.
     """
 
     def __init__(self) -> None:
         self.drain_requested = threading.Event()
         self.kill_requested = threading.Event()
         self.ends_at_once = True
+        self.folder_to_delete: Path | None = None
         self._arrivals, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         self._wakeup = wakeup  # Python writes each signal's number to this socket, even if the main thread is blocked
@@ -44,5 +47,7 @@ class StopSignals:
                     # head that has ended.
                     try:
                         kill_descendants()
+                        if self.folder_to_delete is not None:
+                            shutil.rmtree(self.folder_to_delete, ignore_errors=True)
                     finally:  # in any case: no other thread would end this process
                         os._exit(EXIT_STOPPED)

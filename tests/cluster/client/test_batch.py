@@ -15,11 +15,13 @@ from tests.cluster.command_line import run_here
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the prompt in capitals; refuses the prompt `bad`; is full for the first `full` requests."""
+    """Answers with the prompt in capitals; refuses the prompt `bad`; is full for the first `full` requests; ends the
+    connection amid the first `cut` answers."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.full = 0
+        self.cut = 0
         self.seen: list[tuple[str, dict[str, Any], str]] = []
 
     @property
@@ -45,7 +47,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("x-request-id", "r1")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(data[: 5 if self.server.cut else None])
+        self.server.cut = max(self.server.cut - 1, 0)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Logs nothing."""
@@ -104,6 +107,38 @@ def test_a_run_goes_on(server: Server, tmp_path: Path) -> None:
     assert done.code == 0 and "1 answer in" in done.err
     assert {body["prompt"] for _, body, _ in server.seen} == {"good", "c"}
     assert answers(output) == {"q0": (200, {"text": "A"}), "q1": (200, {"text": "GOOD"}), "q2": (200, {"text": "C"})}
+
+
+def test_an_answer_that_is_cut_is_asked_again(server: Server, tmp_path: Path) -> None:
+    """A server that ends amid an answer, as a killed router does, is asked again."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    server.cut = 1
+    done = run_here("batch", str(source), "-o", str(output), "--server", server.url)
+    assert done.code == 0 and answers(output) == {"q0": (200, {"text": "A"})}
+
+
+def test_line_separators_within_a_text(server: Server, tmp_path: Path) -> None:
+    """A line ends at a line feed alone: JSON may contain U+2028, U+2029 and U+0085 as they are."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"custom_id": "q\u2028", "url": "/v1/completions", "body": {"prompt": "a\u2028b\u2029c\x85d"}}
+    source.write_text(json.dumps(line, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert run_here("batch", str(source), "-o", str(output), "--server", server.url).code == 0
+    assert [body["prompt"] for _, body, _ in server.seen] == ["a\u2028b\u2029c\x85d"]
+    text = json.dumps(json.loads(output.read_text()), ensure_ascii=False)
+    output.write_text(f"{text}\n", encoding="utf-8")
+    assert keep_answers(output) == {"q\u2028"}
+
+
+def test_a_server_on_this_host_is_asked_without_a_proxy(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a proxy in the environment that nobody runs, a server on loopback is reached."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("coatcheck.cluster.client.batch._MAX_SENDS", 1)
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    assert run_here("batch", str(source), "-o", str(output), "--server", server.url).code == 0
 
 
 @pytest.mark.parametrize(

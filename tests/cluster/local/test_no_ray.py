@@ -105,9 +105,9 @@ def test_nothing_outlives_a_killed_command(tiny_model: Path, stage: str) -> None
         until(lambda: not left(), "every process is gone", END_SECONDS, else_tell=left)
 
 
-def test_a_signal_ends_a_start(tiny_model: Path) -> None:
-    """Ctrl-C before anything serves ends the command with 130, and no process is left."""
-    with Serving(str(tiny_model), *_FLAGS) as serving:
+def test_a_signal_ends_a_start(tiny_model: Path, tmp_path: Path) -> None:
+    """Ctrl-C before anything serves ends the command with 130, and no process and no log folder is left."""
+    with Serving(str(tiny_model), *_FLAGS, environment={"TMPDIR": str(tmp_path)}) as serving:
         serving.wait_line("starting 1 group of 1 rank on cpu, without Ray")
         until(lambda: bool(serving.descendants()), "the rank's process runs")
         processes = serving.descendants()
@@ -115,6 +115,23 @@ def test_a_signal_ends_a_start(tiny_model: Path) -> None:
         assert serving.process.wait(MAX_WAIT_SECONDS) == 130, serving.rest()
         left = partial(still_running, processes)
         until(lambda: not left(), "every process is gone", END_SECONDS, else_tell=left)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_serves_when_nobody_reads_its_lines(tiny_model: Path) -> None:
+    """After the reader of stderr has gone, a lost rank is started again, and Ctrl-C ends the command with 0."""
+    with Serving(str(tiny_model), *_FLAGS) as serving:
+        serving.wait_ready()
+        lost = ranks_of(serving)[0]
+        assert serving.process.stderr is not None
+        serving.process.stderr.close()
+        serving.process.stderr = None
+        kill(lost)
+        until(lambda: lost not in ranks_of(serving), "the rank has ended")
+        until(lambda: serving.group("group-0").get("state") == "serving", "the group serves again")
+        assert serving.generate(PROMPT, max_tokens=4).choices[0].token_ids
+        os.killpg(serving.process.pid, signal.SIGINT)
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 0
 
 
 def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
