@@ -63,8 +63,8 @@ class ServeConfig(Settings):
     )
     activation_quantization: Literal["auto", "dynamic", "off"] = setting(
         "Model",
-        "On GPUs, activations of linears with weights of 8 bits (W8A8). auto: quantised if the checkpoint asks for "
-        "that. dynamic: quantised, also with --quantization int8 or fp8. off: never.",
+        "On GPUs, activations of linears and experts with weights of 8 bits (W8A8). auto: quantised if the checkpoint "
+        "asks for that. dynamic: quantised, also with --quantization int8 or fp8. off: never.",
         "auto",
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(

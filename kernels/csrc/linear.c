@@ -194,7 +194,8 @@ INLINE Cut cut(const Linear *l, const int type) {
     const int64_t chunks = as_integers ? chunks_of(&l->weight) : 0;
     const int64_t most_wide = as_integers ? 1 : ACCUMULATORS / WIDE;
     const int64_t n = height <= most_wide ? WIDE : NARROW, width = is_wide ? 2 : 1;
-    const int64_t values = type == BF16 ? 2 : 1, step = tiles == 1 ? words : DEPTH / width;
+    const int64_t values = type == BF16 ? 2 : 1;
+    const int64_t step = tiles > 1 ? DEPTH / width : words > 2 * AHEAD ? words - AHEAD : words;
     const int64_t row_bytes = as_integers ? integer_row_bytes(&l->weight, chunks) : words * width * 4;
     const int64_t most = is_low || as_integers ? max_i64(1, min_i64(TILES, BLOCK / max_i64(1, height * row_bytes))) : TILES;
     return (Cut){in_place ? source_row(l, 0, type) : l->scratch, words, tiles, height, n, n / VECTORS,
@@ -213,8 +214,10 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
         unpack(w, panel, c->group, k * c->values, to, form, wide);
         return (Weights){wide, (to / c->values - k) * values * PANEL, count * values, 0};
     }
-    /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. */
-    const int64_t ahead = (c->tiles == 1 || !IS_AVX2 ? AHEAD : c->step) * PANEL;
+    /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. Behind the last words are
+     * those that the next item begins with: past the panels of this one. */
+    const int64_t next = c->tiles == 1 && k + count == c->words ? (c->group - 1) * c->words : 0;
+    const int64_t ahead = (c->tiles == 1 || !IS_AVX2 ? AHEAD + next : c->step) * PANEL;
     const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count, ahead};
     if (!c->widened) return part;
     widen(&part, c->group, (float *)wide);
