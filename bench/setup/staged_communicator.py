@@ -16,9 +16,13 @@ class StagedCommunicator(Communicator):
     """Join with `join_staged`."""
 
     @classmethod
-    def join_staged(cls, rank: int, size: int, address: str, *, share_memory: bool = True) -> Self:
-        """Connect to the other ranks at rank 0's `address`, as ranks on CPUs do."""
-        return cls.join(rank, size, address, device=torch.device("cpu"), share_memory=share_memory)
+    def join_staged(
+        cls, rank: int, size: int, address: str, *, share_memory: bool = True, timeout_seconds: float = 60.0
+    ) -> Self:
+        """Connect to the other ranks at rank 0's `address`, as ranks on CPUs do. `timeout_seconds`: of a collective."""
+        return cls.join(
+            rank, size, address, device=torch.device("cpu"), share_memory=share_memory, timeout_seconds=timeout_seconds
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._symmetric is not None and self._symmetric.all_reduce(x):

@@ -45,6 +45,10 @@ class AttentionBackend(Protocol):
     def captures_chunks(self) -> bool:
         """Whether a CUDA graph can hold steps with chunks of prompts. Decodes can always be captured."""
 
+    @property
+    def unmeasured_bytes(self) -> int:
+        """What a step may take for partial results that the largest step of a rank's start may not take."""
+
     def make_plans(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> AttentionPlans:
         """The plans of a step. `q_lens`: queries of each sequence. `seq_lens`: with this step's tokens.
 

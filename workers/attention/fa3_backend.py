@@ -23,8 +23,8 @@ from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans, LibraryPlan
 from coatcheck.workers.core.model_spec import LayerSpec
 
-# Partial results are float32 [splits, heads, tokens, head_dim]. The library's own limit of 128 splits would take 512
-# MiB for 256 decodes with 32 heads of 128. 32 splits are vLLM's limit in CUDA graphs.
+# Partial results are float32 [splits, heads, tokens, head_dim], and a log-sum-exp of each head. The library's own limit
+# of 128 splits would take 512 MiB for 256 decodes with 32 heads of 128. 32 splits are vLLM's limit in CUDA graphs.
 _MAX_SPLITS = 32
 _SPLIT_BYTES = 128 << 20
 
@@ -77,6 +77,8 @@ class Fa3Backend:
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         self._kinds = {kind_of(layer) for layer in layers}
+        # The step with the most tokens is one that has few splits, or none.
+        self.unmeasured_bytes = _SPLIT_BYTES + max(_SPLIT_BYTES // kind.head_dim for kind in self._kinds)
         self._function: Callable[..., Tensor] = import_module("flash_attn_interface").flash_attn_with_kvcache
 
     def make_plans(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> AttentionPlans:

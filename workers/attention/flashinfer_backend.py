@@ -174,6 +174,7 @@ class FlashInferBackend:
     warm_up_lengths: Sequence[int] = (2, _UNDIVIDED_QUERIES)
     short_queries = (1, 1)
     captures_chunks = False
+    unmeasured_bytes = 0  # its workspace is allocated before
 
     def __init__(
         self, layers: Sequence[AttentionLayer], caches: Sequence[KVCache], dtype: torch.dtype, block_tables: Tensor

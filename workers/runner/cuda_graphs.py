@@ -13,6 +13,9 @@ A step with fewer tokens than its shape is padded with tokens at position -1: th
 stored) and they are sequences of length 0 (nothing is read). All tokens pass through the last layer, unlike in steps
 without graphs, so their hidden states serve prompt logprobs and pooling too.
 
+Either all ranks have graphs or none: a rank that launched a step's kernels itself would meet others that replay them in
+other collectives. So the ranks exchange after each call whether it failed on one of them (`_call_on_all_ranks`).
+
 Without a GPU, the same padded steps run without graphs, for tests.
 """
 
@@ -29,8 +32,10 @@ from torch import Tensor
 from coatcheck.workers.attention.attention import LayerCaches
 from coatcheck.workers.attention.attention_backend import AttentionBackend, StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans
+from coatcheck.workers.core.runner_protocol import PeerLost
 from coatcheck.workers.core.sampling_form import SamplingForm
 from coatcheck.workers.core.step_plan import ScheduledSequence
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.graph_shapes import GraphSizes, pick_shape
 from coatcheck.workers.runner.host_transfer import upload_into
@@ -39,6 +44,10 @@ from coatcheck.workers.runner.sampler import Sampler
 _log = logging.getLogger(__name__)
 _Replay = Callable[[], object]
 Progress = Callable[[int, int], None]  # (graphs that are captured, all graphs)
+
+
+class _CannotCapture(Exception):
+    """Every rank raises this if one of them cannot capture a graph. Steps without graphs can run."""
 
 
 class _RowInputs(NamedTuple):
@@ -64,7 +73,7 @@ class CudaGraphs:
     """One rank's graphs.
 
     `token_ids`, `block_tables`: the runner's batch state. `sampler`: of the same slots. `backend`: of attention.
-    `sizes`: empty for no graphs.
+    `communicator`: between the ranks that capture the same graphs. `sizes`: empty for no graphs.
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class CudaGraphs:
         block_tables: Tensor,
         sampler: Sampler,
         backend: AttentionBackend,
+        communicator: Communicator,
         *,
         block_size: int,
         sizes: GraphSizes,
@@ -86,6 +96,7 @@ class CudaGraphs:
         self._sampler = sampler
         self._block_size = block_size
         self._backend = backend
+        self._communicator = communicator
         self._device = token_ids.device
         self._max_rows = max(sizes.decodes, default=0)
         self.row_sizes = sizes.decodes
@@ -106,17 +117,17 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Progress = lambda done, total: None) -> None:
-        """Capture every shape. If the forward pass cannot be captured, log why; steps then run without graphs.
+        """Capture every shape. If a rank cannot, rank 0 logs why, and the steps of all ranks run without graphs.
 
-        `progress`: called after each graph. Raises torch.OutOfMemoryError.
+        All ranks call this together. `progress`: called after each graph. Raises torch.OutOfMemoryError, and PeerLost
+        if another rank failed and cannot go on.
         """
         try:
             self._capture_all(progress)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # transformers' own modules may wait for the device
-            architecture, reason = self._model.spec.architecture, str(error).partition("\n")[0]
-            _log.warning("no CUDA graphs, so each step launches every kernel: %s (%s)", architecture, reason)
+        except _CannotCapture as error:
+            if self._communicator.rank == 0:
+                architecture = self._model.spec.architecture
+                _log.warning("no CUDA graphs, so each step launches every kernel: %s (%s)", architecture, error)
             self.close()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # no step begins beside what the stream of the capture still runs
@@ -146,18 +157,57 @@ class CudaGraphs:
 
     def _capture_call(self, call: Callable[[], None], pool: Any, stream: Any) -> _Replay:
         if stream is None:
-            call()
+            self._call_on_all_ranks(call, is_captured=False)
             return call
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            call()  # once without capture, because libraries initialise at their first call
+            # Once without capture, because libraries initialise at their first call.
+            self._call_on_all_ranks(call, is_captured=False)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog, the block copier) may call CUDA during the capture.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            call()
+
+        def capture() -> None:
+            # Other threads (NCCL's watchdog, the block copier) may call CUDA during the capture.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                call()
+
+        self._call_on_all_ranks(capture, is_captured=True)
         replay: _Replay = graph.replay
         return replay
+
+    def _call_on_all_ranks(self, call: Callable[[], None], *, is_captured: bool) -> None:
+        """Make one call of a capture, and learn from all ranks whether it failed there.
+
+        Raises _CannotCapture on every rank if a RuntimeError ended a captured call, or ended the call on every rank:
+        transformers' own modules may wait for the device. After any other failure all ranks raise, and the group ends:
+        memory is full, or GPUs wait in a collective for the rank that failed. Their host does not wait for them before
+        it knows, because a graph's capture, which waits, begins only after a call that failed nowhere.
+        """
+        failure: Exception | None = None
+        try:
+            call()
+        except PeerLost:
+            raise
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            failure = error
+        ranks = self._communicator
+        try:
+            if min(ranks.all_reduce_min([int(failure is None)])):
+                return
+            ends_group = failure is not None and (
+                isinstance(failure, torch.OutOfMemoryError) or not isinstance(failure, RuntimeError)
+            )
+            outcomes = ranks.all_gather_json({"reason": _describe(failure), "ends_group": ends_group})
+        except PeerLost:
+            if failure is not None:  # the others may wait for this rank's call until their timeout
+                raise failure from None
+            raise
+        failed = {rank: outcome["reason"] for rank, outcome in enumerate(outcomes) if outcome["reason"]}
+        rank, reason = next(iter(failed.items()))
+        can_go_on = is_captured or len(failed) == len(outcomes)
+        if can_go_on and not any(outcome["ends_group"] for outcome in outcomes):
+            raise _CannotCapture(reason if len(outcomes) == 1 else f"rank {rank}: {reason}") from failure
+        raise failure or PeerLost(f"rank {rank} failed while CUDA graphs were captured ({reason}); see its log")
 
     def pick_shape(self, rows: Sequence[ScheduledSequence]) -> StepShape | None:
         """The captured shape for these rows; None if the step must run without a graph."""
@@ -268,3 +318,11 @@ class CudaGraphs:
 
 def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:
     return np.concatenate((values, np.full(length - len(values), padding, np.int32)))
+
+
+def _describe(failure: Exception | None) -> str:
+    """The first line of what failed, in at most 200 printable ASCII characters; "" for None."""
+    if failure is None:
+        return ""
+    line = str(failure).partition("\n")[0] or type(failure).__name__
+    return "".join(character if " " <= character <= "~" else "?" for character in line)[:200]

@@ -96,7 +96,7 @@ class ModelRunner:
         self._backend = self._make_backend(attention_backend)
         self.graphs = CudaGraphs(
             model, self._layer_caches, self._token_ids, self._block_tables, self._sampler, self._backend,
-            block_size=layout.block_size,
+            communicator or Communicator(), block_size=layout.block_size,
             sizes=graph_sizes if self._backend.captures_chunks else GraphSizes(graph_sizes.decodes),
         )  # fmt: skip
 
@@ -307,6 +307,11 @@ class ModelRunner:
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
         self.graphs.capture(progress)
+
+    @property
+    def unmeasured_bytes(self) -> int:
+        """What a step of attention may take beyond the largest steps of a rank's start."""
+        return self._backend.unmeasured_bytes
 
     def wait_for_copies(self) -> None:
         """Wait until no copy between tiers is in progress on any rank. All ranks call this together."""

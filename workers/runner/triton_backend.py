@@ -36,6 +36,7 @@ class TritonBackend:
     """
 
     captures_chunks = True
+    unmeasured_bytes = 0
 
     def __init__(
         self, layers: Sequence[LayerSpec], caches: LayerCaches, element_size: int, *, batch_invariant: bool

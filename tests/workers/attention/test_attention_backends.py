@@ -204,6 +204,11 @@ def test_splits_are_bounded_by_their_memory() -> None:
     assert choose_num_splits(65536, 128, 256) == 1
 
 
+def test_the_pool_leaves_room_for_splits(calls: Calls) -> None:
+    """The largest step of a start has one split. What others take is counted: 128 MiB, and a float for each row."""
+    assert Fa3Backend([_LAYERS["full"]]).unmeasured_bytes == (128 << 20) + (128 << 20) // 64
+
+
 def test_the_workspace_holds_the_largest_plan() -> None:
     """At least what FlashInfer recommends. 512 decodes with 64 heads over 8 need 768 tiles of 16 rows, and a divided
     chunk with one KV head 264 tiles of 128."""

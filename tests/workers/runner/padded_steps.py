@@ -47,15 +47,21 @@ Said = dict[str, list[int]]
 
 
 def make_runner(
-    model: Model, sizes: GraphSizes, kv_dtype: str = "auto", num_blocks: int = 24, attention_backend: str = "triton"
+    model: Model,
+    sizes: GraphSizes,
+    kv_dtype: str = "auto",
+    num_blocks: int = 24,
+    attention_backend: str = "triton",
+    communicator: Communicator | None = None,
 ) -> ModelRunner:
     """A runner whose pool is filled with NaN in every float format."""
     layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
     pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
     pool.fill_(255)
     return ModelRunner(
-        model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes, attention_backend=attention_backend
-    )
+        model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes, attention_backend=attention_backend,
+        communicator=communicator,
+    )  # fmt: skip
 
 
 def load(

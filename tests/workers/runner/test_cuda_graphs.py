@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,10 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.core.step_plan import ScheduledSequence
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes, pick_shape
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS
+from tests.workers.ranks import run_ranks
 from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
 
 
@@ -134,6 +140,42 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     ]
     runner.pool.fill_(255)
     assert serve(runner) == serve(make_runner(model, GraphSizes()))
+
+
+def captures_where_rank_1_fails(communicator: Communicator, path: str) -> list[str]:
+    """What ends captures on this rank, each after all collectives of the call that fails on rank 1."""
+    model = load_model(Path(path), communicator=communicator, dtype="float32", device="cpu")
+    found = []
+    for kind in (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
+        graphs = make_runner(model, GraphSizes((2,), (4,)), communicator=communicator).graphs
+        with patch.object(graphs, "_forward", partial(_run_and_fail, graphs._forward, communicator.rank, kind)):
+            try:
+                graphs.capture()
+                found.append("no graphs")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+        assert not graphs._forwards
+    return found
+
+
+def _run_and_fail(forward: Callable[[StepShape], None], rank: int, kind: type[Exception], shape: StepShape) -> None:
+    """ValueError stands for a RuntimeError on both ranks."""
+    forward(shape)
+    if kind is ValueError:
+        raise RuntimeError("it failed")
+    if rank == 1:
+        raise kind("it failed\nand more")
+
+
+def test_ranks_agree_that_a_call_failed(checkpoint_directory: Path) -> None:
+    """A call that fails on one rank alone, or for want of memory, ends all ranks at once: the other rank says which and
+    why. One that fails on every rank leaves all of them without graphs."""
+    path = str(tiny_checkpoint("llama", checkpoint_directory, num_attention_heads=4))
+    waiting, failed = run_ranks(2, captures_where_rank_1_fails, path)
+    ended = "PeerLost: rank 1 failed while CUDA graphs were captured (it failed); see its log"
+    assert waiting == [ended, ended, ended, "no graphs"]
+    names = ("RuntimeError", "OutOfMemoryError", "TypeError")
+    assert failed == [*(f"{name}: it failed\nand more" for name in names), "no graphs"]
 
 
 @pytest.mark.full  # test_simulated_gpu.py runs the Triton kernels and the graphs of one model in `make test`

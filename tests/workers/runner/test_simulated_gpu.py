@@ -66,22 +66,41 @@ def test_a_rank_from_start_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("has_peer_memory", "rounds", "more"),
-    [pytest.param(False, 3, "", marks=full), (True, 1, ""), pytest.param(True, 3, "graphs", marks=full)],
+    [
+        pytest.param(False, 3, "", marks=full),
+        (True, 1, ""),
+        pytest.param(True, 3, "graphs", marks=full),
+        (True, 1, "failed-capture"),
+    ],
 )
 def test_two_ranks_of_one_gpu(tmp_path: Path, has_peer_memory: bool, rounds: int, more: str) -> None:
     """Two ranks, each with half of the heads and a host tier, give the tokens of one rank.
 
-    With peer memory the all-reduces before a norm are one kernel with it, and CUDA graphs can contain them.
+    With peer memory the all-reduces before a norm are one kernel with it, and CUDA graphs can contain them. If one rank
+    cannot capture a graph, neither has graphs, and rank 0 says why.
     """
     path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
     want, _ = serve(make(path, torch.device("cpu"), "auto"), None, rounds)
+    folder = str(tmp_path) if has_peer_memory else ""
+    said, _ = two_ranks(str(path), folder, str(rounds), *more.split())
+    assert json.loads(said[-1]) == want
+
+
+def test_a_rank_that_fails_before_a_capture_ends_the_group(tmp_path: Path) -> None:
+    """Rank 1 fails in a call that rank 0 waits for in a collective. Rank 1 ends with its own error, and rank 0 ends
+    too, instead of waiting."""
+    path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    waiting, failed = two_ranks(str(path), str(tmp_path), "1", "failed-call")
+    assert failed[-1] == "RuntimeError: the kernel failed"
+    assert "Error" in waiting[-1] or "PeerLost" in waiting[-1]
+
+
+def two_ranks(*words: str) -> list[list[str]]:
+    """The lines that each of two ranks prints."""
     address = free_address()
     with ThreadPoolExecutor(2) as ranks:
-        folder = str(tmp_path) if has_peer_memory else ""
-        words = address, str(path), folder, str(rounds), *more.split()
-        both = [ranks.submit(simulated, "simulated_ranks", str(rank), *words) for rank in range(2)]
-        assert json.loads(both[0].result()[-1]) == want
-        both[1].result()
+        both = [ranks.submit(simulated, "simulated_ranks", str(rank), address, *words) for rank in range(2)]
+        return [rank.result() for rank in both]
 
 
 def test_a_step_with_graphs_is_three_replays(tmp_path: Path) -> None:
