@@ -77,27 +77,28 @@ INLINE float kth_largest(const float *x, int64_t n, int64_t k) {
     return unordered(prefix);
 }
 
-/* The largest v for which the weight of {x >= v} reaches `share` of the whole. */
-INLINE float mass_floor(const float *x, const float *weight, int64_t n, double share) {
+/* The mass of a token with the weight exp(x - top): an integer, so that sums do not depend on their order. */
+INLINE int64_t mass_of(float weight) { return (int64_t)(weight * 0x1p40f); }
+
+/* The largest v for which the mass of {x >= v} reaches `share` of the mass of all; of equal values at the end, `most`
+ * tokens count for that. */
+INLINE float mass_floor(const float *x, const float *weight, int64_t n, int64_t most, float least_weight, double share) {
     uint32_t prefix = 0, known = 0;
-    double goal = 0;
+    int64_t goal = 0;
     for (int pass = 0; pass < 3; pass++) {
-        double mass[2048] = {0}, total = 0;
+        int64_t mass[2048] = {0};
         for (int64_t i = 0; i < n; i++) {
             uint32_t key = ordered(x[i]);
-            if ((key & known) == prefix) mass[(key >> shifts[pass]) & (widths[pass] - 1)] += weight[i];
+            if ((key & known) == prefix) mass[(key >> shifts[pass]) & (widths[pass] - 1)] += mass_of(weight[i]);
         }
         if (pass == 0) {
-            for (int bin = widths[0] - 1; bin >= 0; bin--) total += mass[bin];
-            goal = share * total;
+            int64_t whole = n > most ? (most - n) * mass_of(least_weight) : 0;
+            for (int bin = 0; bin < widths[0]; bin++) whole += mass[bin];
+            goal = (int64_t)ceil(share * (double)whole);
+            goal = goal > 1 ? goal : 1;
         }
-        int bin = widths[pass] - 1, last = -1;
-        for (; bin >= 0; bin--) {
-            if (mass[bin] > 0) last = bin;
-            if (mass[bin] > 0 && mass[bin] >= goal) break;
-            goal -= mass[bin];
-        }
-        if (bin < 0) bin = last < 0 ? 0 : last; /* rounding: the goal lies just below the lowest value */
+        int bin = widths[pass] - 1;
+        for (; bin > 0 && mass[bin] < goal; bin--) goal -= mass[bin];
         prefix |= (uint32_t)bin << shifts[pass];
         known |= (uint32_t)(widths[pass] - 1) << shifts[pass];
     }
@@ -121,7 +122,8 @@ INLINE float floor_of(const float *x, int64_t vocab, float top, int64_t top_k, f
         }
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) weight[i] = exp_(kept[i] - top);
-        float reached = mass_floor(kept, weight, n, (double)top_p);
+        int64_t most = top_k > 0 && top_k < vocab ? top_k : n;
+        float reached = mass_floor(kept, weight, n, most, exp_(floor - top), (double)top_p);
         floor = reached > floor ? reached : floor;
     }
     return floor;

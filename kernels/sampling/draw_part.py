@@ -4,7 +4,8 @@
 
 A token's noise depends on its id alone, so the token with the largest `best` of all parts (the first part if equal) is
 the token of the whole row, bit for bit. Which tokens are kept is a floor on l = logits / temperature: without filters
--inf, and for top-k and min-p `find_floors` of each part's k largest logits. top-p needs the mass of all parts.
+-inf, and for top-k, min-p, and top-p after top-k `find_floors` of each part's k largest logits. top-p alone needs the
+mass of all parts.
 
 Shapes: as in sample.py; floors float32 [R].
 """

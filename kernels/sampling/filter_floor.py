@@ -2,10 +2,10 @@
 
     l = logits / temperature
     floor = max(max(l) + log(min_p),  the k-th largest l,
-                the largest v such that softmax mass of {l >= v} among those kept reaches top_p)
+                the largest v such that the mass of {l >= v} reaches top_p of the mass of those kept)
 
-Shapes: as in sample.py; returns float32 [R], -inf for rows without filters. Equal logits stay or go together, as in
-`filter_reference` of sample.py. Only the rounding of the mass differs from it (float32 here).
+Shapes: as in sample.py, which defines the mass; returns float32 [R], -inf for rows without filters. Equal logits stay
+or go together, as in `filter_reference` of sample.py. Only the rounding of exp differs from it.
 
 Logits are compared as 32-bit keys in the order of their values. Three kernels find the floors:
 
@@ -17,8 +17,8 @@ Logits are compared as 32-bit keys in the order of their values. Three kernels f
                     from the highest, two bits at a time, among the candidates alone.
 
 So a row is read twice. If the candidates are too many for their place (ties), or hold less mass than top_p (flat
-distributions), _filter_floor reads the row again for every two bits. Rows without filters are not read. All sums have
-one order, whatever the other rows are.
+distributions), _filter_floor reads the row again for every two bits. Rows without filters are not read. All sums are of
+integers, so the floor of a row is that of its k largest logits alone.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -30,6 +30,15 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+
+MASS_UNITS = float(1 << 40)  # of a token whose logit is the largest; 2^18 tokens add up to less than 2^63
+_UNITS = tl.constexpr(MASS_UNITS)
+
+
+@triton.jit
+def _mass(difference):
+    """int64: the mass of a logit that lies `difference` above the largest one."""
+    return (tl.exp(difference) * _UNITS).to(tl.int64)
 
 
 @triton.jit
@@ -47,18 +56,18 @@ def _unordered(key):
 
 @triton.jit
 def _weight_at_least(row, temp, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """For each of a, b and c: the number (MASS: softmax mass) of elements at or above both that key and `low`."""
-    sum_a = tl.zeros([BLOCK], tl.float32)
+    """For each of a, b and c: the number (MASS: mass) of elements at or above both that key and `low`, int64."""
+    sum_a = tl.zeros([BLOCK], tl.int64)
     sum_b, sum_c = sum_a, sum_a
     for first in range(0, vocab, BLOCK):
         ids = first + tl.arange(0, BLOCK)
         x = tl.load(row + ids, ids < vocab, other=float("-inf")) / temp
         key = _ordered(x)
-        weight = tl.exp(x - top) if MASS else tl.full([BLOCK], 1.0, tl.float32)
-        weight = tl.where((ids < vocab) & (key >= low), weight, 0.0)
-        sum_a += tl.where(key >= a, weight, 0.0)
-        sum_b += tl.where(key >= b, weight, 0.0)
-        sum_c += tl.where(key >= c, weight, 0.0)
+        weight = _mass(x - top) if MASS else tl.full([BLOCK], 1, tl.int64)
+        weight = tl.where((ids < vocab) & (key >= low), weight, 0)
+        sum_a += tl.where(key >= a, weight, 0)
+        sum_b += tl.where(key >= b, weight, 0)
+        sum_c += tl.where(key >= c, weight, 0)
     return tl.sum(sum_a, 0), tl.sum(sum_b, 0), tl.sum(sum_c, 0)
 
 
@@ -82,12 +91,20 @@ def _largest_of(key, weight, goal):
     one = tl.full([], 0x40000000, tl.uint32)
     for _ in range(16):
         a, b, c = found + one, found + one + one, found + one + one + one
-        at_a = tl.sum(tl.where(key >= a, weight, 0.0), 0)
-        at_b = tl.sum(tl.where(key >= b, weight, 0.0), 0)
-        at_c = tl.sum(tl.where(key >= c, weight, 0.0), 0)
+        at_a = tl.sum(tl.where(key >= a, weight, 0), 0)
+        at_b = tl.sum(tl.where(key >= b, weight, 0), 0)
+        at_c = tl.sum(tl.where(key >= c, weight, 0), 0)
         found = tl.where(at_c >= goal, c, tl.where(at_b >= goal, b, tl.where(at_a >= goal, a, found)))
         one = one >> 2
     return found
+
+
+@triton.jit
+def _goal(whole, number, k, low, top, p):
+    """The mass that top-p asks for, if `number` elements with the mass `whole` are at or above the key `low`."""
+    more = tl.where(k > 0, tl.maximum(number - k, 0), 0)  # equal to the k-th
+    kept = whole - more * _mass(_unordered(low) - top)
+    return tl.maximum(tl.ceil(p.to(tl.float64) * kept.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
@@ -128,15 +145,14 @@ def _collect(
         lanes = tl.load(maxima + index * SLICES * LANES + tl.arange(0, SLICES * LANES))
         top = tl.max(lanes, 0)
         low = top + tl.log(least)  # -inf without min-p
-        wanted = tl.where(k > 0, k, WANTED).to(tl.float32)
-        bound = _largest_of(_ordered(lanes), tl.full([SLICES * LANES], 1.0, tl.float32), wanted)
+        bound = _largest_of(_ordered(lanes), tl.full([SLICES * LANES], 1, tl.int32), tl.where(k > 0, k, WANTED))
         count = tl.full([], 0, tl.int32)
-        mass = tl.zeros([BLOCK], tl.float32)
+        mass = tl.zeros([BLOCK], tl.int64)
         for first in range(part * BLOCK, vocab, SLICES * BLOCK):
             ids = first + tl.arange(0, BLOCK)
             x = tl.load(logits + index * stride + ids, ids < vocab, other=float("-inf")) / temp
             is_candidate = (_ordered(x) >= bound) & (x > float("-inf"))
-            mass += tl.where((x >= low) & (x > float("-inf")), tl.exp(x - top), 0.0)
+            mass += tl.where((x >= low) & (x > float("-inf")), _mass(x - top), 0)
             place = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
             at = (index * SLICES + part) * PLACES + place
             tl.store(candidates + at, x, is_candidate & (place < PLACES))
@@ -174,21 +190,26 @@ def _filter_floor(
                 kth = tl.full([], 0x007FFFFF, tl.uint32)
                 if is_complete:
                     if total >= k:
-                        kth = _largest_of(key, tl.where(is_held, 1.0, 0.0), k.to(tl.float32))
+                        kth = _largest_of(key, is_held.to(tl.int32), k)
                 else:
-                    kth = _largest_key(row, temp, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
+                    kth = _largest_key(row, temp, vocab, tl.full([], 0, tl.uint32), k, top, False, BLOCK)
                 low = tl.maximum(low, kth)
             if p < 1:
-                weight = tl.where(is_held & (key >= low), tl.exp(x - top), 0.0)
+                is_kept = is_held & (key >= low)
+                weight = tl.where(is_kept, _mass(x - top), 0)
                 held = tl.sum(weight, 0)
+                number = tl.sum(is_kept.to(tl.int32), 0).to(tl.int64)
                 whole = held  # top-k leaves nothing but candidates
                 if k == 0:
                     whole = tl.sum(tl.load(masses + index * SLICES + slice_of), 0)
-                if is_complete & (held >= p * whole):
-                    low = tl.maximum(low, _largest_of(key, weight, p * whole))
+                goal = _goal(whole, number, k, low, top, p)
+                if is_complete & (held >= goal):
+                    low = tl.maximum(low, _largest_of(key, weight, goal))
                 else:
                     whole, _, _ = _weight_at_least(row, temp, vocab, low, low, low, low, top, True, BLOCK)
-                    low = tl.maximum(low, _largest_key(row, temp, vocab, low, p * whole, top, True, BLOCK))
+                    number, _, _ = _weight_at_least(row, temp, vocab, low, low, low, low, top, False, BLOCK)
+                    goal = _goal(whole, number, k, low, top, p)
+                    low = tl.maximum(low, _largest_key(row, temp, vocab, low, goal, top, True, BLOCK))
         floor = _unordered(low)
     tl.store(floors + index, floor)
 
@@ -204,7 +225,7 @@ def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     rows, vocab = logits.shape
     new = logits.new_empty
     floors, maxima, candidates = new(rows), new(rows, SLICES * LANES), new(rows, SLICES * PLACES)
-    masses, counts = new(rows, SLICES), new(rows, SLICES, dtype=torch.int32)
+    masses, counts = new(rows, SLICES, dtype=torch.int64), new(rows, SLICES, dtype=torch.int32)
     if rows:
         limits = (temperature, top_k, top_p, min_p)
         slices = dict(SLICES=SLICES, LANES=LANES)

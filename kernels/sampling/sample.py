@@ -3,11 +3,13 @@
     l = logits / temperature
     min-p:  keep l >= max(l) + log(min_p)
     top-k:  keep l >= the k-th largest l                          (keeps all equal values)
-    top-p:  keep l >= the largest v such that softmax mass of {l >= v} among the kept reaches top_p
+    top-p:  keep l >= the largest v such that the mass of {l >= v} reaches top_p of the mass of the kept
     token = argmax over the kept of l + gumbel(seed, choice, position, token)       (the smallest id if equal)
 
-Each filter is a threshold on the value, so the result does not depend on the order of a sort. Rows with temperature 0
-take the argmax. Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
+Each filter is a threshold on the value, so the result does not depend on the order of a sort. A mass is a sum of
+integers, exp(l - max(l)) in units of 2^-40, so it does not depend on an order either. Of values equal to the k-th, only
+so many count for the mass of the kept that there are k: it is a function of the k largest. Rows with temperature 0 take
+the argmax. Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
 seed int64 [R] (the bits of a uint64), choice int32 [R], position int64 [R]; returns int64 [R].
 
 The noise is a hash of (seed, choice, position, token id) only. It does not depend on the batch, the row or the machine:
@@ -29,7 +31,7 @@ from torch import Tensor
 from coatcheck.kernels import native
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_logits
-from coatcheck.kernels.sampling.filter_floor import filter_floor
+from coatcheck.kernels.sampling.filter_floor import MASS_UNITS, filter_floor
 
 # splitmix64's increment and multipliers, as the signed integers that torch takes.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -188,10 +190,10 @@ def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     floor = falling.gather(1, last[:, None])
     kept = kept.masked_fill(kept < floor, -math.inf)
     falling = falling.masked_fill(falling < floor, -math.inf)
-    mass = torch.exp((falling - highest).double()).cumsum(dim=-1)
-    reached = mass >= top_p.double()[:, None] * mass[:, -1:]
-    # If top_p is 1, the rounding of the sum must not remove any token.
-    reached[:, -1] = True
+    mass = (torch.exp(falling - highest) * MASS_UNITS).long().cumsum(dim=-1)
+    goal = torch.ceil(top_p.double()[:, None] * mass.gather(1, last[:, None]).double()).clamp(min=1)
+    reached = mass >= goal
+    reached[:, -1] = True  # a row whose tokens are all forbidden has no mass
     floor = torch.where(top_p[:, None] < 1, falling.gather(1, reached.int().argmax(dim=-1)[:, None]), -math.inf)
     return kept.masked_fill(kept < floor, -math.inf)
 

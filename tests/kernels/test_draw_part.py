@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("draw_part")]
 
 
 def knobs(rows: int) -> dict[str, Tensor]:
-    """Greedy rows, drawn ones, and rows with top-k, min-p and both."""
+    """Greedy rows, drawn ones, and rows with top-k, min-p, both, and top-p after top-k."""
     at = torch.arange(rows)
+    top_k = torch.tensor([0, 0, 20, 0, 3, 64], dtype=torch.int32)[at % 6]
     return dict(
         temperature=torch.tensor([0.0, 1.0, 0.7, 1.3])[at % 4],
-        top_k=torch.tensor([0, 0, 20, 0, 3, 64], dtype=torch.int32)[at % 6],
-        top_p=torch.ones(rows),
+        top_k=top_k,
+        top_p=torch.where(top_k > 0, torch.tensor([1.0, 0.8, 0.3, 0.95, 0.99])[at % 5], 1.0),
         min_p=torch.tensor([0.0, 0.05, 0.0, 0.01, 0.0])[at % 5],
         seed=at * 7919 - 5,
         choice=(at % 3).to(torch.int32),
@@ -65,6 +66,7 @@ def test_min_p_may_keep_more_tokens_than_a_part_sends() -> None:
     torch.manual_seed(6)
     logits, chosen = torch.rand(60, 1000) * 4, knobs(60)
     chosen |= dict(temperature=torch.ones(60), top_k=torch.zeros(60, dtype=torch.int32), min_p=torch.full((60,), 0.2))
+    chosen["top_p"] = torch.ones(60)
     drawn = sample(logits, **chosen)
     assert torch.equal(merged(logits, 2, chosen), drawn)
     filters = [chosen[name] for name in ("temperature", "top_k", "top_p", "min_p")]

@@ -130,6 +130,17 @@ def test_draws_stay_inside_the_filters_and_equal_the_reference(data: st.DataObje
     assert torch.equal(have, want)
 
 
+def test_the_mass_of_the_kept_is_that_of_k_tokens() -> None:
+    """Of five values equal to the second largest one counts: then the largest has 0.73 of the mass, else 0.35. Without
+    top-k all count."""
+    logits = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]).expand(60, 6)
+    each = dict(position=list(range(60)), top_p=0.7)
+    for top_k, drawn in ((2, {1}), (0, set(range(6)))):
+        arguments = knobs(60, top_k=top_k, **each)
+        assert set(sample(logits, **arguments).tolist()) == drawn
+        assert torch.equal(sample(logits, **arguments), sample_reference(logits, **arguments))
+
+
 def test_large_vocabularies_agree_with_the_reference() -> None:
     """Filters without a sort keep the same sets as the reference's sort, over 50,000 tokens and strided rows."""
     torch.manual_seed(7)

@@ -23,8 +23,8 @@ class SamplingFeature(Flag):
 
     NONE = 0
     DRAW = auto()
-    FEW_KEPT = auto()  # top_k up to MAX_MERGED_TOP_K, or min_p
-    MANY_KEPT = auto()  # a larger top_k, or top_p
+    FEW_KEPT = auto()  # top_k up to MAX_MERGED_TOP_K, also with top_p; or min_p
+    MANY_KEPT = auto()  # a larger top_k, or top_p without top_k
     GRAMMAR = auto()
     PENALTIES = auto()
     BIAS = auto()  # logit_bias, or min_tokens
@@ -35,7 +35,7 @@ class SamplingFeature(Flag):
 class SamplingForm(Enum):
     """`GREEDY`: the largest logit of each row. `DRAWN`: filters and a draw, also for greedy rows beside drawn ones.
     `PENALISED`: penalties before that. `MERGED`: the largest logit, or a draw without filters, of a rank's tokens.
-    `MERGED_FILTERED`: the same with top-k and min-p."""
+    `MERGED_FILTERED`: the same with top-k, top-p among few tokens, and min-p."""
 
     GREEDY = auto()
     DRAWN = auto()
@@ -57,7 +57,7 @@ class SamplingChoice(NamedTuple):
 
 
 _NEED_ALL_TOKENS: Final = {
-    SamplingFeature.MANY_KEPT: f"top_p, or top_k above {MAX_MERGED_TOP_K}",
+    SamplingFeature.MANY_KEPT: f"top_p without top_k, or top_k above {MAX_MERGED_TOP_K}",
     SamplingFeature.GRAMMAR: "a grammar",
     SamplingFeature.PENALTIES: "penalties",
     SamplingFeature.BIAS: "logit_bias or min_tokens",
@@ -68,11 +68,12 @@ _NEED_ALL_TOKENS: Final = {
 
 def features_of(params: SamplingParams, *, has_grammar: bool) -> SamplingFeature:
     """What a request asks for."""
-    is_drawn, few = params.temperature > 0.0, params.top_k <= MAX_MERGED_TOP_K
+    is_drawn, few = params.temperature > 0.0, 0 < params.top_k <= MAX_MERGED_TOP_K
+    many = params.top_k > MAX_MERGED_TOP_K or (params.top_p < 1.0 and not few)
     has = {
         SamplingFeature.DRAW: is_drawn,
-        SamplingFeature.FEW_KEPT: is_drawn and ((params.top_k > 0 and few) or params.min_p > 0.0),
-        SamplingFeature.MANY_KEPT: is_drawn and (not few or params.top_p < 1.0),
+        SamplingFeature.FEW_KEPT: is_drawn and (few or params.min_p > 0.0),
+        SamplingFeature.MANY_KEPT: is_drawn and many,
         SamplingFeature.GRAMMAR: has_grammar,
         SamplingFeature.PENALTIES: (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -3,7 +3,7 @@
 The parameters are on the device, one column per slot, written when a sequence takes the slot. Every rank samples from
 the same gathered logits with the same seeds, and so gets the same tokens. In the merged forms (sampling_form.py) a rank
 draws from the logits of its own tokens, and the ranks exchange the token that each drew with the value that won: 8
-bytes a row. For top-k and min-p they exchange their largest logits first.
+bytes a row. For top-k, with or without top-p, and for min-p they exchange their largest logits first.
 
 A step first changes the logits by what only the host knows (`edit_logits`), then samples (`sample`). The second part
 takes nothing but tensors, so CUDA graphs can hold it (cuda_graphs.py).

@@ -77,6 +77,11 @@ def filters() -> None:
         want = filter_reference(scaled, top_k, top_p, min_p) > float("-inf")
         have = (scaled >= floors[:, None]) & (scaled > float("-inf"))
         assert torch.equal(have, want), (vocab, (have != want).sum(dim=1))
+        # The floors of rows with a small top-k are those of the largest logits of each part, bit for bit.
+        parts = logits.split(-(-vocab // 3), dim=1)
+        largest = torch.cat([part.topk(min(64, part.shape[1])).values for part in parts], dim=1)
+        few = (top_k > 0) & (top_k <= 64)
+        assert torch.equal(filter_floor(largest, temperature, top_k, top_p, min_p)[few], floors[few])
 
 
 def penalties() -> None:

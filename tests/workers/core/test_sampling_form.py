@@ -30,6 +30,9 @@ GREEDY: dict[str, Any] = dict(temperature=0.0)
         (dict(min_p=0.1), SamplingFeature.DRAW | SamplingFeature.FEW_KEPT),
         (dict(top_k=MAX_MERGED_TOP_K + 1), SamplingFeature.DRAW | SamplingFeature.MANY_KEPT),
         (dict(top_p=0.9), SamplingFeature.DRAW | SamplingFeature.MANY_KEPT),
+        (dict(top_p=0.9, top_k=20), SamplingFeature.DRAW | SamplingFeature.FEW_KEPT),
+        (dict(top_p=0.9, top_k=65), SamplingFeature.DRAW | SamplingFeature.MANY_KEPT),
+        (dict(top_p=0.9, min_p=0.1), SamplingFeature.DRAW | SamplingFeature.FEW_KEPT | SamplingFeature.MANY_KEPT),
         (GREEDY | dict(repetition_penalty=1.1), SamplingFeature.PENALTIES),
         (GREEDY | dict(presence_penalty=-0.1), SamplingFeature.PENALTIES),
         (dict(frequency_penalty=0.1), SamplingFeature.DRAW | SamplingFeature.PENALTIES),
@@ -75,7 +78,7 @@ def test_ranks_merge_their_tokens_where_no_row_needs_all_logits() -> None:
     ):
         assert choose_form(features, can_merge=True) == (form, own)
     for feature, what in (
-        (SamplingFeature.MANY_KEPT, "top_p, or top_k above 64"),
+        (SamplingFeature.MANY_KEPT, "top_p without top_k, or top_k above 64"),
         (SamplingFeature.GRAMMAR, "a grammar"),
         (SamplingFeature.PENALTIES, "penalties"),
         (SamplingFeature.BIAS, "logit_bias or min_tokens"),

@@ -21,7 +21,8 @@ from tests.workers.ranks import run_ranks
 SLOTS = 24
 PARAMS: list[dict[str, Any]] = [
     dict(temperature=0.0), dict(temperature=0.8), dict(temperature=1.2, top_k=20), dict(top_k=64, min_p=0.05),
-    dict(temperature=0.0, top_p=0.5, top_k=3), dict(min_p=0.2),
+    dict(temperature=0.0, top_p=0.5, top_k=3), dict(min_p=0.2), dict(top_k=20, top_p=0.8),
+    dict(temperature=1.5, top_k=64, top_p=0.95, min_p=0.01),
 ]  # fmt: skip
 
 
