@@ -196,7 +196,7 @@ KEYS: dict[str, Keys] = {
         dict(SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, BLOCK=2048), 8,
     ),
     "collect": same(
-        filter_floor._collect, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 *fp32 *i32 *fp32 i32 i32",
+        filter_floor._collect, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 *fp32 *i32 *i64 i32 i32",
         dict(
             SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, PLACES=filter_floor.PLACES,
             WANTED=filter_floor._WANTED, BLOCK=2048,
@@ -204,7 +204,7 @@ KEYS: dict[str, Keys] = {
         8,
     ),
     "filter_floor": same(
-        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 *fp32 *i32 *fp32 *fp32 i32 i32",
+        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 *fp32 *i32 *i64 *fp32 i32 i32",
         dict(SLICES=filter_floor.SLICES, LANES=filter_floor.LANES, PLACES=filter_floor.PLACES, BLOCK=4096), 16,
     ),
     "draw": same(
