@@ -42,7 +42,7 @@ REASONS = (
     ),
     (
         r"keys and values differ in shape|latent attention is served for",
-        "keys and values of different sizes, or latent attention (MLA) that the code of this project does not know",
+        "values longer than keys, or latent attention (MLA) that the code of this project does not know",
         "choose another model; `coatcheck plan` sizes latent attention",
     ),
     (

@@ -27,6 +27,11 @@ _OTHER_STATE: Final = (
 )
 # Every n-th layer has full attention, for families whose config.json may lack layer_types.
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+# Families whose decoder layers hold several attentions, and those with more KV heads in layers with a sliding window.
+ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
+_MORE_KV_HEADS: Final = {"mimo_v2_flash": 2}
+# Families whose values are shorter than their keys; the pool stores them as long.
+_SHORT_VALUES: Final = frozenset({"mimo_v2_flash"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,17 @@ class ModelShape:
                 else "only the text part is counted; `coatcheck serve` does not serve this model"
             )
         heads = config.count("num_attention_heads", "n_head", "num_heads")
-        windows = _sliding_windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
+        count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
+        windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
         if config.values.get("kv_lora_rank") is not None:
             nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
             latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0, rope_head_dim=rope)
             layer, expanded = latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)
         else:
-            layer = expanded = LayerSpec(heads, _kv_heads(config, heads), _head_dim(config, heads))
+            layer = LayerSpec(heads, _kv_heads(config, heads), _head_dim(config, heads))
+            if config.model_type in _SHORT_VALUES and (v := config.count("v_head_dim", default=128)) < layer.head_dim:
+                layer = replace(layer, unpadded_v_dim=v)
+            expanded = layer
         dtype = str(config.values.get("dtype") or config.values.get("torch_dtype") or "")
         names_dtype = dtype in _DTYPES
         if not names_dtype:
@@ -69,8 +78,8 @@ class ModelShape:
             notes.append(f"quantised weights: counted as ranks hold them if MODEL has its files, else as {dtype}")
         return cls(
             name=config.name,
-            layers=tuple(replace(layer, sliding_window=window) for window in windows),
-            expanded=tuple(replace(expanded, sliding_window=window) for window in windows),
+            layers=tuple(_with_window(config, layer, window) for window in windows),
+            expanded=tuple(_with_window(config, expanded, window) for window in windows),
             dtype=dtype,
             max_model_len=config.number("max_position_embeddings", "n_positions", "n_ctx", default=0) or None,
             notes=tuple(notes),
@@ -84,6 +93,11 @@ class ModelShape:
     def with_kv_heads(self, num_kv_heads: int) -> tuple[LayerSpec, ...]:
         """`expanded` with another number of KV heads per layer."""
         return tuple(replace(layer, num_kv_heads=num_kv_heads) for layer in self.expanded)
+
+
+def _with_window(config: ModelConfig, layer: LayerSpec, window: int) -> LayerSpec:
+    factor = _MORE_KV_HEADS.get(config.model_type, 1) if window else 1
+    return replace(layer, sliding_window=window, num_kv_heads=factor * layer.num_kv_heads)
 
 
 def _kv_heads(config: ModelConfig, heads: int) -> int:
@@ -115,6 +129,11 @@ def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
     values = config.values
     window = config.number("sliding_window", default=0)
     kinds = values.get("layer_types")
+    if config.model_type == "mimo_v2_flash":
+        window = config.number("sliding_window_size", default=window - 1) + 1  # the tokens before the query
+        if kinds is None:
+            is_full = [index == 0 or (index + 1) % 6 == 0 for index in range(num_layers)]
+            kinds = ["full_attention" if full else "sliding_attention" for full in is_full]
     if isinstance(kinds, list):
         if len(kinds) != num_layers:
             raise InvalidModel(f"{config.name}: config.json has {len(kinds)} layer_types for {num_layers} layers")

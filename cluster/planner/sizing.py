@@ -259,6 +259,12 @@ def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[
         notes.append("latent attention (MLA): every rank of tp holds the latents of all tokens")
     elif cache.copies > 1:
         notes.append(f"tp {cache.tp} is larger than the number of KV heads: {cache.copies:.0f} ranks hold each head")
+    padded = next((layer for layer in cache.layers if layer.unpadded_v_dim), None)
+    if padded is not None:
+        notes.append(
+            f"the pool stores values of {padded.unpadded_v_dim} elements with zeros behind them, as long as keys "
+            f"({padded.head_dim})"
+        )
     if any(layer.sliding_window for layer in cache.layers):
         notes.append("the pool keeps blocks outside of sliding windows until the sequence ends")
     if max_model_len is not None and context > max_model_len:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -27,7 +28,7 @@ _TIED: Final = frozenset(
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
-_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1}
+_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1, "mimo_v2_flash": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +58,19 @@ class WeightCount:
         dense, experts = table, 0  # every step reads the head
         for index, layer in enumerate(layers):
             dense += _attention(config, layer, shard, hidden) + 2 * hidden
-            if _has_experts(config, index):
+            has_experts = _has_experts(config, index)
+            if has_experts:
                 shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
                 dense, experts = dense + shared, experts + routed
-            else:
+            if not has_experts or config.model_type in ATTENTIONS_PER_LAYER:
                 dense += _mlp(config, _inner_size(config, hidden), shard, hidden)
-        num_experts = _num_experts(config)
+        num_experts = _num_experts(config) + _num_identities(config)
         return cls(
             dense=dense,
             lookup=0 if tied else table,
             experts=experts,
             num_experts=num_experts,
-            experts_per_token=config.count("num_experts_per_tok", default=1) if num_experts else 0,
+            experts_per_token=config.count("num_experts_per_tok", "moe_topk", default=1) if num_experts else 0,
         )
 
     @property
@@ -86,7 +88,7 @@ class WeightCount:
 def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: int) -> int:
     heads, kv_heads = shard.local_heads(layer)
     if config.values.get("kv_lora_rank") is None:
-        return hidden * layer.head_dim * 2 * (heads + kv_heads)
+        return hidden * (layer.head_dim + layer.output_dim) * (heads + kv_heads)
     # Every rank has the projections to latents. The projections from latents and the output projection are sharded.
     rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
     nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
@@ -108,13 +110,22 @@ def _num_experts(config: ModelConfig) -> int:
     return config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
 
 
+def _num_identities(config: ModelConfig) -> int:
+    """The experts without weights, which return their input."""
+    return config.number("zero_expert_num", default=0)
+
+
 def _has_experts(config: ModelConfig, index: int) -> bool:
     without = config.values.get("mlp_only_layers")
     if not _num_experts(config) or (isinstance(without, list) and index in without):
         return False
+    if attentions := ATTENTIONS_PER_LAYER.get(config.model_type):  # one mixture beside several attentions and MLPs
+        return index % attentions == 0
     kinds = config.values.get("mlp_layer_types")
     if isinstance(kinds, list) and index < len(kinds):
         return bool(kinds[index] == "sparse")
+    if isinstance(flags := config.values.get("moe_layer_freq"), list) and index < len(flags):  # mimo_v2_flash
+        return bool(flags[index])
     step = config.count("decoder_sparse_step", "moe_layer_freq", default=1)
     if "decoder_sparse_step" in config.values:
         return (index + 1) % step == 0
@@ -124,7 +135,7 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
 
 def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_parallel: bool) -> tuple[int, int]:
     """(weights that every token uses, weights of all experts together) of one layer."""
-    inner = config.count("moe_intermediate_size", "intermediate_size")
+    inner = config.count("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     shared += config.number("n_shared_experts", default=0) * inner
     count = _num_experts(config)
@@ -133,4 +144,4 @@ def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_paralle
         routed = (last - first) * _mlp(config, inner, TpShard(0, 1), hidden)
     else:
         routed = count * _mlp(config, inner, shard, hidden)
-    return count * hidden + _mlp(config, shared, shard, hidden), routed
+    return (count + _num_identities(config)) * hidden + _mlp(config, shared, shard, hidden), routed

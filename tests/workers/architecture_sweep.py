@@ -88,9 +88,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "kimi_linear": _LATENT,
     "glm4_moe_lite": _LATENT | dict(num_key_value_heads=4),
     "longcat_flash": _LATENT
-    | dict(num_layers=LAYERS, ffn_hidden_size=96, expert_ffn_hidden_size=32, zero_expert_num=2, head_dim=8),
+    | dict(
+        num_key_value_heads=4, num_layers=LAYERS, ffn_hidden_size=96, expert_ffn_hidden_size=32, zero_expert_num=2,
+        head_dim=8,
+    ),
     "mamba2": dict(num_heads=8, head_dim=16, state_size=16, n_groups=1),
     "minicpm3": _LATENT,
+    "mimo_v2_flash": dict(head_dim=24, v_head_dim=16, sliding_window=16),
     "ministral": dict(head_dim=16),
     "qwen2_moe": dict(shared_expert_intermediate_size=32),
     "youtu": _LATENT | dict(num_key_value_heads=4),

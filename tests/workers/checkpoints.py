@@ -124,6 +124,31 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
     ),
+    "longcat-flash": (
+        "longcat_flash",
+        _LATENT
+        | dict(
+            num_layers=2,
+            ffn_hidden_size=96,
+            expert_ffn_hidden_size=48,
+            n_routed_experts=8,
+            zero_expert_num=4,
+            moe_topk=4,
+            head_dim=16,
+        ),
+    ),
+    "mimo-v2-flash": (
+        "mimo_v2_flash",
+        dict(
+            num_hidden_layers=6,  # the first and the last with full attention
+            head_dim=24,
+            v_head_dim=16,
+            sliding_window=16,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+        ),
+    ),
     "youtu": ("youtu", _LATENT | dict(tie_word_embeddings=True)),
 }
 

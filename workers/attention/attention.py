@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from coatcheck.kernels.attention.paged_attention import paged_attention
@@ -77,7 +78,7 @@ def attend(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
+    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]. Values may be shorter.
 
     The layer's parameters are those that the probe found. They replace the arguments that are ignored, because some
     models write their window only into the mask. `s_aux`: attention sinks, [heads].
@@ -85,10 +86,14 @@ def attend(
     step, index = _step.get(), layer_index(module)
     cache = step.layer_caches[index]
     assert isinstance(cache, KVCache)  # only our own code computes latent attention
+    size = value.shape[3]
+    if size < key.shape[3]:
+        value = pad(value, (0, key.shape[3] - size))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     store_kv(k, v, cache, step.metadata.slot_mapping)
     sinks = None if s_aux is None else s_aux.float()
-    return attend_cache(q, cache, step.layers[index], step.metadata, sinks).unsqueeze(0), None
+    out = attend_cache(q, cache, step.layers[index], step.metadata, sinks)
+    return out[..., :size].unsqueeze(0), None
 
 
 def attend_cache(

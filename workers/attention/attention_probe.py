@@ -243,7 +243,8 @@ def _record_attention(
         raise _Unsupported("its attention is not causal")
     latent = LatentDescription.of(module)
     rank, rope_dim = (0, 0) if latent is None else (latent.rank, latent.rope)
-    if not rope_dim and (key.shape != value.shape or key.shape[-1] != query.shape[-1]):
+    has_known_sizes = key.shape[:3] == value.shape[:3] and value.shape[-1] <= key.shape[-1] == query.shape[-1]
+    if not rope_dim and not has_known_sizes:
         raise _Unsupported(f"its keys and values differ in shape ({list(key.shape)}, {list(value.shape)})")
     if query.shape[2] != recording.num_tokens or key.shape[2] != recording.num_tokens:
         raise _Unsupported(f"its attention gets {key.shape[2]} keys for {recording.num_tokens} tokens")
@@ -261,6 +262,7 @@ def _record_attention(
         head_dim=rank + rope_dim if rope_dim else query.shape[3],
         v_head_dim=0 if rope_dim else None,
         rope_head_dim=rope_dim,
+        unpadded_v_dim=0 if rope_dim or value.shape[3] == key.shape[3] else value.shape[3],
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         sliding_window=window,
         softcap=softcap or 0.0,
@@ -270,7 +272,8 @@ def _record_attention(
     if rope_dim:
         return (value * (1 + torch.tanh((query * key).sum(-1, keepdim=True)))).transpose(1, 2), None
     groups = query.shape[1] // key.shape[1]
-    own = query + (key - 0.5 * value).repeat_interleave(groups, dim=1)
+    size = value.shape[-1]
+    own = query[..., :size] + (key[..., :size] - 0.5 * value).repeat_interleave(groups, dim=1)
     return own.transpose(1, 2), None
 
 

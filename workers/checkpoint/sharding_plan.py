@@ -108,27 +108,29 @@ def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: Attent
     q, kv = shard.query_rows(layer), shard.kv_rows(layer)
     q_rows, kv_rows = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     k_in_qkv, v_in_qkv = _shift(kv, q_rows), _shift(kv, q_rows + kv_rows)
+    v, out = _rescale(kv, layer.head_dim, layer.output_dim), _rescale(q, layer.head_dim, layer.output_dim)
+    v_rows, out_columns = layer.num_kv_heads * layer.output_dim, layer.num_heads * layer.output_dim
     column_parallel = {  # (rows of all ranks, this rank's)
         "q_proj": (q_rows, (q,)),
         "k_proj": (kv_rows, (kv,)),
-        "v_proj": (kv_rows, (kv,)),
+        "v_proj": (v_rows, (v,)),
         "qkv_proj": (q_rows + 2 * kv_rows, (q, k_in_qkv, v_in_qkv)),
     }
     for name in [name for name in shapes if name.startswith(f"{layer.module}.")]:
         shape, (module, leaf) = shapes[name], name.removeprefix(f"{layer.module}.").rpartition(".")[::2]
         if module in column_parallel and shape[0] == column_parallel[module][0]:
             plan.slices[name] = TensorSlice(0, column_parallel[module][1])
-        elif module == "o_proj" and (leaf == "bias" or shape[-1] == q_rows):
+        elif module == "o_proj" and (leaf == "bias" or shape[-1] == out_columns):
             plan.roles[f"{layer.module}.o_proj"] = ParallelRole.ROW
             if leaf == "weight":
-                plan.slices[name] = TensorSlice(1, (q,))
+                plan.slices[name] = TensorSlice(1, (out,))
         elif module in ("q_norm", "k_norm") and shape == (layer.head_dim,):
             continue  # a norm of single heads is the same on every rank
         elif module in ("q_norm", "k_norm") and shape == ((q_rows,) if module == "q_norm" else (kv_rows,)):
             plan.slices[name] = TensorSlice(0, (q if module == "q_norm" else kv,))
             plan.roles[f"{layer.module}.{module}"] = ParallelRole.QK_NORM
         elif name == f"{layer.module}.sinks" and shape == (layer.num_heads,):
-            plan.slices[name] = TensorSlice(0, ((q[0] // layer.head_dim, q[1] // layer.head_dim),))
+            plan.slices[name] = TensorSlice(0, (_rescale(q, layer.head_dim, 1),))
         else:
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
 
@@ -143,6 +145,11 @@ def _shard_latent_attention(
         if name in shapes:
             plan.slices[name] = TensorSlice(dim, (shard.split_evenly(shapes[name][dim], name),))
     plan.roles[f"{layer.module}.o_proj"] = ParallelRole.ROW
+
+
+def _rescale(rows: Range, head_dim: int, size: int) -> Range:
+    """The rows of the same heads in a tensor with `size` rows a head."""
+    return rows[0] // head_dim * size, rows[1] // head_dim * size
 
 
 def _shift(rows: Range, by: int) -> Range:

@@ -192,6 +192,7 @@ def _may_quantise(model: PreTrainedModel, name: str) -> bool:
     return _owner(model, name) is not get_lm_head() and module.rpartition(".")[2] not in _ROUTERS
 
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
@@ -213,6 +214,9 @@ def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: d
             unused.append(key)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
+        index = _EXPERT.search(key)
+        if index and converter and _stacks_experts(converter) and int(index[1]) >= parameters[name].shape[0]:
+            continue  # transformers stores weights of longcat_flash's experts that return their input
         target = targets.setdefault(name, _Target(name, converter))
         target.sources.setdefault(pattern or key, []).append(key)
     if checkpoint.skipped:

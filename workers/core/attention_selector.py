@@ -24,7 +24,7 @@ from coatcheck.workers.core.model_spec import LayerSpec
 AttentionBackendSetting = Literal["auto", "triton", "flashinfer", "fa3"]
 Capability = tuple[int, int]  # of an NVIDIA GPU: (9, 0) for an H100
 
-MODEL_TYPES_WITH_SINKS: Final = frozenset({"gpt_oss"})  # as far as config.json tells
+MODEL_TYPES_WITH_SINKS: Final = frozenset({"gpt_oss", "mimo_v2_flash"})  # as far as config.json tells
 NEVER_RUN: Final = "no GPU has run it from Coatcheck; its calls are tested against its documented interface alone"
 
 
@@ -111,9 +111,10 @@ def check_backend_model(
     for layer in layers:
         if not library.fits_head_dim(layer.head_dim):
             raise _refusal(name, f"takes a head_dim of {library.head_dims}, and the model has {layer.head_dim}")
-        if layer.value_dim != layer.head_dim:
+        if layer.output_dim != layer.head_dim:
             raise _refusal(
-                name, f"is called with values as wide as keys, and the model has {layer.value_dim} and {layer.head_dim}"
+                name,
+                f"is called with values as wide as keys, and the model has {layer.output_dim} and {layer.head_dim}",
             )
     if deterministic:
         raise _refusal(

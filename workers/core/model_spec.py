@@ -10,6 +10,7 @@ class LayerSpec:
     `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
     values are part of the keys (MLA's latent cache), so that nothing is stored for them. `rope_head_dim`: with latent
     attention, the last elements of a key: they are rotated, shared by all heads, and no part of the value.
+    `unpadded_v_dim`: elements of V in the model, if the pool stores V with zeros behind it, as long as K; 0 without.
     `token_shards`: the ranks over which the tokens of each block are divided (--mla-shard tokens); 1: every rank stores
     every token. `token_shard`: which part is this rank's.
     """
@@ -23,6 +24,7 @@ class LayerSpec:
     rope_head_dim: int = 0
     token_shards: int = 1
     token_shard: int = 0
+    unpadded_v_dim: int = 0
 
     @property
     def is_latent(self) -> bool:
@@ -38,8 +40,13 @@ class LayerSpec:
 
     @property
     def value_dim(self) -> int:
-        """Elements of V per token and head."""
+        """Elements of V per token and head, as the pool stores it."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of a head's output, of a model with keys and values of its own for every KV head."""
+        return self.unpadded_v_dim or self.value_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from coatcheck.kernels.layers.decoder_layers import (
     MlpSublayer,
     is_native,
 )
+from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
@@ -30,7 +31,8 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
-from coatcheck.workers.model.parallel_layers import RankSum, norm_for_linear
+from coatcheck.workers.model.parallel_layers import RankSum, add_and_norm, norm_for_linear
+from coatcheck.workers.model.shortcut_experts import ShortcutExperts
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
 
 
@@ -41,9 +43,21 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, layer: Any, spec: AttentionLayer, family: Family, communicator: Communicator, *, batch_invariant: bool
+        self,
+        layer: Any,
+        spec: AttentionLayer,
+        family: Family,
+        communicator: Communicator,
+        *,
+        batch_invariant: bool,
+        starts: ShortcutExperts | None = None,
+        adds: ShortcutExperts | None = None,
     ) -> None:
-        """`layer`: transformers' module. `spec`: with this rank's heads."""
+        """`layer`: transformers' module. `spec`: with this rank's heads.
+
+        `starts`, `adds`: the experts that this half of a LongCat layer starts, or whose output it adds.
+        """
+        self.starts, self.adds = starts, adds
         attention = layer.self_attn
         self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
         self.first_norm = read_norm(layer.input_layernorm, family)
@@ -55,10 +69,12 @@ class DecoderLayer:
             second_norm = layer.pre_feedforward_layernorm
         if hasattr(layer.mlp, "post_mlp_layernorm"):  # axk1
             self.mlp_norm = read_norm(layer.mlp.post_mlp_layernorm, family)
-        make_mlp = DenseMlp if hasattr(layer.mlp, "down_proj") else SparseMlp
-        self.mlp: DenseMlp | SparseMlp = make_mlp(
-            layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
-        )
+        self.mlp: DenseMlp | SparseMlp
+        norm = read_norm(second_norm, family)
+        if hasattr(layer.mlp, "down_proj"):
+            self.mlp = DenseMlp(layer.mlp, norm, batch_invariant=batch_invariant, starts=starts, adds=adds)
+        else:
+            self.mlp = SparseMlp(layer.mlp, norm, batch_invariant=batch_invariant)
         self._row_format: RowFormat | None = None  # of the linear behind the first norm
         # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x has `_row_format`.
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
@@ -74,7 +90,14 @@ class DecoderLayer:
 
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layer, in the order of their use."""
-        return [*self._attention_linears, self.output, *self.mlp.linears()]
+        shortcut = [] if self.starts is None else self.starts.moe.linears()
+        return [*self._attention_linears, self.output, *self.mlp.linears(), *shortcut]
+
+    def experts(self) -> list[PackedExperts]:
+        """The layer's experts; none in a dense layer."""
+        if isinstance(self.mlp, SparseMlp):
+            return [self.mlp.moe.experts]
+        return [] if self.starts is None else [self.starts.moe.experts]
 
     def __call__(
         self,
@@ -100,6 +123,8 @@ class DecoderLayer:
         owed = self.reduce
         if logits_indices is not None:
             residual = residual[logits_indices.tokens]
+            if self.adds is not None:
+                self.adds.select_rows(logits_indices)
         if self.attention_norm is not None:
             x, owed = self.attention_norm(x if owed is None else owed(x)), None
         x, residual = self.mlp(x, residual, owed)
@@ -119,12 +144,22 @@ class DecoderLayer:
 class DenseMlp:
     """Returns down(act(gate(h)) * up(h)) with h = norm(x + residual), and x + residual."""
 
-    def __init__(self, mlp: Any, norm: RmsNorm, *, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        mlp: Any,
+        norm: RmsNorm,
+        *,
+        batch_invariant: bool,
+        starts: ShortcutExperts | None = None,
+        adds: ShortcutExperts | None = None,
+    ) -> None:
+        """`starts`, `adds`: see DecoderLayer."""
         self.norm = norm
+        self._starts, self._adds = starts, adds
         self.gate_up = pack_merged(mlp, "gate_up_proj", ("gate_proj", "up_proj"), batch_invariant=batch_invariant)
         self.down, self.reduce = pack_row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
-        can_run_native = is_native(self.gate_up, self.down)
+        can_run_native = starts is None and adds is None and is_native(self.gate_up, self.down)
         self.native_sublayer = MlpSublayer(norm, self.gate_up, self.down, self.activation) if can_run_native else None
 
     def linears(self) -> list[PackedLinear]:
@@ -135,8 +170,14 @@ class DenseMlp:
         if self.native_sublayer is not None:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
-            normed, residual = norm_for_linear(self.norm, x, residual, owed, self.gate_up.row_format)
+            if self._starts is not None:  # the experts read the norm too, and take it plain
+                normed, residual = add_and_norm(self.norm, x, residual, owed)
+                self._starts.start(normed)
+            else:
+                normed, residual = norm_for_linear(self.norm, x, residual, owed, self.gate_up.row_format)
             x = self.down(silu_mul_for_linear(self.gate_up(normed), self.activation, self.down.row_format))
+            if self._adds is not None:
+                x = self._adds.add_to(x)
         return (x if self.reduce is None else self.reduce(x)), residual
 
 

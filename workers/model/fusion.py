@@ -27,14 +27,17 @@ from coatcheck.workers.model.decoder_layer import (
 )
 from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, read_norm
 from coatcheck.workers.model.parallel_layers import add_and_norm
-from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp, is_known_block
+from coatcheck.workers.model.shortcut_experts import halves_of, has_halves
+from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
-LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # those with latent attention (MLA)
+# Those with latent attention (MLA).
+LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3"), Family()),
     **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), Family()),
     **dict.fromkeys(LATENT_TYPES, Family()),
+    "mimo_v2_flash": Family(),
     "gpt_oss": Family(has_half_tables=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }
@@ -103,7 +106,7 @@ class FusedBody:
 
     def experts(self) -> list[PackedExperts]:
         """The experts of each layer that has some."""
-        return [layer.mlp.moe.experts for layer, _ in self._layers if isinstance(layer.mlp, SparseMlp)]
+        return [experts for layer, _ in self._layers for experts in layer.experts()]
 
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layers."""
@@ -131,7 +134,7 @@ def is_fusable(model: PreTrainedModel) -> bool:
     base: Any = model.base_model
     if config.model_type not in _FAMILIES or activation_name(config) not in ACTIVATIONS:
         return False
-    mlps = (layer.mlp for layer in base.layers)
+    mlps = (layer.mlp for layer in base.layers)  # of LongCat's layers the experts; their MLPs are dense
     return all(hasattr(mlp, "down_proj") or is_known_block(mlp) for mlp in mlps)
 
 
@@ -148,9 +151,17 @@ def fuse(
     family = _FAMILIES[config.model_type]
     base: Any = model.base_model
     rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(layers)
-    fused = []
-    for index, layer in enumerate(layers):
-        fused.append(DecoderLayer(base.layers[index], layer, family, communicator, batch_invariant=batch_invariant))
+    fused: list[DecoderLayer] = []
+    for index, module in enumerate(base.layers):
+        if has_halves(module):
+            for half, experts in halves_of(module, batch_invariant=batch_invariant):
+                role = "starts" if len(fused) % 2 == 0 else "adds"
+                spec = layers[len(fused)]
+                fused.append(
+                    DecoderLayer(half, spec, family, communicator, batch_invariant=batch_invariant, **{role: experts})
+                )
+        else:
+            fused.append(DecoderLayer(module, layers[index], family, communicator, batch_invariant=batch_invariant))
         base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
     norm = read_norm(base.norm, family)
     sharded = layers[0] if layers[0].token_shards > 1 else None

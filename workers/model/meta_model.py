@@ -39,7 +39,13 @@ from coatcheck.workers.model.model_rules import (
 )
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
-from coatcheck.workers.model.sparse_mlp import check_expert_parallel, expert_tp_plan, is_known_block
+from coatcheck.workers.model.sparse_mlp import (
+    check_expert_parallel,
+    drop_weights_of_identity_experts,
+    expert_tp_plan,
+    is_known_block,
+    router_linears,
+)
 
 _PROBED_LENGTH: Final = 4096
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,7 +98,7 @@ def prepare_model(
         )
     if deterministic_on is not None:
         check_deterministic(causal, layers, model_dtype, deterministic_on)
-        if unpackable_linears:
+        if unpackable_linears - router_linears(causal):
             raise InvalidConfig(
                 f"deterministic: the code of {config.model_type} reads weights of its linears directly, so our "
                 "batch-invariant kernels cannot compute them; serve it without --deterministic"
@@ -197,6 +203,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
         _move_to_meta(model)
         nn.Module.train(model, False)
         _keep_in_float32(model)
+        drop_weights_of_identity_experts(model)
         if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
             model.base_model_prefix = "model"
         uninitialised = _compute_buffers(model, model, device)
@@ -253,7 +260,8 @@ def _move_to_meta(model: nn.Module) -> None:
 def _keep_in_float32(model: Any) -> None:
     """Give the parameters and buffers that transformers never rounds to 16 bits their dtype. One is the bias by which
     DeepSeek-V3 and its kin choose experts: its differences are smaller than bfloat16's steps."""
-    patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in model._keep_in_fp32_modules_strict or ()]
+    kept = {"e_score_correction_bias", *(model._keep_in_fp32_modules_strict or ())}  # longcat_flash does not name it
+    patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in kept]
     for name in list(model.state_dict()):
         owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         if isinstance(owner, nn.Linear) or not any(pattern.search(name) for pattern in patterns):

@@ -38,12 +38,19 @@ class RotaryTables:
 
 
 class MultiHeadAttention:
-    """From the normalised hidden states [T, hidden] to every head's output, [T, heads * head_dim]."""
+    """From the normalised hidden states [T, hidden] to every head's output, [T, heads * output_dim].
+
+    Where values are shorter than keys (mimo_v2_flash) the pool stores them with zeros behind them, so that attention
+    reads rows of one size.
+    """
 
     def __init__(self, attention: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
         """`attention`: transformers' module. `spec`: with this rank's heads."""
         self.spec = spec
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        keys = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        self._key_and_value_columns = keys, spec.num_kv_heads * spec.output_dim
+        self._value_scale = float(getattr(attention, "v_scale", 1.0))
         self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
         self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
         has_qk_norm = hasattr(attention, "q_norm")
@@ -60,21 +67,35 @@ class MultiHeadAttention:
     ) -> Tensor:
         """Returns only the rows of `logits_indices`, if given."""
         spec, qkv = self.spec, self.qkv(x)
-        q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
+        if spec.unpadded_v_dim:
+            q, k, v = self._split_and_pad(qkv)
+        else:
+            q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
         if logits_indices is not None:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
-        return attend_cache(q, cache, spec, metadata, self.sinks).flatten(1)
+        out = attend_cache(q, cache, spec, metadata, self.sinks)
+        return out[..., : spec.output_dim].flatten(1)
+
+    def _split_and_pad(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [T, heads, head_dim]; v is scaled, with zeros behind it."""
+        spec = self.spec
+        keys, values = qkv.split_with_sizes(self._key_and_value_columns, dim=1)
+        q, k = keys.unflatten(1, (-1, spec.head_dim)).split_with_sizes(self.heads[:2], dim=1)
+        v = qkv.new_zeros((len(qkv), spec.num_kv_heads, spec.head_dim))
+        scaled = values.unflatten(1, (-1, spec.unpadded_v_dim)) * self._value_scale
+        v[:, :, : spec.unpadded_v_dim] = scaled
+        return q, k, v
 
     def linears(self) -> list[PackedLinear]:
         return [self.qkv]
 
     def native_sublayer(self, norm: RmsNorm, output: PackedLinear) -> AttentionSublayer | None:
-        """Norm, attention and output projection in one call into C; None if linears, head size or sinks forbid it."""
+        """Norm, attention and output projection in one call into C; None if linears, head sizes or sinks forbid it."""
         spec = self.spec
-        if self.sinks is not None or not is_native(self.qkv, output, head_dim=spec.head_dim):
+        if self.sinks is not None or spec.unpadded_v_dim or not is_native(self.qkv, output, head_dim=spec.head_dim):
             return None
         return AttentionSublayer(
             norm,

@@ -143,6 +143,7 @@ class TensorParallelExperts(nn.Module):
         super().__init__()
         self.experts = experts
         self.first = first
+        self.rank = communicator.rank
         self.reduce = RankSum(communicator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

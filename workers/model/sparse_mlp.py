@@ -6,7 +6,7 @@ The table of routers tells how each of transformers' routers chooses (kernels/la
 router keep transformers' code, with our grouped products in place of its experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,8 +41,7 @@ class SparseMlp:
         self.native_sublayer = self.moe.native_sublayer(norm)
 
     def linears(self) -> list[PackedLinear]:
-        gate = () if self.moe.shared_gate is None else (self.moe.shared_gate,)
-        return [self.moe.router, *(self.moe.shared or ()), *gate]
+        return self.moe.linears()
 
     def __call__(self, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
         """`owed`: see DenseMlp."""
@@ -65,12 +64,16 @@ class MixtureOfExperts:
         router = _router_of(block)
         read, in_float32 = _ROUTERS[type(router).__name__]
         self.routing = read(router)
-        weight, bias = router.weight.detach(), getattr(router, "bias", None)
+        linear = getattr(router, "classifier", router)  # longcat_flash, whose code leaves out the linear's bias
+        weight, bias = linear.weight.detach(), getattr(router, "bias", None)
         if in_float32:
             weight = weight.float()
         self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
         first = _first_expert(block.experts)
         self.experts = pack_experts(module, self.routing.top_k, first=first, batch_invariant=batch_invariant)
+        # Experts without weights, behind the others: they return their input (longcat_flash). One rank adds it.
+        self._first_identity = module.num_routed_experts if getattr(module, "zero_expert_num", 0) else None
+        self._adds_identity = self.reduce is None or block.experts.rank == 0
         self.shared: tuple[PackedLinear, PackedLinear] | None = None
         self.shared_gate: PackedLinear | None = None
         shared = next((getattr(block, name) for name in _SHARED if hasattr(block, name)), None)
@@ -105,12 +108,20 @@ class MixtureOfExperts:
         if self.shared_gate is not None:
             gate = self.shared_gate(plain)
         out: Tensor = self.experts(rows, ids, weights, shared, gate)
+        if self._first_identity is not None and self._adds_identity:
+            kept = (weights * (ids >= self._first_identity)).sum(1, keepdim=True)
+            out = (out.float() + kept * plain.float()).to(plain.dtype)
         return out
+
+    def linears(self) -> list[PackedLinear]:
+        """Router and shared expert."""
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return [self.router, *(self.shared or ()), *gate]
 
     def native_sublayer(self, norm: RmsNorm) -> ExpertsSublayer | None:
         """Norm and block as one call into C; None if the weights do not have the native form."""
         others = () if self.shared is None else self.shared
-        if not is_native(self.router, self.experts, *others):
+        if self._first_identity is not None or not is_native(self.router, self.experts, *others):
             return None
         return ExpertsSublayer(norm, self.router, self.routing, self.experts, self.shared, self.shared_gate)
 
@@ -179,6 +190,8 @@ def is_known_block(block: Any) -> bool:
 
 def is_experts(module: Any) -> bool:
     """Whether PackedExperts computes what transformers' module of experts does."""
+    if type(module).__name__ == "LongcatFlashExperts":
+        return _activation_of(module) is not None and module.gate_up_proj is not None
     if not getattr(module, "has_gate", False) or module.has_post_expert_norm:
         return False
     return type(module).__name__ == "GptOssExperts" or (
@@ -205,7 +218,8 @@ def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) 
             activation=activation,
             first=first,
             batch_invariant=batch_invariant,
-            num_experts=getattr(module, "num_experts", None),
+            # Of longcat_flash also those without weights, which tokens choose too.
+            num_experts=getattr(module, "total_experts", getattr(module, "num_experts", None)),
         )
     # gpt-oss has gates and ups in turn, and holds plain weights as [experts, in, out].
     bias = module.gate_up_proj_bias.detach()
@@ -232,6 +246,22 @@ def _unwrap(experts: Any) -> tuple[Any, RankSum | None]:
 
 def _first_expert(experts: Any) -> int:
     return experts.first if isinstance(experts, TensorParallelExperts) else 0
+
+
+def drop_weights_of_identity_experts(model: nn.Module) -> None:
+    """Shorten the gates of longcat_flash's experts to those that have weights: transformers makes some for the others
+    too, which no published checkpoint has and no code reads. `model` is on the meta device."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if type(module).__name__ == "LongcatFlashExperts" and module.gate_up_proj is not None:
+            gate_up = module.gate_up_proj[: module.num_routed_experts]
+            module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+
+
+def router_linears(model: nn.Module) -> set[nn.Module]:
+    """The linears of routers that MixtureOfExperts replaces; transformers' code may read their weights directly."""
+    routers = [_router_of(block) for block in model.modules() if is_known_block(block)]
+    return {module for router in routers for module in router.modules() if isinstance(module, nn.Linear)}
 
 
 def packable_experts(model: nn.Module) -> frozenset[nn.Module]:
@@ -280,6 +310,8 @@ _BLOCKS = frozenset(
         "Glm4MoeLiteMoE",
         "Glm4MoeMoE",
         "GptOssMLP",
+        "LongcatFlashMoE",
+        "MiMoV2FlashMoE",
         "MixtralSparseMoeBlock",
         "OlmoeSparseMoeBlock",
         "Qwen2MoeSparseMoeBlock",
@@ -320,6 +352,15 @@ def _deepseek_v3(router: Any) -> Routing:
     )
 
 
+def _longcat(router: Any) -> Routing:
+    return Routing(
+        router.n_routed_experts,  # with those that return their input
+        router.top_k,
+        scale=router.routed_scaling_factor,
+        correction=router.e_score_correction_bias.detach().float(),
+    )
+
+
 # By the class of transformers' router: how it chooses, and whether it computes its logits in float32.
 _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     **dict.fromkeys(
@@ -327,8 +368,16 @@ _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     ),
     "GptOssTopKRouter": (_softmax_of_chosen, False),
     "DeepseekV2TopkRouter": (_deepseek_v2, True),
+    "LongcatFlashTopkRouter": (_longcat, True),
     **dict.fromkeys(
-        ("AXK1TopkRouter", "DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeLiteTopkRouter", "Glm4MoeTopkRouter"),
+        (
+            "AXK1TopkRouter",
+            "DeepseekV3TopkRouter",
+            "Dots1TopkRouter",
+            "Glm4MoeLiteTopkRouter",
+            "Glm4MoeTopkRouter",
+            "MiMoV2FlashTopkRouter",
+        ),
         (_deepseek_v3, True),
     ),
 }

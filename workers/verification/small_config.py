@@ -162,6 +162,8 @@ class _Shrinker:
             return self.hidden
         if value == self.old_head_dim:
             return _HEAD_DIM
+        if name == "v_head_dim" and "kv_lora_rank" not in self.values and value < self.old_head_dim:
+            return max(2, _HEAD_DIM * value // self.old_head_dim // 2 * 2)
         if "rank" in name or "per_layer" in name:
             return min(value, 8)
         if "rotary" in name or "rope" in name:

@@ -62,6 +62,17 @@ SERVED: dict[str, dict[str, Any]] = {
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
     "hunyuan_v1_moe": dict(head_dim=16, num_experts=4, moe_topk=2),
+    "longcat_flash": _LATENT
+    | dict(
+        num_layers=2,
+        ffn_hidden_size=96,
+        expert_ffn_hidden_size=32,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+        head_dim=8,
+    ),
+    "mimo_v2_flash": _EXPERTS | dict(n_routed_experts=4, head_dim=24, v_head_dim=16, sliding_window=16),
     "nemotron": {},
     "olmo3": {},
     "olmoe": _EXPERTS,

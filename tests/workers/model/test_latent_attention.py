@@ -1,10 +1,12 @@
 """Multi-head latent attention in a model: its two forms, chunks over a cached prefix, pools of any kind, refusals."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
@@ -118,6 +120,33 @@ def test_a_config_that_transformers_computes_otherwise_is_refused(
     set_fields(tmp_path, changes)
     with pytest.raises(InvalidModel, match=message):
         load(tmp_path)
+
+
+def test_a_checkpoint_without_the_bias_of_its_router_has_none(tmp_path: Path) -> None:
+    """A.X-K1 is published without e_score_correction_bias: its experts are then chosen by their scores alone."""
+    path = tiny_checkpoint("axk1", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    zeroed = {name: x * 0 if name.endswith("e_score_correction_bias") else x for name, x in tensors.items()}
+    found = []
+    for stored in (zeroed, {name: x for name, x in tensors.items() if not name.endswith("e_score_correction_bias")}):
+        save_file(stored, path / "model.safetensors", {"format": "pt"})
+        found.append(logits_of(load(path), 40, 20))
+    assert len(stored) < len(zeroed)
+    assert torch.equal(found[0], found[1])
+
+
+def test_experts_of_longcat_that_return_their_input(tmp_path: Path) -> None:
+    """A checkpoint with and without the weights that transformers stores for such experts gives the same logits, also
+    with --deterministic."""
+    path = tiny_checkpoint("longcat-flash", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    published = {name: x for name, x in tensors.items() if not re.search(r"experts\.(8|9|10|11)\.", name)}
+    assert len(published) < len(tensors)
+    found = [logits_of(load(path), 40, 20)]
+    save_file(published, path / "model.safetensors", {"format": "pt"})
+    found += [logits_of(load(path), 40, 20), logits_of(load(path, deterministic=True), 40, 20)]
+    assert torch.equal(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_weights_quantised_at_load(checkpoint_directory: Path) -> None:

@@ -1,0 +1,63 @@
+"""ShortcutExperts: the experts of a LongCat-Flash layer, which lie beside its two attentions and two MLPs.
+
+    x1  = x  + attention_0(norm(x))      h = norm(x1)
+    x2  = x1 + mlp_0(h)
+    x3  = x2 + attention_1(norm(x2))
+    out = x3 + mlp_1(norm(x3)) + experts(h)
+
+Each half of such a layer is a DecoderLayer. The MLP of the first half starts the experts, that of the second half adds
+their output.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from coatcheck.workers.attention.attention_metadata import LogitsIndices
+from coatcheck.workers.model.sparse_mlp import MixtureOfExperts
+
+
+class ShortcutExperts:
+    """Holds the experts' output of one step between the two halves. Like MLPs, a rank computes its part of the sum."""
+
+    def __init__(self, block: Any, *, batch_invariant: bool) -> None:
+        """`block`: transformers' module, one that `is_known_block` accepts."""
+        self.moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
+        self._output: Tensor | None = None
+
+    def start(self, h: Tensor) -> None:
+        """Compute the experts' output for h [T, hidden]."""
+        self._output = self.moe(h)
+
+    def select_rows(self, logits_indices: LogitsIndices) -> None:
+        """Keep the output of these tokens alone."""
+        assert self._output is not None, "the first half starts the experts"
+        self._output = self._output[logits_indices.tokens]
+
+    def add_to(self, x: Tensor) -> Tensor:
+        """x plus the output, which is dropped."""
+        output, self._output = self._output, None
+        assert output is not None, "the first half starts the experts"
+        return x + output
+
+
+def has_halves(layer: Any) -> bool:
+    """Whether transformers' decoder layer has the form above."""
+    return all(hasattr(layer, name) for name in ("mlps", "mlp", "self_attn")) and len(layer.mlps) == 2
+
+
+def halves_of(layer: Any, *, batch_invariant: bool) -> Iterator[tuple[Any, ShortcutExperts]]:
+    """Each half, with the attributes of an ordinary decoder layer, and the experts that both share."""
+    experts = ShortcutExperts(layer.mlp, batch_invariant=batch_invariant)
+    for index in range(2):
+        yield (
+            SimpleNamespace(
+                self_attn=layer.self_attn[index],
+                mlp=layer.mlps[index],
+                input_layernorm=layer.input_layernorm[index],
+                post_attention_layernorm=layer.post_attention_layernorm[index],
+            ),
+            experts,
+        )
