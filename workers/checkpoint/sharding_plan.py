@@ -79,7 +79,8 @@ def plan_sharding(
     grandparents = {_parent(name) for name in parents} - {""}
     for name in sorted({*shapes, *parents, *grandparents}):
         style = next((style for pattern, style in styles if pattern.fullmatch(name)), None)
-        if style is None or name in plan.roles or _parent(name) in attention or _is_below(name, whole):
+        is_attention = name in attention or _parent(name) in attention
+        if style is None or name in plan.roles or is_attention or _is_below(name, whole):
             continue
         if not (expert_parallel and ParallelRole.EXPERTS in (plan.roles.get(name), plan.roles.get(_parent(name)))):
             _shard_by_style(plan, shapes, name, style, shard)

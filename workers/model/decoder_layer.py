@@ -171,11 +171,13 @@ class DenseMlp:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
             if self._starts is not None:  # the experts read the norm too, and take it plain
-                normed, residual = add_and_norm(self.norm, x, residual, owed)
-                self._starts.start(normed)
+                x, residual = add_and_norm(self.norm, x, residual, owed)
+                self._starts.start(x)
+                gate_up = self.gate_up(x)
             else:
                 normed, residual = norm_for_linear(self.norm, x, residual, owed, self.gate_up.row_format)
-            x = self.down(silu_mul_for_linear(self.gate_up(normed), self.activation, self.down.row_format))
+                gate_up = self.gate_up(normed)
+            x = self.down(silu_mul_for_linear(gate_up, self.activation, self.down.row_format))
             if self._adds is not None:
                 x = self._adds.add_to(x)
         return (x if self.reduce is None else self.reduce(x)), residual
