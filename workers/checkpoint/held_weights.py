@@ -54,6 +54,8 @@ def held_bytes(
         layer = _LAYER.fullmatch(key)
         if layer is not None and isinstance(layers, int) and int(layer[1]) >= layers:
             continue  # a layer for multi-token prediction, which is not loaded
+        if key.startswith("model.mtp.") or _is_identity_expert(config, key):
+            continue
         is_float32 = _FLOAT32.fullmatch(key) or (
             config.get("model_type") == "ernie4_5_moe" and key.endswith(_ERNIE_ROUTER)
         )
@@ -72,6 +74,12 @@ def held_bytes(
         else:
             total += as_plain
     return total + sum(_bytes_of_stack(weights) for weights in stacks.values())
+
+
+def _is_identity_expert(config: Mapping[str, Any], key: str) -> bool:
+    """Whether `key` is a weight that no code reads: longcat_flash's last experts return their input."""
+    index = re.search(r"\.experts\.(\d+)\.", key) if config.get("zero_expert_num") else None
+    return index is not None and int(index[1]) >= config["n_routed_experts"]
 
 
 @dataclass(frozen=True, slots=True)

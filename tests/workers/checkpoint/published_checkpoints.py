@@ -5,6 +5,7 @@ The configs have the fields of the published ones, in the form of the release th
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_theta=1000000, num_nextn_predict_layers=1, tie_word_embeddings=False, torch_dtype="bfloat16",
         transformers_version="4.54.0", use_cache=True, use_qk_norm=True, vocab_size=VOCAB,
     ),
+    "GLM-4.7-Flash": dict(
+        architectures=["Glm4MoeLiteForCausalLM"], attention_bias=False, attention_dropout=0.0, pad_token_id=0,
+        eos_token_id=[1, 2, 3], hidden_act="silu", hidden_size=64, intermediate_size=96, max_position_embeddings=512,
+        model_type="glm4_moe_lite", moe_intermediate_size=32, topk_method="noaux_tc", norm_topk_prob=True,
+        num_attention_heads=5, n_group=1, topk_group=1, n_routed_experts=8, n_shared_experts=1,
+        routed_scaling_factor=1.8, num_experts_per_tok=2, first_k_dense_replace=1, num_hidden_layers=3,
+        num_key_value_heads=5, num_nextn_predict_layers=1, partial_rotary_factor=1.0, rms_norm_eps=1e-5,
+        rope_scaling=None, rope_theta=1000000, tie_word_embeddings=False, dtype="bfloat16", q_lora_rank=48,
+        kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32, vocab_size=VOCAB,
+    ),
+    "LongCat-Flash-Chat-FP8": dict(
+        architectures=["LongcatFlashForCausalLM"], attention_bias=False, attention_method="MLA", bos_token_id=1,
+        eos_token_id=2, hidden_size=96, ffn_hidden_size=128, expert_ffn_hidden_size=32, num_layers=2,
+        num_attention_heads=4, kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8,
+        v_head_dim=16, mla_scale_kv_lora=True, mla_scale_q_lora=True, max_position_embeddings=512,
+        model_type="longcat_flash", moe_topk=4, n_routed_experts=8, zero_expert_num=4, zero_expert_type="identity",
+        rms_norm_eps=1e-5, rope_theta=10000000.0, routed_scaling_factor=6.0, router_bias=False,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16", use_cache=True, vocab_size=VOCAB,
+        quantization_config={"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                             "weight_block_size": [16, 40]},
+    ),
+    "MiMo-V2-Flash": dict(
+        architectures=["MiMoV2FlashForCausalLM"], add_full_attention_sink_bias=False, add_swa_attention_sink_bias=True,
+        attention_bias=False, attention_chunk_size=16, attention_dropout=0.0, attention_value_scale=0.707, head_dim=24,
+        hidden_act="silu", hidden_size=64, hybrid_layer_pattern=[0, 1, 1, 1, 1, 0], intermediate_size=96,
+        layernorm_epsilon=1e-5, max_position_embeddings=512, model_type="mimo_v2_flash", moe_intermediate_size=32,
+        moe_layer_freq=[0, 1, 1, 1, 1, 1], n_group=1, n_routed_experts=8, n_shared_experts=None, norm_topk_prob=True,
+        num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=6, num_key_value_heads=1,
+        partial_rotary_factor=0.334, rope_theta=5000000, routed_scaling_factor=None, scoring_func="sigmoid",
+        sliding_window=16, sliding_window_size=16, swa_head_dim=24, swa_num_attention_heads=4,
+        swa_num_key_value_heads=2, swa_rope_theta=10000, swa_v_head_dim=16, tie_word_embeddings=False, topk_group=1,
+        topk_method="noaux_tc", torch_dtype="bfloat16", use_cache=True, v_head_dim=16, vocab_size=VOCAB,
+        quantization_config={"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                             "ignored_layers": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(6)],
+                             "weight_block_size": [16, 40]},
+    ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=2,
         experts_per_token=2, head_dim=16, hidden_act="silu", hidden_size=64, initial_context_length=64,
@@ -107,6 +145,14 @@ def write_published(name: str, directory: Path) -> tuple[Path, Path]:
     save_file(
         {key: tensor.contiguous() for key, tensor in exact.items()}, plain / "model.safetensors", {"format": "pt"}
     )
+    if "zero_expert_num" in config:  # transformers stores some weights of experts that have none
+        named = re.compile(r"\.experts\.(\d+)\.")
+        stored = {
+            key: tensor
+            for key, tensor in stored.items()
+            if (found := named.search(key)) is None or int(found[1]) < config["n_routed_experts"]
+        }
+        stored["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(64, 128)
     if config.get("num_nextn_predict_layers"):
         last = config["num_hidden_layers"]
         stored |= {
@@ -150,6 +196,8 @@ def _quantise(name: str, weights: Weights) -> tuple[Weights, Weights]:
 
 
 def _is_quantised(name: str, key: str) -> bool:
+    if name == "MiMo-V2-Flash":
+        return not key.endswith("o_proj.weight")
     return name != "Kimi-K2-Thinking" or ".experts." in key
 
 
@@ -157,6 +205,8 @@ _METHODS: dict[str, Quantise] = {
     "DeepSeek-R1": fp8_blocks(16, 40),
     "Kimi-K2-Instruct": fp8_blocks(16, 40),
     "Kimi-K2-Thinking": packed_int4(32),
+    "LongCat-Flash-Chat-FP8": fp8_blocks(16, 40),
+    "MiMo-V2-Flash": fp8_blocks(16, 40),
     "Qwen3-235B-A22B-FP8": fp8_blocks(16, 40),
     "Qwen3-30B-A3B-AWQ": awq(4, 32),
 }

@@ -128,6 +128,15 @@ def test_quantised_blocks_move_as_they_are(checkpoint_directory: Path) -> None:
     assert said["again"] == said["first"] and said["again cached"] == (0, 72)
 
 
+@pytest.mark.parametrize("arch", ["longcat-flash", "mimo-v2-flash"])
+def test_blocks_of_uneven_layers_move_as_they_are(arch: str, checkpoint_directory: Path) -> None:
+    """Two layers of latents for each decoder layer, or more KV heads in some layers and padded values: restored blocks
+    give the tokens of demoted ones."""
+    said = serve_prompts(Communicator(), (tiny_checkpoint(arch, checkpoint_directory), None, KvDtype.FLOAT32))
+    assert said is not None
+    assert said["again"] == said["first"] and said["again cached"] == (0, 72)
+
+
 @pytest.mark.parametrize("vandal", [None, 0])
 def test_latents_move_as_other_blocks_do(vandal: int | None, checkpoint_directory: Path) -> None:
     """Blocks of fp8 latents, rotary keys and scales come back as they were; a flipped bit in one of them is a miss."""
