@@ -38,6 +38,7 @@ _REASONS: Final = {
         ("use_beam_search", "length_penalty", "early_stopping"),
         "beams are not searched: ask for n choices with logprobs, and rank them",
     ),
+    "kv_transfer_params": "a group computes prompt and answer itself, and takes no KV from elsewhere",
     "background": "only the router's memory would hold the response until it is read: wait for it, or stream it",
 }
 

@@ -102,7 +102,8 @@ async def test_each_parameter_of_openai_s_client(
 
 
 async def test_a_refusal_says_what_to_send_instead(start_http_router: StartHttpRouter, tools: TokenizerJson) -> None:
-    """Beam search and background responses are refused with the reason, under the name that was sent."""
+    """Beam search, background responses and KV from elsewhere are refused with the reason, under the name that was
+    sent."""
     router = await start_http_router(FakeGroup(), tokenizer=tools)
     beams = "(beams are not searched: ask for n choices with logprobs, and rank them); remove it"
     bodies: list[tuple[str, dict[str, Any], str, str]] = [
@@ -111,6 +112,16 @@ async def test_a_refusal_says_what_to_send_instead(start_http_router: StartHttpR
         for name, value in (("use_beam_search", True), ("length_penalty", 2.0), ("early_stopping", True))
     ]
     bodies.append(("/v1/responses", {"input": "hi", "background": True}, "background", "wait for it, or stream it"))
+    transfer = "kv_transfer_params"
+    bodies += [
+        (
+            path,
+            LEAST[path] | {"kv_transfer_params": transfer},
+            "kv_transfer_params",
+            "computes prompt and answer itself",
+        )
+        for path in (CHAT, TEXT)
+    ]
     for path, body, name, words in bodies:
         error = await router.expect_refusal(path, body)
         assert error["param"] == name and f"Unsupported parameter {name!r} (" in error["message"], error
