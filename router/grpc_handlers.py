@@ -189,10 +189,11 @@ class CallInfo:
 
 
 async def abort_with(context: Context, error: Exception) -> Never:
-    """Ends the call with the error's status; see `report_error`."""
+    """Ends the call with the error's status; see `report_error`. Trailing metadata that is set already is kept."""
     status = rpc_status.to_status(grpc_status(report_error(error)))
+    trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
     try:
-        await context.abort(status.code, status.details, status.trailing_metadata)
+        await context.abort(status.code, status.details, trailing)
     except grpc.aio.AbortError:
         raise
     except Exception as error:  # the client has disconnected before it got the status

@@ -57,6 +57,22 @@ async def test_a_call_that_asks_gets_its_terms_when_it_ends(start_router: StartR
             assert "coatcheck-explanation-bin" not in trailing
 
 
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_call_that_fails_keeps_its_terms(start_router: StartRouter, method: str) -> None:
+    """The error of a group that refuses the request comes with its details and with the terms of the decision."""
+    router = await start_router(FakeGroup("only", refuse=(grpc.StatusCode.INVALID_ARGUMENT.value[0], "no")))
+    call = getattr(router.generation, method)(ask(), metadata=ASKED)
+    with pytest.raises(grpc.aio.AioRpcError):
+        if method == "GenerateStream":
+            async for _ in call:
+                pass
+        else:
+            await call
+    trailing = dict(await call.trailing_metadata())
+    assert Explanation.FromString(trailing["coatcheck-explanation-bin"]).group == "only"
+    assert "grpc-status-details-bin" in trailing
+
+
 async def test_a_dry_run_is_refused_as_the_request_would_be(start_router: StartRouter) -> None:
     """A dry run is refused for the same errors as the request, and while no group serves."""
     router, _ = await two_groups(start_router)
