@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import (
@@ -98,7 +98,11 @@ class EmbeddingRequest(TruncationFields):
     """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's, and so are
     `messages`: a chat in place of `input`, and the fields of the chat."""
 
-    accepted_values: ClassVar = {"embed_dtype": ("float32",), "endianness": ("native", "little")}
+    accepted_values: ClassVar = {
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "padding": ("do_not_pad", False),
+    }
 
     input: Annotated[
         str
@@ -116,7 +120,8 @@ class EmbeddingRequest(TruncationFields):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    normalize: bool = True
+    # vLLM's newer name comes second.
+    normalize: Annotated[bool, Field(validation_alias=AliasChoices("normalize", "use_activation"))] = True
 
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
         """One for each input. Raises InvalidRequest."""

@@ -41,9 +41,10 @@ async def test_openai_s_client_gets_embeddings(start_http_router: StartHttpRoute
     ids = byte_level_tokenizer().encode(TEXTS[1]).ids
     for given in (ids, [ids]):
         assert (await create(model="tiny", input=given)).data[0].embedding == expected(TEXTS[1])
-    options = {"pooling": "mean", "normalize": False}
-    raw = await create(model="tiny", input="hello", extra_body=options)
-    assert raw.data[0].embedding == fake_embedding(byte_level_tokenizer().encode("hello").ids, pb.POOLING_MEAN)
+    for name in ("normalize", "use_activation"):
+        options = {"pooling": "mean", name: False, "padding": "do_not_pad"}
+        raw = await create(model="tiny", input="hello", extra_body=options)
+        assert raw.data[0].embedding == fake_embedding(byte_level_tokenizer().encode("hello").ids, pb.POOLING_MEAN)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ async def test_openai_s_client_gets_embeddings(start_http_router: StartHttpRoute
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "padding": "max_length"}, "Unsupported parameter 'padding'"),
         ({"input": "a " * 900}, "maximum context length"),
         ({"input": "a", "add_special_tokens": False}, "add_special_tokens cannot be changed"),
         ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens cannot be"),
