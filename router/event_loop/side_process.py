@@ -165,7 +165,9 @@ def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) 
 def main(fd: int, cpu_seconds: int, niceness: int) -> None:
     """Runs calls from the socket `fd` until its other end closes."""
     connection = Connection(fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the router, which lets requests end
+    # Ctrl-C in a terminal, and SIGTERM of systemd to all processes, are for the router, which lets requests end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]

@@ -5,6 +5,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.local.local_cluster import LocalCluster
+from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
 from tests.cluster.command_line import run_here
 from tests.cluster.running_server import coatcheck, until
@@ -91,6 +93,21 @@ def test_ctrl_c_lets_requests_end(tiny_model: Path, tmp_path: Path) -> None:
         assert serving.process.wait(MAX_WAIT_SECONDS) == 0
         assert serving.rest().startswith("draining: running requests end first")
     assert still_running(processes) == {} and list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_to_every_process_lets_requests_end(tiny_model: Path) -> None:
+    """If all processes get SIGTERM, as systemd sends it to a service, the running request ends on its group with all
+    tokens, one that a side process has checked, and the command ends with 0."""
+    with Serving(str(tiny_model), *_FLAGS) as serving, ThreadPoolExecutor(1) as thread:
+        serving.wait_ready()
+        serving.generate(PROMPT, max_tokens=1, structured=Grammar("regex", "[ab]+"))
+        running = thread.submit(serving.generate, PROMPT, max_tokens=150, n=16, ignore_eos=True)
+        serving.wait_running()
+        for pid in [*serving.descendants(), serving.process.pid]:
+            os.kill(pid, signal.SIGTERM)
+        answer = running.result(MAX_WAIT_SECONDS)
+        assert answer.usage.completion_tokens == 2400 and answer.moves == 0
+        assert serving.process.wait(MAX_WAIT_SECONDS) == 0
 
 
 @pytest.mark.parametrize("stage", ["starting 1 group", "ready: "])
