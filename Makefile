@@ -39,7 +39,7 @@ tests-together: programs
 # Tests that start Ray, two at a time beside the others, because they mostly wait for processes. Three at a time made a
 # load of 35, at which Ray's own nodes fail to start.
 tests-ray: programs
-	$(BIN)/pytest -n 2 --dist loadfile -m 'ray $(SAMPLE)'
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'ray $(SAMPLE)'
 
 # A browser, Redis, helm and Prometheus for the tests. Tests whose program cannot be installed are skipped.
 programs: .venv/installed

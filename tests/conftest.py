@@ -79,7 +79,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     os.environ["TEST_MAY_START_RAY"] = "1" if item.get_closest_marker("ray") else "0"
 
 
+# Files with the most seconds. The processes that run tests side by side begin with these, in this order: one that began
+# late would end long after all others.
+SLOW_FILES = (
+    "kernels/triton/test_triton_interpreted.py",
+    "workers/runner/test_simulated_gpu.py",
+    "kernels/triton/test_triton_compiles.py",
+    "chaos/test_kills.py",
+    "docs/test_commands.py",
+    "system/test_secure_serve.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _IS_WORKER:
+        places = {file: place for place, file in enumerate(SLOW_FILES)}
+        items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(places)))
     for item in items:
         if item.get_closest_marker("ray") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(RAY_TEST_SECONDS))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW_FILES
 from tests.outcomes import Outcomes
 from tests.progress import Progress
 
@@ -176,3 +177,14 @@ def test_tests_that_run_side_by_side_are_counted_once(tmp_path: Path) -> None:
     assert Outcomes.load(tmp_path / "outcomes-part.json") == Outcomes(passed=2)
     (folder,) = Progress.load(tmp_path / "progress-part.json").folders.values()
     assert (folder.total, folder.ended) == (2, 2) and folder.seconds > 0
+
+
+def test_slow_files_begin_first(tmp_path: Path) -> None:
+    """A process among several runs the files that take longest before the others, and each of these files exists."""
+    assert all((HERE / file).is_file() for file in SLOW_FILES)
+    folder = tmp_path / "tests" / Path(SLOW_FILES[1]).parent
+    folder.mkdir(parents=True)
+    (folder / Path(SLOW_FILES[1]).name).write_text("def test_slow(): pass")
+    flags = ("-n", "1", "--dist", "loadfile", "--no-loadscope-reorder", "-v")
+    lines = run(tmp_path, {"test_a.py": "def test_fast(): pass"}, *flags)
+    assert [name for line in lines for name in re.findall(r"PASSED .*::(\w+)", line)] == ["test_slow", "test_fast"]
