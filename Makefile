@@ -58,7 +58,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 
 types: .venv/installed
-	MYPY_NUM_WORKERS=2 $(BIN)/mypy
+	$(BIN)/mypy
 
 # torch is installed first and alone, so that no version range of another package decides its build. Most installed
 # modules are never imported, so pip compiles nothing. The last command compiles the modules that ranks, routers and the

@@ -10,6 +10,7 @@ from coatcheck.kernels.attention.merge_shards import merge_parts_of_ranks, pack_
 from coatcheck.kernels.layers.heads_linear import HeadsLinear, heads_linear_reference
 from coatcheck.kernels.layers.latent_rotary import rotate_and_store_latent, rotate_and_store_latent_reference
 from coatcheck.kernels.layers.rms_norm import RmsNorm
+from tests.examples import pairwise
 from tests.kernels.attention_batch import LatentBatch, close
 from tests.kernels.caches import QUANTISED, latent_cache
 from tests.kernels.cpu_classes import each_class
@@ -74,9 +75,11 @@ def test_a_query_has_the_same_bits_in_a_decode_and_in_a_prefill(dtype: torch.dty
     assert torch.equal(whole[40], batch.one(1, 0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("nope", "rope_dim", "value"), [(32, 16, 16), (128, 64, 128), (20, 6, 12)])
-@pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (50, 50), (40, 150)])
+@pairwise(
+    ("dtype", DTYPES),
+    ("nope, rope_dim, value", [(32, 16, 16), (128, 64, 128), (20, 6, 12)]),
+    ("tokens, keys", [(1, 1), (50, 50), (40, 150)]),
+)
 def test_the_expanded_form_agrees_with_its_formula(
     dtype: torch.dtype, nope: int, rope_dim: int, value: int, tokens: int, keys: int
 ) -> None:

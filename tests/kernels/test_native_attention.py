@@ -9,6 +9,7 @@ import torch
 
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.launch_check import LaunchRefused
+from tests.examples import pairwise
 from tests.kernels.attention_batch import Batch, close
 from tests.kernels.caches import QUANTISED
 from tests.kernels.cpu_classes import each_class
@@ -58,10 +59,12 @@ def test_results_over_a_quantised_pool_do_not_depend_on_the_batch(kv: torch.dtyp
     close(batch.run(), batch.reference())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 1, 13, 64, 100])
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pairwise(
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("window", [0, 1, 13, 64, 100]),
+    ("softcap", [0.0, 5.0]),
+    ("with_sinks", [False, True]),
+)
 def test_window_softcap_and_sinks(dtype: torch.dtype, window: int, softcap: float, with_sinks: bool) -> None:
     """Sliding window, soft-cap and sinks give what the formula gives, alone and together."""
     batch = Batch([(1, 90), (70, 190), (3, 3), (1, 1)], 6, 2, 64, dtype)

@@ -16,6 +16,7 @@ from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.rms_norm import RmsNorm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
+from tests.examples import pairwise
 from tests.kernels.caches import QUANTISED, pool_of, strided_cache
 from tests.kernels.cpu_classes import each_class
 
@@ -32,10 +33,12 @@ def ulps(dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (3, 17), (5, 768), (33, 1000)])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("with_residual", [False, True])
+@pairwise(
+    ("dtype", DTYPES),
+    ("shape", [(0, 16), (1, 1), (3, 17), (5, 768), (33, 1000)]),
+    ("offset", [0.0, 1.0]),
+    ("with_residual", [False, True]),
+)
 def test_rms_norm_agrees_with_its_reference(
     dtype: torch.dtype, shape: tuple[int, int], offset: float, with_residual: bool
 ) -> None:
@@ -75,9 +78,11 @@ def test_rms_norm_takes_strided_heads() -> None:
     assert torch.equal(norm(heads), norm(heads.contiguous()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 34), (2, 5000), (40, 1026)])
+@pairwise(
+    ("dtype", DTYPES),
+    ("activation", ["silu", "gelu_tanh"]),
+    ("shape", [(0, 8), (1, 2), (3, 34), (2, 5000), (40, 1026)]),
+)
 def test_silu_mul_agrees_with_its_reference(dtype: torch.dtype, activation: str, shape: tuple[int, int]) -> None:
     """The gated activation gives the float32 result rounded once, for strided rows and for very large inputs too."""
     torch.manual_seed(2)
@@ -90,9 +95,11 @@ def test_silu_mul_agrees_with_its_reference(dtype: torch.dtype, activation: str,
     assert torch.isfinite(have).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv", ["same", *QUANTISED, torch.float16])
-@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+@pairwise(
+    ("dtype", DTYPES),
+    ("kv", ["same", *QUANTISED, torch.float16]),
+    ("tokens", [0, 1, 5, 40]),
+)
 def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype, kv: Any, tokens: int) -> None:
     """Strided keys and values are stored in their slots. Slot -1 is skipped, and no other byte changes."""
     torch.manual_seed(3)
@@ -131,9 +138,11 @@ def test_quantising_loses_little(kv: torch.dtype, max_error: float) -> None:
     assert ((back - x).abs().amax(-1) / x.abs().amax(-1)).max() < max_error
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("table", ["same", "float32"])
-@pytest.mark.parametrize(("tokens", "dim", "rot_dim"), [(0, 16, 16), (1, 16, 8), (7, 80, 80), (50, 64, 64), (3, 6, 2)])
+@pairwise(
+    ("dtype", DTYPES),
+    ("table", ["same", "float32"]),
+    ("tokens, dim, rot_dim", [(0, 16, 16), (1, 16, 8), (7, 80, 80), (50, 64, 64), (3, 6, 2)]),
+)
 def test_rotary_agrees_with_its_reference(dtype: torch.dtype, table: str, tokens: int, dim: int, rot_dim: int) -> None:
     """The first rot_dim elements of every head are rotated. Keys are stored rotated, in pools of any dtype."""
     torch.manual_seed(4)

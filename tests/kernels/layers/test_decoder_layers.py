@@ -19,6 +19,7 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
+from tests.examples import pairwise
 from tests.kernels.caches import pool_of, strided_cache
 from tests.kernels.cpu_classes import each_class
 from tests.kernels.layers.quantised_weights import random_weight
@@ -76,12 +77,14 @@ class Batch:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("head_norms", [False, True])
-@pytest.mark.parametrize("sequences", [[(40, 1)], [(0, 1), (63, 1), (7, 1)], [(16, 37), (5, 1), (0, 64)]])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("kv", [None, torch.float8_e4m3fn, torch.uint8])
+@pairwise(
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("offset", [0.0, 1.0]),
+    ("head_norms", [False, True]),
+    ("sequences", [[(40, 1)], [(0, 1), (63, 1), (7, 1)], [(16, 37), (5, 1), (0, 64)]]),
+    ("first", [False, True]),
+    ("kv", [None, torch.float8_e4m3fn, torch.uint8]),
+)
 def test_an_attention_sublayer_is_its_operations_in_a_row(
     dtype: torch.dtype,
     offset: float,

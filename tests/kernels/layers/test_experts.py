@@ -16,6 +16,7 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.route import Routing, route, route_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul
+from tests.examples import pairwise
 from tests.kernels.cpu_classes import each_class
 from tests.kernels.layers.quantised_weights import random_weight
 
@@ -168,10 +169,12 @@ def test_choices_are_counted_by_the_id_of_the_expert() -> None:
     assert experts.chosen.tolist() == [2, 4, 0, 0, 0, 2, 0, 0, 0, 0, 0, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wide_router", [False, True])
-@pytest.mark.parametrize("shared", [0, 24, 32])  # 32 fill whole tiles
-@pytest.mark.parametrize("tokens", [1, 200])
+@pairwise(
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("wide_router", [False, True]),
+    ("shared", [0, 24, 32]),  # 32 fill whole tiles
+    ("tokens", [1, 200]),
+)
 def test_a_sublayer_is_its_operations_in_a_row(dtype: torch.dtype, wide_router: bool, shared: int, tokens: int) -> None:
     """The output and the new residual have the same bits as after the separate operations."""
     torch.manual_seed(tokens)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.linear import PackedLinear
+from tests.examples import pairwise
 from tests.kernels.cpu_classes import each_class
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
@@ -17,9 +18,11 @@ pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 ROWS = [0, 1, 2, 3, 6, 7, 12, 13, 16, 24, 25, 33, 100]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("features", "depth"), [(1, 1), (17, 33), (64, 40), (100, 30), (129, 257)])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pairwise(
+    ("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+    ("features, depth", [(1, 1), (17, 33), (64, 40), (100, 30), (129, 257)]),
+    ("with_bias", [False, True]),
+)
 def test_agrees_with_float32(dtype: torch.dtype, features: int, depth: int, with_bias: bool) -> None:
     """The product of any number of rows and features, odd ones included, is that of float32 rounded once."""
     torch.manual_seed(features)

@@ -8,12 +8,15 @@ from coatcheck.kernels.attention.latent_tiles import pick_latent_tiles
 from coatcheck.kernels.attention.tile_launch import TileLaunch, pick_tiles
 from coatcheck.kernels.gpu_properties import GFX942, SM_80, SM_89, SM_90, SM_120, GpuProperties
 from coatcheck.kernels.layers import grouped_gemm, invariant_linear
+from tests.examples import pairwise
 
 
-@pytest.mark.parametrize("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942])
-@pytest.mark.parametrize("element_size", [2, 4])
-@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (71, 1), (24, 1)])
+@pairwise(
+    ("gpu", [SM_80, SM_89, SM_90, SM_120, GFX942]),
+    ("element_size", [2, 4]),
+    ("dim", [16, 64, 80, 96, 128, 256]),
+    ("heads, kv_heads", [(8, 8), (8, 2), (71, 1), (24, 1)]),
+)
 def test_tiles_fit_the_shape_and_the_processor(
     dim: int, element_size: int, gpu: GpuProperties, heads: int, kv_heads: int
 ) -> None:

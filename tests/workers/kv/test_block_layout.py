@@ -12,6 +12,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, KvDtype, choose_kv_dtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
+from tests.examples import pairwise
 
 EVEN = st.integers(1, 40).map(lambda n: 2 * n)
 LAYER = st.builds(LayerSpec, st.just(8), st.integers(1, 9), EVEN, v_head_dim=st.none() | st.just(0) | EVEN)
@@ -41,10 +42,12 @@ def test_parts_of_a_block_are_apart_and_fill_it(layers: list[LayerSpec], block_s
     assert layout.bytes_per_block - sum(end - start for start, end in parts) < 64 * (len(parts) + 1)
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("fp8", 1.9), ("int8", 1.9), ("int4", 3.5)])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pairwise(
+    ("name, at_least", [("fp8", 1.9), ("int8", 1.9), ("int4", 3.5)]),
+    ("head_dim", [64, 80, 96, 128, 256]),
+    ("kv_heads", [1, 2, 8]),
+    ("block_size", [8, 16, 128]),
+)
 def test_quantised_pools_hold_more(name: str, at_least: float, head_dim: int, kv_heads: int, block_size: int) -> None:
     """fp8 and int8 give at least 1.9 times as many blocks from the same bytes, int4 3.5 times."""
     layers = [LayerSpec(8, kv_heads, head_dim)] * 2
