@@ -1,5 +1,6 @@
 """Fixtures of the router's tests: a model directory, and a router in front of fake groups."""
 
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -53,3 +54,10 @@ async def start_router(tokenizer: TokenizerJson) -> AsyncIterator[StartRouter]:
 def start_http_router(start_router: StartRouter) -> StartHttpRouter:
     """Starts a router that also listens for HTTP."""
     return partial(start_router, http_port=0, kind=HttpRouter)  # type: ignore[return-value]  # `kind` decides it
+
+
+@pytest.fixture
+def tests_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts can import the tests, wherever they run."""
+    root, path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, path])))

@@ -61,6 +61,7 @@ def compile_and_count_pauses(grammar: Grammar) -> tuple[float, list[float]]:
     return seconds, pauses
 
 
+@pytest.mark.usefixtures("tests_are_importable")
 async def test_the_process_that_compiles_pauses_after_each_grammar() -> None:
     """The pause is three times as long as compiling, and a client that disconnects does not shorten it."""
     side = SideProcesses(processes=1)

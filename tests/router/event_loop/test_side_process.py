@@ -30,6 +30,7 @@ def refuse(reason: str) -> None:
     raise InvalidRequest(reason)
 
 
+@pytest.mark.usefixtures("tests_are_importable")
 async def test_results_and_errors_come_back(side: SideProcesses) -> None:
     """A result is returned, an error of ours is raised, and another error says what failed."""
     assert await side.run(operator.mul, "ab", 3) == "ababab"
