@@ -4,7 +4,7 @@ The LayerSpecs equal those of a loaded model before it is divided over ranks.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
@@ -69,6 +69,7 @@ class ModelShape:
             if config.model_type in _SHORT_VALUES and (v := config.count("v_head_dim", default=128)) < layer.head_dim:
                 layer = replace(layer, unpadded_v_dim=v)
             expanded = layer
+        shapes = _shapes_by_layer(config, len(windows))
         dtype = str(config.values.get("dtype") or config.values.get("torch_dtype") or "")
         names_dtype = dtype in _DTYPES
         if not names_dtype:
@@ -78,8 +79,12 @@ class ModelShape:
             notes.append(f"quantised weights: counted as ranks hold them if MODEL has its files, else as {dtype}")
         return cls(
             name=config.name,
-            layers=tuple(_with_window(config, layer, window) for window in windows),
-            expanded=tuple(_with_window(config, expanded, window) for window in windows),
+            layers=tuple(
+                replace(_with_window(config, layer, w), **own) for w, own in zip(windows, shapes, strict=True)
+            ),
+            expanded=tuple(
+                replace(_with_window(config, expanded, w), **own) for w, own in zip(windows, shapes, strict=True)
+            ),
             dtype=dtype,
             max_model_len=config.number("max_position_embeddings", "n_positions", "n_ctx", default=0) or None,
             notes=tuple(notes),
@@ -124,6 +129,27 @@ def _head_dim(config: ModelConfig, heads: int) -> int:
     return hidden // heads
 
 
+def _given_counts(config: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
+    return {ours: config.count(name) for ours, name in names.items() if config.values.get(name) is not None}
+
+
+def _shapes_by_layer(config: ModelConfig, num_layers: int) -> list[dict[str, Any]]:
+    """Of each layer the fields of LayerSpec in which it differs: Gemma 4's layers with full attention have wider and
+    fewer KV heads. Newer config.json files have them by layer, older ones for the kind of layer."""
+    values = config.values
+    wide = _given_counts(config, dict(head_dim="global_head_dim"))
+    if values.get("attention_k_eq_v", True):
+        wide |= _given_counts(config, dict(num_kv_heads="num_global_key_value_heads"))
+    kinds = values.get("layer_types")
+    shapes = [wide if isinstance(kinds, list) and kinds[i] == "full_attention" else {} for i in range(num_layers)]
+    by_layer = values.get("per_layer_config")
+    for index, own in by_layer.items() if isinstance(by_layer, dict) else ():
+        if str(index).isdecimal() and int(index) < num_layers and isinstance(own, dict):
+            one = ModelConfig(config.name, own)
+            shapes[int(index)] = _given_counts(one, dict(head_dim="head_dim", num_kv_heads="num_key_value_heads"))
+    return shapes
+
+
 def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
     """Sliding window of each layer in tokens; 0: full attention."""
     values = config.values
@@ -157,7 +183,10 @@ def _refuse_other_state(config: ModelConfig) -> None:
     if config.values.get("is_encoder_decoder"):
         raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
     if config.values.get("num_kv_shared_layers"):
-        raise InvalidModel(f"{config.name}: some layers share keys and values, which the KV pool does not support")
+        raise InvalidModel(
+            f"{config.name}: some layers share keys and values (num_kv_shared_layers), which a plan does not count; "
+            "`coatcheck serve` serves such a model and prints its number of blocks"
+        )
     if field := next((name for name in _OTHER_STATE if config.values.get(name)), None):
         raise InvalidModel(
             f"{config.name}: config.json has {field}, so some layers keep state outside of the KV cache; "

@@ -23,7 +23,8 @@ _UNGATED: Final = frozenset(
 # Families that tie the head to the embedding if config.json lacks tie_word_embeddings.
 _TIED: Final = frozenset(
     {
-        "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2",
+        "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text",
+        "gemma4_unified_text", "gpt2",
         "gpt_bigcode", "gpt_neo", "minicpm3", "mpt", "opt", "smollm3", "starcoder2",
     }
 )  # fmt: skip
@@ -62,7 +63,8 @@ class WeightCount:
             if has_experts:
                 shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
                 dense, experts = dense + shared, experts + routed
-            if not has_experts or config.model_type in ATTENTIONS_PER_LAYER:
+            has_both = config.model_type in ATTENTIONS_PER_LAYER or config.values.get("enable_moe_block")  # Gemma 4
+            if not has_experts or has_both:
                 dense += _mlp(config, _inner_size(config, hidden), shard, hidden)
         num_experts = _num_experts(config) + _num_identities(config)
         return cls(
@@ -70,7 +72,9 @@ class WeightCount:
             lookup=0 if tied else table,
             experts=experts,
             num_experts=num_experts,
-            experts_per_token=config.count("num_experts_per_tok", "moe_topk", default=1) if num_experts else 0,
+            experts_per_token=(
+                config.count("num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if num_experts else 0
+            ),
         )
 
     @property

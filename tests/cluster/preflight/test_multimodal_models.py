@@ -17,7 +17,16 @@ from tests.router.tiny_tokenizer import write_model
 from tests.workers.multimodal_checkpoints import write_multimodal
 
 # Each kind of config.json: the text type of a family of ours, and one that replaces Qwen's.
-_SAMPLE = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_SAMPLE = (
+    "gemma3",
+    "gemma4-dense",
+    "gemma4-experts",
+    "gemma4_unified",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 
 
 @pytest.mark.parametrize("name", _SAMPLE)
