@@ -257,6 +257,8 @@ def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[
         notes.append("latent attention (MLA): the ranks of tp divide the tokens of each block (--mla-shard tokens)")
     elif is_latent:
         notes.append("latent attention (MLA): every rank of tp holds the latents of all tokens")
+    elif cache.copies > 1 and len({layer.num_kv_heads for layer in cache.layers}) > 1:
+        notes.append(f"tp {cache.tp} is larger than the number of KV heads of some layers: ranks share these heads")
     elif cache.copies > 1:
         notes.append(f"tp {cache.tp} is larger than the number of KV heads: {cache.copies:.0f} ranks hold each head")
     padded = next((layer for layer in cache.layers if layer.unpadded_v_dim), None)
