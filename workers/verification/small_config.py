@@ -56,6 +56,7 @@ def shrink_config(config: Any) -> Any:
     try:
         values = _Shrinker(config).shrink()
         values.pop("quantization_config", None)  # the copy's random weights are plain
+        values.pop("qk_head_dim", None)  # the config class adds up its two parts, which shrink by themselves
         return type(config).from_dict(values)
     except Exception as error:  # transformers' validators raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
