@@ -17,6 +17,9 @@ MESSAGE_BYTES: Final = 32 * 1024 * 1024
 # Limit of a message between router and group. To a group: a prompt and the tokens delivered so far. From a group: the
 # outputs of one step, of which the log-probabilities of prompt tokens are the largest, up to 300 bytes each.
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
+# What root_path may be, as a regular expression. With a prefix such as /v1, /v1/models would be taken for /models.
+ROOT_PATH: Final = r"(?!/(v1|v2|dashboard|v1/(chat|messages|models|responses))$)(/[\w.~-]+)+"
+ROOT_PATH_HINT: Final = "a path such as /llm, without a slash at its end, and none with which the API's own paths begin"
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,7 @@ class RouterConfig:
     key_file: str | None = None  # None: no keys are required
     cors_origins: tuple[str, ...] = ()  # whose web pages may call the HTTP API; "*" for any
     root_path: str = ""  # where a proxy has the HTTP API, such as /llm; requests may have this prefix or not
-    enable_force_include_usage: bool = (
-        False  # streams have their usage in every chunk, unless the request says otherwise
-    )
+    enable_force_include_usage: bool = False  # every chunk of a stream has the usage so far
     trust_request_chat_template: bool = False  # requests may bring their own chat template
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info
     insecure: bool = False  # requests without credentials are accepted, whatever host they name
@@ -93,8 +94,8 @@ class RouterConfig:
         for origin in self.cors_origins:
             is_origin = origin == "*" or re.fullmatch(r"https?://[^/\s,*]+", origin) is not None
             _require(is_origin, "cors_origins", origin, "* or an origin such as https://chat.example.com")
-        is_path = re.fullmatch(r"(/[\w.~-]+)*", self.root_path) is not None
-        _require(is_path, "root_path", self.root_path, "a path such as /llm, without a slash at its end")
+        is_path = not self.root_path or re.fullmatch(ROOT_PATH, self.root_path) is not None
+        _require(is_path, "root_path", self.root_path, ROOT_PATH_HINT)
         source = self.generation_config
         _require(source in ("auto", "none"), "generation_config", source, "auto or none")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")

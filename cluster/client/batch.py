@@ -7,6 +7,7 @@ was interrupted goes on: answers that are in the output are kept, and only the o
 import http.client
 import json
 import os
+import re
 import ssl
 import sys
 import threading
@@ -132,9 +133,8 @@ class Sender:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         context = ssl.create_default_context(cafile=str(tls_ca)) if server.startswith("https://") else None
-        # A proxy, as of http_proxy, cannot reach this host's loopback interface.
-        is_here = is_loopback(urllib.parse.urlsplit(server).hostname or "")
-        proxies = [urllib.request.ProxyHandler({})] if is_here else []
+        # A proxy, such as http_proxy names, cannot reach this host's loopback interface.
+        proxies = [urllib.request.ProxyHandler({})] if is_loopback(_host_of(server)) else []
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *proxies)
         self._stopped = threading.Event()
 
@@ -150,13 +150,10 @@ class Sender:
         for resends in range(_MAX_SENDS):
             is_last = resends == _MAX_SENDS - 1
             try:
-                with self._opener.open(message) as response:
-                    return _line(request, response.status, response.headers, response.read())
-            except urllib.error.HTTPError as error:
-                with error:
-                    if error.code not in (429, 503) or is_last:
-                        return _line(request, error.code, error.headers, error.read())
-                    asked = error.headers.get("retry-after", "")
+                with self._open(message) as response:
+                    if response.status not in (429, 503) or is_last:
+                        return _line(request, response.status, response.headers, response.read())
+                    asked = response.headers.get("retry-after", "")
             except (OSError, http.client.HTTPException) as error:  # HTTPException: the server ended amid its answer
                 if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
                     raise Unavailable(f"no answer from {self._server}: {getattr(error, 'reason', error)}") from None
@@ -165,6 +162,25 @@ class Sender:
             if self._stopped.wait(min(wait, _MAX_WAIT_SECONDS)):
                 raise Unavailable("interrupted")
         raise AssertionError("the last send returns or raises")
+
+    def _open(self, message: urllib.request.Request) -> Any:
+        """The response, which is not read yet, of any status."""
+        try:
+            return self._opener.open(message)
+        except urllib.error.HTTPError as error:
+            return error
+
+
+def _host_of(server: str) -> str:
+    """The host in a URL. Raises InvalidConfig for a URL that no server can have."""
+    try:
+        parts = urllib.parse.urlsplit(server)
+        is_url = parts.port != 0 and not re.search(r"[\s\x00-\x1f\x7f]", server)  # `port` raises ValueError too
+    except ValueError:
+        is_url = False
+    if not is_url or not parts.hostname:
+        raise InvalidConfig(f"--server is {server!r}; it must be a URL such as http://127.0.0.1:8000")
+    return parts.hostname
 
 
 def _line(request: BatchRequest, status: int, headers: Any, data: bytes) -> dict[str, Any]:

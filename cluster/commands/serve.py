@@ -26,6 +26,7 @@ from coatcheck.cluster.ray_cluster.ray_address import find_ray
 from coatcheck.cluster.session.apply_settings import ApplySettings
 from coatcheck.cluster.session.kubernetes_events import pod_events
 from coatcheck.cluster.session.local_session import LocalSession
+from coatcheck.cluster.session.serve_console import ServeConsole
 from coatcheck.cluster.session.serve_lines import Notice
 from coatcheck.cluster.session.serve_session import ServeSession
 from coatcheck.cluster.session.stop_signals import StopSignals
@@ -80,7 +81,7 @@ def serve(
     signals = StopSignals()
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
-    console = Console(stderr=True, highlight=False)
+    console = ServeConsole()
     events = pod_events(partial(console.print, soft_wrap=True, markup=False)) if kubernetes_events else _no_events()
     with events as record:
         settings = ServeConfig.build(flags, config)

@@ -15,6 +15,7 @@ from coatcheck.cluster.config.setting_values import (
     parse_kv_dtype,
     parse_memory,
     parse_otlp_endpoint,
+    parse_root_path,
 )
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
@@ -216,16 +217,15 @@ class ServeConfig(Settings):
         None,
         in_words=str(DEFAULT_HTTP_PORT),
     )
-    root_path: NonEmpty | None = setting(
+    root_path: Annotated[str | None, BeforeValidator(parse_root_path)] = setting(
         "Router",
         "Where a reverse proxy has the HTTP API, such as /llm. Paths with this prefix are served as those without.",
         None,
         in_words="none",
-        pattern=r"^(/[\w.~-]+)+$",
     )
     enable_force_include_usage: bool = setting(
         "Router",
-        "Every chunk of a stream of chats and completions has the usage so far, unless the request has stream_options.",
+        "Every chunk of a stream of chats and completions has the usage so far, also if the request asks for none.",
         False,
     )
     router_resource: NonEmpty | None = setting(

@@ -5,6 +5,7 @@ import re
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.tracing import check_endpoint
+from coatcheck.router.config import ROOT_PATH, ROOT_PATH_HINT
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -65,6 +66,13 @@ def parse_http_port(value: object) -> object:
         value = int(value)
     if not isinstance(value, int) or not 0 <= value <= 65535:
         raise ValueError("write a port from 0 (any free port) to 65535, or none for no HTTP")
+    return value
+
+
+def parse_root_path(value: object) -> object:
+    """A prefix of paths, or None."""
+    if isinstance(value, str) and re.fullmatch(ROOT_PATH, value) is None:
+        raise ValueError(f"it must be {ROOT_PATH_HINT}")
     return value
 
 

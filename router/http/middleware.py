@@ -54,7 +54,8 @@ def wrap_app(
 ) -> ASGIApp:
     """`check_host`: answer only requests whose Host header names an address or this host. `cors_origins`: origins whose
     web pages a browser lets read the responses; "*" for any. Preflight requests have no key and are answered before
-    the client is authenticated. `root_path`: a prefix that paths may have, as a proxy may not remove the prefix."""
+    the client is authenticated. `root_path`: a prefix that paths may have, for a proxy that does not remove
+    the prefix."""
     limited = BodyLimitMiddleware(app, metrics, MESSAGE_BYTES)
     gate = RequestGate(limited, authenticator, metrics, check_host=check_host, root_path=root_path)
     if not cors_origins:

@@ -54,8 +54,8 @@ class OpenAIRoutes:
         has_tokenizer_info: bool,
         forces_usage: bool = False,
     ) -> None:
-        """`has_tokenizer_info`: GET /tokenizer_info is served. `forces_usage`: a stream whose request has no
-        stream_options has its usage in every chunk."""
+        """`has_tokenizer_info`: GET /tokenizer_info is served. `forces_usage`: every chunk of a stream has the
+        usage so far."""
         self._forces_usage = forces_usage
         self._generation = generation
         self._admin = admin
@@ -205,8 +205,8 @@ class OpenAIRoutes:
         return (await self._generation.detokenize(message)).text
 
     def _add_usage(self, body: SamplingFields) -> None:
-        """Asks for the usage in every chunk, if the setting says so and the request says nothing."""
-        if self._forces_usage and body.stream and body.stream_options is None:
+        """If the setting says so, asks for the usage in every chunk of a stream, whatever the request asks for."""
+        if self._forces_usage and body.stream:
             body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     def _formatter_of(self, body: SamplingFields) -> LogprobsFormatter:

@@ -160,9 +160,10 @@ function show(state) {
   previous = state;
 }
 
-// An absolute URL without credentials: fetch() refuses a relative one if the page's own URL has a name and a key.
+// An absolute URL without credentials: fetch() refuses a relative one if the page's own URL has a name and a key. The
+// page's path may have the prefix of a proxy.
 async function fetchState() {
-  const answer = await fetch(`${location.origin}/dashboard/state`, { cache: "no-store", signal: AbortSignal.timeout(10 * PERIOD) });
+  const answer = await fetch(new URL("dashboard/state", location.origin + location.pathname), { cache: "no-store", signal: AbortSignal.timeout(10 * PERIOD) });
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
   return answer.json();
 }

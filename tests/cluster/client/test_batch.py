@@ -110,11 +110,25 @@ def test_a_run_goes_on(server: Server, tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_cut_is_asked_again(server: Server, tmp_path: Path) -> None:
-    """A server that ends amid an answer, as a killed router does, is asked again."""
+    """A server that ends amid an answer, as a killed router does, is asked again, also if the answer is a refusal."""
     source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
     server.cut = 1
     done = run_here("batch", str(source), "-o", str(output), "--server", server.url)
     assert done.code == 0 and answers(output) == {"q0": (200, {"text": "A"})}
+    refused = write_requests(tmp_path / "refused.jsonl", "bad")
+    server.cut = 1
+    done = run_here("batch", str(refused), "-o", str(tmp_path / "bad.jsonl"), "--server", server.url)
+    assert done.code == 1 and answers(tmp_path / "bad.jsonl") == {"q0": (400, {"text": "BAD"})}
+
+
+@pytest.mark.parametrize(
+    "server", ["http://", "http://h:port", "http://h:99999", "http://[::1", "http://a b", "ftp://h"]
+)
+def test_a_server_that_is_no_url_is_refused(tmp_path: Path, server: str) -> None:
+    """It is refused at once, and not asked again and again."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    done = run_here("batch", str(source), "-o", str(output), "--server", server)
+    assert done.code == 2 and f"--server is {server!r}; it must" in done.err
 
 
 def test_line_separators_within_a_text(server: Server, tmp_path: Path) -> None:

@@ -192,6 +192,19 @@ async def test_a_group_that_is_lost_is_said(start_http_router: StartHttpRouter) 
         assert "unavailable" in await browser.run("document.title")
 
 
+async def test_the_page_is_shown_behind_a_prefix(start_http_router: StartHttpRouter) -> None:
+    """The page loads its files and its state from paths with the prefix of a proxy that it was loaded with."""
+    router = await start_http_router(FakeGroup(), root_path="/llm")
+    async with Browser() as browser:
+        for path in ("/llm/", "/llm/dashboard", "/dashboard"):
+            await browser.open(f"http://{router.http_address}{path}")
+            await browser.see("document.querySelector('#state').textContent", "serving")
+            prefix = path.removesuffix("/").removesuffix("/dashboard")
+            entries = "performance.getEntriesByType('resource').map((entry) => new URL(entry.name).pathname)"
+            loaded = await browser.run(entries)
+            assert f"{prefix}/dashboard/state" in loaded and all(one.startswith(f"{prefix}/") for one in loaded), loaded
+
+
 async def test_what_is_wrong_is_said(start_http_router: StartHttpRouter) -> None:
     """How requests ended, the settings that are refused, and requests that wait in the router itself."""
     group = FakeGroup()

@@ -282,26 +282,25 @@ async def test_paths_may_have_the_prefix_of_a_proxy(start_http_router: StartHttp
     assert json.loads(text)["type"] == "error"
 
 
-@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b", "//"])
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b", "//", "/v1", "/dashboard"])
 def test_a_root_path_is_checked(path: str) -> None:
-    """A prefix that no path could have is refused."""
+    """A prefix that no path could have, or with which the API's own paths begin, is refused."""
     with pytest.raises(InvalidConfig, match="root_path is"):
         RouterConfig("m", root_path=path)
 
 
 async def test_usage_may_be_in_every_chunk(start_http_router: StartHttpRouter) -> None:
-    """With enable_force_include_usage a stream has its usage so far, as gateways that bill want it, unless the request
-    says what it wants."""
+    """With enable_force_include_usage each chunk of a stream has its usage so far, as gateways that bill want it, also
+    if the request asks for none or for the last chunk's alone."""
     router = await start_http_router(FakeGroup(), enable_force_include_usage=True)
     for path, prompt in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "hello"})):
         body = {"max_tokens": 3, "stream": True, **prompt}
-        for options, counted in (({}, True), ({"stream_options": {"include_usage": False}}, False)):
+        for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": {"include_usage": True}}):
             status, _, text = await router.request("POST", f"/v1/{path}", body | options)
             assert status == 200, text
             lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
             usages = [json.loads(line).get("usage") for line in lines]
-            assert all((usage is not None) is counted for usage in usages), usages
-            assert not counted or usages[-1]["completion_tokens"] == 3
+            assert None not in usages and usages[-1]["completion_tokens"] == 3, usages
         assert (await router.request("POST", f"/v1/{path}", {"max_tokens": 3, **prompt}))[0] == 200
 
 
