@@ -27,10 +27,11 @@ _OTHER_STATE: Final = (
 )
 # Every n-th layer has full attention, for families whose config.json may lack layer_types.
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-# Families whose decoder layers hold several attentions, and those with more KV heads in layers with a sliding window.
+# Families whose decoder layers hold several attentions.
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
+# Families with more KV heads in layers with a sliding window, and how many times as many.
 _MORE_KV_HEADS: Final = {"mimo_v2_flash": 2}
-# Families whose values are shorter than their keys; the pool stores them as long.
+# Families whose values are shorter than their keys. The pool stores such a value with zeros behind it.
 _SHORT_VALUES: Final = frozenset({"mimo_v2_flash"})
 
 
@@ -134,8 +135,11 @@ def _given_counts(config: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _shapes_by_layer(config: ModelConfig, num_layers: int) -> list[dict[str, Any]]:
-    """Of each layer the fields of LayerSpec in which it differs: Gemma 4's layers with full attention have wider and
-    fewer KV heads. Newer config.json files have them by layer, older ones for the kind of layer."""
+    """For each layer, the fields of LayerSpec in which it differs from the others.
+
+    Gemma 4's layers with full attention have fewer KV heads, and wider heads. Newer config.json files give these fields
+    for each layer, older ones for the kind of layer.
+    """
     values = config.values
     wide = _given_counts(config, dict(head_dim="global_head_dim"))
     if values.get("attention_k_eq_v", True):

@@ -9,7 +9,7 @@ from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
-from coatcheck.cluster.planner.weight_count import WeightCount
+from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.checkpoint.held_weights import held_bytes
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
@@ -246,7 +246,16 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
     if settings.device == "cuda" and (is_plain or not any(directory.glob("*.safetensors"))):
         return None
     entries = read_entries(directory)
-    held = held_bytes(config.name, config.values, entries, WEIGHT_BYTES[dtype], settings.device, settings.quantization)
+    held = held_bytes(
+        config.name,
+        config.values,
+        entries,
+        WEIGHT_BYTES[dtype],
+        settings.device,
+        settings.quantization,
+        is_multimodal=config.is_multimodal and config.is_served,
+        ties_head=ties_head(config),
+    )
     return float(held)
 
 

@@ -24,8 +24,7 @@ _UNGATED: Final = frozenset(
 _TIED: Final = frozenset(
     {
         "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text",
-        "gemma4_unified_text", "gpt2",
-        "gpt_bigcode", "gpt_neo", "minicpm3", "mpt", "opt", "smollm3", "starcoder2",
+        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "minicpm3", "mpt", "opt", "smollm3", "starcoder2",
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
@@ -53,9 +52,7 @@ class WeightCount:
         hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
         first, last = shard.vocab_rows(vocab) if shard.size > 1 else (0, vocab)
         table = (last - first) * hidden
-        tied = config.values.get("tie_word_embeddings")
-        if tied is None:
-            tied = config.model_type in _TIED
+        tied = ties_head(config)
         dense, experts = table, 0  # every step reads the head
         for index, layer in enumerate(layers):
             dense += _attention(config, layer, shard, hidden) + 2 * hidden
@@ -87,6 +84,12 @@ class WeightCount:
             return float(self.dense)
         unread = (1 - min(1.0, self.experts_per_token / self.num_experts)) ** batch
         return self.dense + self.experts * (1 - unread)
+
+
+def ties_head(config: ModelConfig) -> bool:
+    """Whether config.json, or the default of its family, ties the head to the embedding."""
+    tied = config.values.get("tie_word_embeddings")
+    return config.model_type in _TIED if tied is None else bool(tied)
 
 
 def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: int) -> int:

@@ -1,24 +1,27 @@
 """held_bytes(): the bytes that the weights of a checkpoint take on a rank, from the headers of its files.
 
-The same count as weight_loader.py's, for a group of one rank. This module imports no torch.
+The same count as weight_loader.py's, for a group of one rank. Of tensors only column orders are read, and a head and an
+embedding that may be equal. This module imports no torch.
 """
 
 import array
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any, Final
 
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_bytes, read_quantised
-from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry
+from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, have_equal_bytes
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
+from coatcheck.workers.checkpoint.text_tower import text_tensor_name
 
 _SIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 # Columns of which a group that stays quantised is a multiple: kernels/layers/linear.py.
 _WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # that share a scale, with quantization int4
+_EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 _UNQUANTISED: Final = frozenset(("lm_head", "embed_out", "gate", "router", "shared_expert_gate"))
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
 # Tensors that no dtype rounds (meta_model.py).
@@ -41,16 +44,25 @@ def held_bytes(
     itemsize: int,
     device: str,
     quantization: str = "auto",
+    *,
+    is_multimodal: bool = False,
+    ties_head: bool = False,
 ) -> int:
     """`entries`: of the files. `itemsize`: of the model's dtype, on CPUs bfloat16 or float32. `device`: cpu or cuda.
-    `quantization`: as in ServeConfig. Raises InvalidModel as read_quantised does."""
+    `quantization`: as in ServeConfig. `is_multimodal`: only the text model's tensors are loaded. `ties_head`:
+    config.json ties the head to the embedding. Raises InvalidModel as read_quantised does."""
     quantised = read_quantised(name, config, entries)
     plain = _LATENT if config.get("kv_lora_rank") is not None else ()
     are_experts_plain = config.get("model_type") in _PLAIN_EXPERTS
     total = 0
     stacks: dict[tuple[str, bool], list[tuple[int, _Codes | None]]] = {}  # (plain bytes, codes) of each expert's weight
     layers = config.get("num_hidden_layers")
-    for key, entry in plain_entries(entries, quantised).items():
+    stored = plain_entries(entries, quantised)
+    head = _head_equal_to_embedding(stored, quantised.weights, is_multimodal) if ties_head else None
+    for stored_key, entry in stored.items():
+        key = text_tensor_name(stored_key) if is_multimodal else stored_key
+        if key is None or stored_key == head:
+            continue
         layer = _LAYER.fullmatch(key)
         if layer is not None and isinstance(layers, int) and int(layer[1]) >= layers:
             continue  # a layer for multi-token prediction, which is not loaded
@@ -60,7 +72,7 @@ def held_bytes(
             config.get("model_type") == "ernie4_5_moe" and key.endswith(_ERNIE_ROUTER)
         )
         as_plain = prod(entry.shape) * (4 if is_float32 else itemsize)
-        weight = quantised.weights.get(key)
+        weight = quantised.weights.get(stored_key)
         codes = None if weight is None else _codes_of(weight, entries, _WORDS[device])
         expert = _EXPERT.fullmatch(key)
         if key.rpartition(".")[0].rpartition(".")[2] in plain or (are_experts_plain and ".experts." in key):
@@ -76,10 +88,26 @@ def held_bytes(
     return total + sum(_bytes_of_stack(weights) for weights in stacks.values())
 
 
+def _head_equal_to_embedding(
+    stored: Mapping[str, TensorEntry], quantised: Container[str], is_multimodal: bool
+) -> str | None:
+    """The key of a stored head that a rank does not hold, because it equals the embedding."""
+    keys = {text_tensor_name(key) if is_multimodal else key: key for key in stored if key not in quantised}
+    head, table = keys.get("lm_head.weight"), next((keys[name] for name in _EMBEDDINGS if name in keys), None)
+    if head is None or table is None:
+        return None
+    one, other = stored[head], stored[table]
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return head if is_alike and have_equal_bytes(one, other) else None
+
+
 def _is_identity_expert(config: Mapping[str, Any], key: str) -> bool:
     """Whether `key` is a weight that no code reads: longcat_flash's last experts return their input."""
-    index = re.search(r"\.experts\.(\d+)\.", key) if config.get("zero_expert_num") else None
-    return index is not None and int(index[1]) >= config["n_routed_experts"]
+    experts = config.get("n_routed_experts")
+    if not config.get("zero_expert_num") or not isinstance(experts, int):
+        return False
+    index = re.search(r"\.experts\.(\d+)\.", key)
+    return index is not None and int(index[1]) >= experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from coatcheck.proto.json_file import read_json_object
 # A header's dtype -> torch's name. Other dtypes are not served.
 STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+_COMPARED_BYTES: Final = 1 << 22
 _LFS_POINTER: Final = b"version https://git-lfs"
 _OTHER_FORMATS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack")
 
@@ -55,6 +56,18 @@ def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
             "config.json has a quantization_config that explains it; fetch the checkpoint again, or convert it"
         )
     return STORED_DTYPES[entry.dtype]
+
+
+def have_equal_bytes(one: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two tensors are stored as the same bytes. Reads a few megabytes at a time."""
+    size = one.end - one.start
+    if size != other.end - other.start:
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        steps = (min(_COMPARED_BYTES, size - start) for start in range(0, size, _COMPARED_BYTES))
+        return all(first.read(step) == second.read(step) for step in steps)
 
 
 def _tensor_files(directory: Path) -> list[Path]:

@@ -151,9 +151,11 @@ def _zero_absent_corrections(
 def _resolve_ties(
     model: PreTrainedModel, checkpoint: Checkpoint, targets: list[_Target], slices: dict[str, TensorSlice]
 ) -> dict[str, str]:
-    """The parameters without values of their own -> those that they are equal to, as transformers decides from the
-    stored tensors: a head that differs from the embedding is not tied, whatever config.json says, and the embedding of
-    a checkpoint that has the head alone is the head."""
+    """Map each parameter without values of its own to the parameter whose values it shares.
+
+    The stored tensors decide, as in transformers. A head that differs from the embedding is not tied, whatever
+    config.json says. If a checkpoint has the head alone, the embedding shares the head's values.
+    """
     stored = {target.name: target for target in targets}
     tied: dict[str, str] = {}
     for name, source in model.all_tied_weights_keys.items():

@@ -170,7 +170,7 @@ class DenseMlp:
         if self.native_sublayer is not None:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
-            if self._starts is not None:  # the experts read the norm too, and take it plain
+            if self._starts is not None:  # the experts read the norm too, unquantised
                 x, residual = add_and_norm(self.norm, x, residual, owed)
                 self._starts.start(x)
                 gate_up = self.gate_up(x)

@@ -30,7 +30,7 @@ from coatcheck.workers.model.parallel_layers import add_and_norm
 from coatcheck.workers.model.shortcut_experts import halves_of, has_halves
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
-# Those with latent attention (MLA).
+# Types with latent attention (MLA).
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {

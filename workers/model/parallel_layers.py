@@ -67,9 +67,10 @@ def _set_local_heads(attention: nn.Module, layer: AttentionLayer) -> None:
 
 
 def _has_one_value(owner: Any, name: str) -> bool:
+    """Whether `owner` has an attribute `name` that holds for all layers."""
     try:
         return hasattr(owner, name)
-    except RuntimeError:  # transformers' config of Gemma 4, whose layers have different numbers of KV heads
+    except RuntimeError:  # Gemma 4: its config raises this, because its layers have different numbers of KV heads
         return False
 
 

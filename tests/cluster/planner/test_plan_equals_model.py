@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from coatcheck.cluster.planner.capacity import KvCacheSpec
 from coatcheck.cluster.planner.model_config import ModelConfig
@@ -31,6 +32,7 @@ from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
 from tests.workers.model.architectures import SERVED, shape_of
+from tests.workers.multimodal_checkpoints import write_multimodal
 from tests.workers.rank_client import read_registration
 from tests.workers.rank_group import RankGroup
 
@@ -134,3 +136,28 @@ def test_weights_of_a_loaded_model(tmp_path: Path) -> None:
     spec = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu").spec
     planned = Sizing.of(PlanSettings(model=str(path), dtype="bfloat16"))
     assert planned.weight_bytes == pytest.approx(spec.weight_bytes, rel=0.01)
+
+
+def loaded_and_planned(path: Path) -> tuple[int, float]:
+    """The bytes of weights that a rank has loaded, and those that a plan counts."""
+    loaded = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu").spec.weight_bytes
+    planned = Sizing.of(PlanSettings(model=str(path), dtype="bfloat16", device="cpu"))
+    return loaded, planned.weight_bytes
+
+
+def test_weights_of_a_vision_tower_are_not_counted(tmp_path: Path) -> None:
+    """Of a multimodal checkpoint the plan counts the text model alone, exactly as a rank loads it."""
+    loaded, planned = loaded_and_planned(write_multimodal("gemma3", tmp_path))
+    assert planned == loaded
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_stored_head_counts_if_it_differs_from_the_embedding(differs: bool, tmp_path: Path) -> None:
+    """A rank holds one tensor if the stored head equals the tied embedding, as in Qwen3-0.6B, and both otherwise."""
+    path = tiny_checkpoint("llama3-rope", tmp_path)  # config.json ties the head
+    tensors = load_file(path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = table.flip(0).contiguous() if differs else table.clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    loaded, planned = loaded_and_planned(path)
+    assert planned == loaded
