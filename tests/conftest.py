@@ -32,9 +32,6 @@ with pytest.MonkeyPatch.context() as patch:
 settings.register_profile("coatcheck", deadline=None)
 settings.load_profile("coatcheck")
 
-# A test that starts Ray waits for several events, each for up to MAX_WAIT_SECONDS. pyproject.toml limits other tests.
-RAY_TEST_SECONDS = 1800
-
 # If several processes run tests side by side, only the controller reports.
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # `make test` sets the folder for the reports of a run (TEST_OUTCOMES) and the name of the run (TEST_PART).
@@ -95,9 +92,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _IS_WORKER:
         places = {file: place for place, file in enumerate(SLOW_FILES)}
         items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(places)))
-    for item in items:
-        if item.get_closest_marker("ray") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(RAY_TEST_SECONDS))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,21 +52,6 @@ def test_two(): ...
 
 def test_three(): ...
 """,
-    "test_limits.py": """
-import pytest
-
-@pytest.mark.ray
-def test_starts_ray(request):
-    assert request.node.get_closest_marker("timeout").args == (1800,)
-
-@pytest.mark.ray
-@pytest.mark.timeout(7)
-def test_names_its_limit(request):
-    assert request.node.get_closest_marker("timeout").args == (7,)
-
-def test_starts_none(request):
-    assert request.node.get_closest_marker("timeout") is None
-""",
     "test_noise.py": """
 import asyncio
 import os
@@ -154,13 +139,6 @@ def test_the_last_lines_say_what_this_machine_lacks(lines: list[str]) -> None:
     reason, where, counts = lines[place : place + 3]
     assert "needs a GPU" in reason and "run these on one" in reason
     assert where == "       2 in test_processor.py" and counts.endswith(" failed, 2 skipped")
-
-
-def test_what_starts_ray_has_a_limit_of_its_own(lines: list[str]) -> None:
-    """A test marked ray may wait for several slow events. One that names its limit keeps it."""
-    assert results(lines, "test_limits.py") == {
-        "PASSED": ["test_starts_ray", "test_names_its_limit", "test_starts_none"]
-    }
 
 
 def test_a_passing_run_has_no_noise(lines: list[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from coatcheck.bench.gpu_cases.parts import main, run_in_children
 from coatcheck.bench.gpu_cases.table import Measurement, Table
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS, MAX_WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # Packages that a GPU host need not have. The installed coatcheck is hidden too.
@@ -41,7 +41,7 @@ runpy.run_path({script!r}, run_name="__main__")
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = _PROGRAM.format(absent=ABSENT, script=str(ROOT / "bench/gpu.py"), arguments=list(arguments))
     return subprocess.run(
-        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=MAX_WAIT_SECONDS,
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=MAX_PROGRAM_SECONDS,
         env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def main() -> None:
         library = torch.library.Library("simulated", "DEF")
         library.define("all_gather(Tensor x, int size) -> Tensor[]")
         library.impl("all_gather", _all_gather, "CPU")
-        seconds = 5.0 if failing == "failed-call" else 60.0
+        seconds = 30.0 if failing == "failed-call" else 60.0
         communicator = PeerRank.join_staged(rank, 2, address, timeout_seconds=seconds)
         peers = SimulatedPeers(Path(folder), rank, 2, gpu, multicast=False)
         communicator.map_peer_memory(DEVICE)

@@ -15,7 +15,7 @@ from coatcheck.router.actor import RouterActor
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 
 _PLAIN: Any = RouterActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]  # Ray has made it an actor class
 

@@ -42,7 +42,6 @@ def process_of(serving: Serving, program: str) -> int:
     )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -65,7 +64,6 @@ def test_a_ray_of_our_own_that_is_lost_ends_serve(serving: Serving, folder: Path
 
 
 @pytest.mark.full  # starts a cluster for one rare order of events
-@pytest.mark.timeout(300)
 def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
     """If SIGINT arrives together with the raylet's end, the command does not wait for a drain that cannot finish."""
     processes = serving.descendants()
@@ -79,7 +77,6 @@ def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
 
 
 @pytest.mark.full  # test_existing_ray.py shows the wait, to its end in time
-@pytest.mark.timeout(300)
 def test_a_signal_ends_the_wait_for_a_head(tiny_model: Path) -> None:
     """While `serve` waits for the head of a cluster that was there, a signal ends the command at once."""
     with ray_head(2) as head:
@@ -106,7 +103,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.full  # waits for a start that fails
-@pytest.mark.timeout(300)
 def test_a_full_disk_is_told(small_disk: Path, tiny_model: Path) -> None:
     """If a rank cannot be restarted because Ray's disk is full, `serve` and `status` say so. Once there is room, its
     group serves again by itself."""

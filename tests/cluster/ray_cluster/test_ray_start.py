@@ -40,7 +40,6 @@ def slow() -> Iterator[SlowRay]:
 
 @pytest.mark.ray
 @pytest.mark.full  # waits 20 s; the next test shows the waiting lines too
-@pytest.mark.timeout(600)
 def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
     """Agents that need longer than a raylet waits for them do not make the attempt fail."""
     arguments = (str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-start-timeout", "500")
@@ -56,7 +55,6 @@ def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
     """If Ray gives up once, all of its processes are killed, it is started again, and the cluster serves."""
     arguments = (str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-start-timeout", "500")
@@ -74,7 +72,6 @@ def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.full  # waits 22 s
-@pytest.mark.timeout(300)
 def test_the_start_timeout_ends_the_command(slow: SlowRay, tiny_model: Path) -> None:
     """After --ray-start-timeout the command ends with one line that quotes Ray's log, and no process is left."""
     arguments = ("serve", str(tiny_model), "--grpc-port", "0", "--ray-start-timeout", "22")
@@ -90,7 +87,6 @@ def test_the_start_timeout_ends_the_command(slow: SlowRay, tiny_model: Path) -> 
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_the_wait(slow: SlowRay, tiny_model: Path, number: signal.Signals) -> None:
     """Ctrl-C while Ray starts ends the command at once, with everything that the attempt has started."""

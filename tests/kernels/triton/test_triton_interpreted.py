@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
     """Attention, stores, copies, norm, rotary, activation, experts, linears, filters, penalties and draw agree with the
     references."""
-    run(shlex.split(groups), MAX_WAIT_SECONDS)
+    run(shlex.split(groups), MAX_PROGRAM_SECONDS)
 
 
 @pytest.mark.full

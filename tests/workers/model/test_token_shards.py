@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.attention.token_shards import (
@@ -129,7 +129,7 @@ def test_gathered_contexts_give_the_tokens_of_one_rank(tmp_path: Path, kv_dtype:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=MAX_WAIT_SECONDS,
+        timeout=MAX_PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 from coatcheck.kernels.layers.quantised_rows import RowFormat, quantise_rows_reference
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.workers.distributed.communicator import Communicator
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_transformers_with_quantised_activations(name: str, 
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=MAX_WAIT_SECONDS,
+        timeout=MAX_PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.splitlines()[-1].startswith("agreed")

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.core.step_plan import ScheduledSequence
 from coatcheck.workers.distributed.communicator import Communicator
@@ -197,7 +197,7 @@ def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_d
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=MAX_WAIT_SECONDS,
+        timeout=MAX_PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("agreed\n")

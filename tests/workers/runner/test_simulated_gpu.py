@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.simulated_gpu.simulated_run import make, serve
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
@@ -144,7 +144,7 @@ def simulated(module: str, *arguments: str) -> list[str]:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=MAX_WAIT_SECONDS,
+        timeout=MAX_PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout.splitlines()
