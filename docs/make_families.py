@@ -41,7 +41,7 @@ REASONS = (
         "try a newer transformers: models with attention are served once their code uses the interface",
     ),
     (
-        r"keys and values differ in shape|latent attention is served for",
+        r"keys must be as long as queries|latent attention is served for",
         "values longer than keys, or latent attention (MLA) that the code of this project does not know",
         "choose another model; `coatcheck plan` sizes latent attention",
     ),

@@ -21,7 +21,7 @@
 
 #define CHUNK 128        /* columns: 128 * 2^7 * 2^15, with as much for a zero point, stay below 2^31 */
 #define INTEGER_ROWS 4   /* of a tile */
-#define LEAST_EXPONENT 27 /* with the bias of bfloat16: below, the inverse of u would not be finite */
+#define LEAST_EXPONENT 27 /* -100 with the bias of bfloat16. From 15 on u is normal and its inverse finite */
 
 INLINE int has_integers(const Weight *w) { return HAS_INTEGERS && w->kind != PLAIN && w->kind != CODES_FP8; }
 
@@ -122,8 +122,8 @@ static void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t fro
     }
 }
 
-/* What halves_of adds to every code, so that those of 4 bits are not negative. The high byte of a half of FP4 is that of
- * code 0. Sums may pass 2^31 meanwhile: they are right modulo 2^32. */
+/* What halves_of adds to every code, so that those of 4 bits are not negative: for FP4 12 in the low byte of a half, and in
+ * its high byte the 12 of code 0. Sums may pass 2^31 before this is subtracted: they are right modulo 2^32. */
 #define OFFSET(KIND) ((KIND) == CODES_INT4 ? 8 : (KIND) == CODES_FP4 ? 12 + 12 * 256 : 0)
 
 /* Code i of each word and its partner, i + half of a word's codes, as halves of a word. FP4 is twice the number. */
@@ -137,8 +137,8 @@ INLINE Words halves_of(Words words, const int i, const int kind) {
     return (Words)_mm256_shuffle_epi8(twice, (__m256i)words);
 }
 
-/* sum + the products of the halves of each word. In one piece, as the compiler would compute all products first, and
- * store them for want of registers. */
+/* sum + the products of the halves of each word. One block of assembly: the compiler would compute all products first, and
+ * store those that no register holds. */
 INLINE Words add_products(Words sum, Words a, Words b) {
     Words products;
     __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));

@@ -3,7 +3,7 @@
  * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
  * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
  * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers. With AVX2
- * integer codes meet x as integers (integer_rows.h).
+ * x becomes integers of 16 bits for codes of integers and FP4 (integer_rows.h).
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
@@ -214,8 +214,8 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
         unpack(w, panel, c->group, k * c->values, to, form, wide);
         return (Weights){wide, (to / c->values - k) * values * PANEL, count * values, 0};
     }
-    /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. Behind the last words are
-     * those that the next item begins with: past the panels of this one. */
+    /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. Behind the last words
+     * come the first ones of the next item, which lie past the panels of this one. */
     const int64_t next = c->tiles == 1 && k + count == c->words ? (c->group - 1) * c->words : 0;
     const int64_t ahead = (c->tiles == 1 || !IS_AVX2 ? AHEAD + next : c->step) * PANEL;
     const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count, ahead};

@@ -80,8 +80,8 @@ INLINE float kth_largest(const float *x, int64_t n, int64_t k) {
 /* The mass of a token with the weight exp(x - top): an integer, so that sums do not depend on their order. */
 INLINE int64_t mass_of(float weight) { return (int64_t)(weight * 0x1p40f); }
 
-/* The largest v for which the mass of {x >= v} reaches `share` of the mass of all; of equal values at the end, `most`
- * tokens count for that. */
+/* The largest v for which the mass of {x >= v} reaches `share` of the mass of all. Of n > `most` values the last n - most
+ * do not count for the mass of all: they are equal, with `least_weight`. */
 INLINE float mass_floor(const float *x, const float *weight, int64_t n, int64_t most, float least_weight, double share) {
     uint32_t prefix = 0, known = 0;
     int64_t goal = 0;

@@ -54,8 +54,8 @@ class PackedExperts(nn.Module):
     """The experts that a rank holds, for inference. Keeps no plain weight in the native form.
 
     `parts`: gate_up and down in their form; of QuantisedExperts codes, scales and zero points. `activations`: how the
-    inputs of gate_up and of down are quantised, as of PackedLinear. `padding_bytes`: of `parts`, more than the weights
-    themselves have.
+    inputs of gate_up and of down are quantised, as of PackedLinear. `padding_bytes`: of `parts`, beyond those of the
+    weights themselves.
     """
 
     gate_up_bias: Tensor | None

@@ -51,7 +51,7 @@ class GroupedLaunch(NamedTuple):
     num_stages: int
 
     def constants(self) -> dict[str, int]:
-        """Of a launch, without BLOCK_K."""
+        """The keyword arguments of a launch, without BLOCK_K."""
         sizes = dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n)
         return dict(**sizes, num_warps=self.num_warps, num_stages=self.num_stages)
 

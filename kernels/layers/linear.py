@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
     `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
     sizes, of the triton form. `activations`: how x is quantised, or why it is not; None for a weight without
-    `quantises_activations`. `padding_bytes`: of `parts`, more than the weight itself has.
+    `quantises_activations`. `padding_bytes`: of `parts`, beyond those of the weight itself.
     """
 
     bias: Tensor | None
@@ -156,11 +156,11 @@ class PackedLinear(nn.Module):
 
 
 def choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:
-    """None for a weight without `quantises_activations`."""
+    """How a linear over `weight` quantises x, or why it does not; None for a weight without `quantises_activations`."""
     if isinstance(weight, Tensor) or not weight.quantises_activations:
         return None
     if weight.device.type not in TRITON_DEVICES:
-        return FormatChoice(None, "CPUs compute with activations of the model's dtype")
+        return FormatChoice(None, "the kernels for CPUs take no activations of 8 bits")
     return choose_format(weight, gpu_properties(weight.device))
 
 

@@ -103,7 +103,7 @@ def pick_block(width: int, format: RowFormat) -> int:
 
 
 def code_arguments(rows: QuantisedRows | None, width: int) -> tuple[int, Tensor | None, Tensor | None, dict[str, int]]:
-    """(BLOCK, codes, scales, KIND and GROUP) of a kernel that holds a whole row. None: the kernel writes no codes."""
+    """(BLOCK, codes, scales, KIND and GROUP) of a kernel that holds a whole row. `rows` None: no codes are written."""
     block: int = triton.next_power_of_2(width)
     if rows is None:
         return block, None, None, dict(KIND=0, GROUP=0)

@@ -99,7 +99,7 @@ def silu_mul_and_quantise(gate_up: Tensor, activation: str, format: RowFormat) -
 
 
 def silu_mul_for_linear(gate_up: Tensor, activation: str, format: RowFormat | None) -> Tensor | QuantisedRows:
-    """As a linear with this `row_format` reads it."""
+    """act(gate) * up, in codes if the linear that reads it has a `row_format`, which is `format`."""
     return silu_mul(gate_up, activation) if format is None else silu_mul_and_quantise(gate_up, activation, format)
 
 

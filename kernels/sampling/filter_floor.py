@@ -18,7 +18,7 @@ Logits are compared as 32-bit keys in the order of their values. Three kernels f
 
 So a row is read twice. If the candidates are too many for their place (ties), or hold less mass than top_p (flat
 distributions), _filter_floor reads the row again for every two bits. Rows without filters are not read. All sums are of
-integers, so the floor of a row is that of its k largest logits alone.
+integers, so with top-k the k largest logits of a row alone decide its floor.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -102,7 +102,7 @@ def _largest_of(key, weight, goal):
 @triton.jit
 def _goal(whole, number, k, low, top, p):
     """The mass that top-p asks for, if `number` elements with the mass `whole` are at or above the key `low`."""
-    more = tl.where(k > 0, tl.maximum(number - k, 0), 0)  # equal to the k-th
+    more = tl.where(k > 0, tl.maximum(number - k, 0), 0)  # than k, all equal to the k-th
     kept = whole - more * _mass(_unordered(low) - top)
     return tl.maximum(tl.ceil(p.to(tl.float64) * kept.to(tl.float64)).to(tl.int64), 1)
 

@@ -7,9 +7,11 @@
     token = argmax over the kept of l + gumbel(seed, choice, position, token)       (the smallest id if equal)
 
 Each filter is a threshold on the value, so the result does not depend on the order of a sort. A mass is a sum of
-integers, exp(l - max(l)) in units of 2^-40, so it does not depend on an order either. Of values equal to the k-th, only
-so many count for the mass of the kept that there are k: it is a function of the k largest. Rows with temperature 0 take
-the argmax. Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
+integers, exp(l - max(l)) in units of 2^-40, so it does not depend on an order either. Where values equal to the k-th
+make the kept more than k, the mass of the kept counts only k of them, so it depends on the k largest values alone. Rows
+with temperature 0 take the argmax.
+
+Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
 seed int64 [R] (the bits of a uint64), choice int32 [R], position int64 [R]; returns int64 [R].
 
 The noise is a hash of (seed, choice, position, token id) only. It does not depend on the batch, the row or the machine:

@@ -55,7 +55,7 @@ def test_the_lists_do_not_overlap() -> None:
         ("x cannot be served: layers.0.conv1d (a convolution over 4 tokens) computes a token's result", 0),
         ("x cannot be served: layers 0, 1 attend, or keep a state, outside of transformers' attention interface", 1),
         ("x cannot be served: its attention does not go through transformers' attention interface", 1),
-        ("x cannot be served: its keys and values differ in shape ([1, 4, 4, 24], [1, 4, 4, 16])", 2),
+        ("x cannot be served: its attention has values [1, 4, 4, 24]; keys must be as long as queries, and values", 2),
         ("x cannot be served: layer 0 calls attention more than once", 3),
         ("x cannot be served: its attention mask is neither causal nor a sliding window", 4),
         ("x is multimodal, and its text model is not served", 5),

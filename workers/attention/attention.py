@@ -4,7 +4,7 @@ transformers' models look their attention function up by name in AttentionInterf
 NAME. It stores the new keys and values in the pool and reads the context through block tables. NAME is absent from
 transformers' mask interface, so no mask is built: the kernel applies causality, windows and sequence boundaries.
 
-What `attend` needs of a step goes past the model's code (`use_step`): the layers of some models do not pass keyword
+`attend` reads the step from a context variable (`use_step`), because the layers of some models do not pass keyword
 arguments on to their attention.
 """
 
@@ -78,8 +78,9 @@ def attend(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]. Values may be shorter.
+    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
 
+    Values may be shorter than keys: the pool stores them with zeros behind, and the output is as short as they are.
     The layer's parameters are those that the probe found. They replace the arguments that are ignored, because some
     models write their window only into the mask. `s_aux`: attention sinks, [heads].
     """

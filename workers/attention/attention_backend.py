@@ -47,7 +47,7 @@ class AttentionBackend(Protocol):
 
     @property
     def unmeasured_bytes(self) -> int:
-        """What a step may take for partial results that the largest step of a rank's start may not take."""
+        """Bytes of partial results that a step may need beyond what the largest steps of a start allocated."""
 
     def make_plans(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> AttentionPlans:
         """The plans of a step. `q_lens`: queries of each sequence. `seq_lens`: with this step's tokens.

@@ -245,7 +245,10 @@ def _record_attention(
     rank, rope_dim = (0, 0) if latent is None else (latent.rank, latent.rope)
     has_known_sizes = key.shape[:3] == value.shape[:3] and value.shape[-1] <= key.shape[-1] == query.shape[-1]
     if not rope_dim and not has_known_sizes:
-        raise _Unsupported(f"its keys and values differ in shape ({list(key.shape)}, {list(value.shape)})")
+        raise _Unsupported(
+            f"its attention has queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}; "
+            "keys must be as long as queries, and values as many as keys and no longer"
+        )
     if query.shape[2] != recording.num_tokens or key.shape[2] != recording.num_tokens:
         raise _Unsupported(f"its attention gets {key.shape[2]} keys for {recording.num_tokens} tokens")
     try:

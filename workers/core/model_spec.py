@@ -10,7 +10,7 @@ class LayerSpec:
     `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
     values are part of the keys (MLA's latent cache), so that nothing is stored for them. `rope_head_dim`: with latent
     attention, the last elements of a key: they are rotated, shared by all heads, and no part of the value.
-    `unpadded_v_dim`: elements of V in the model, if the pool stores V with zeros behind it, as long as K; 0 without.
+    `unpadded_v_dim`: elements of V in the model, if the pool stores V as long as K, with zeros behind; otherwise 0.
     `token_shards`: the ranks over which the tokens of each block are divided (--mla-shard tokens); 1: every rank stores
     every token. `token_shard`: which part is this rank's.
     """

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from coatcheck.proto.sampling import SamplingParams
 
-# The logits that each rank sends for a row with top-k or min-p. Models publish a top-k of 20 to 64.
+# The largest logits of a row that each rank sends for top-k or min-p. Models publish a top-k of 20 to 64.
 MAX_MERGED_TOP_K: Final = 64
 
 
@@ -35,7 +35,7 @@ class SamplingFeature(Flag):
 class SamplingForm(Enum):
     """`GREEDY`: the largest logit of each row. `DRAWN`: filters and a draw, also for greedy rows beside drawn ones.
     `PENALISED`: penalties before that. `MERGED`: the largest logit, or a draw without filters, of a rank's tokens.
-    `MERGED_FILTERED`: the same with top-k, top-p among few tokens, and min-p."""
+    `MERGED_FILTERED`: the same with top-k, top-p after top-k, and min-p."""
 
     GREEDY = auto()
     DRAWN = auto()

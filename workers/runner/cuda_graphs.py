@@ -13,8 +13,8 @@ A step with fewer tokens than its shape is padded with tokens at position -1: th
 stored) and they are sequences of length 0 (nothing is read). All tokens pass through the last layer, unlike in steps
 without graphs, so their hidden states serve prompt logprobs and pooling too.
 
-Either all ranks have graphs or none: a rank that launched a step's kernels itself would meet others that replay them in
-other collectives. So the ranks exchange after each call whether it failed on one of them (`_call_on_all_ranks`).
+Either all ranks have graphs or none has: a rank without graphs would call other collectives than ranks that replay
+them. So after each call of a capture the ranks tell each other whether it failed (`_call_on_all_ranks`).
 
 Without a GPU, the same padded steps run without graphs, for tests.
 """
@@ -180,8 +180,8 @@ class CudaGraphs:
 
         Raises _CannotCapture on every rank if a RuntimeError ended a captured call, or ended the call on every rank:
         transformers' own modules may wait for the device. After any other failure all ranks raise, and the group ends:
-        memory is full, or GPUs wait in a collective for the rank that failed. Their host does not wait for them before
-        it knows, because a graph's capture, which waits, begins only after a call that failed nowhere.
+        memory is full, or GPUs wait in a collective for the rank that failed. No host waits for such a GPU first: only
+        the begin of a graph's capture waits, and it follows a call that failed on no rank.
         """
         failure: Exception | None = None
         try:

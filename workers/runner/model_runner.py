@@ -310,7 +310,7 @@ class ModelRunner:
 
     @property
     def unmeasured_bytes(self) -> int:
-        """What a step of attention may take beyond the largest steps of a rank's start."""
+        """Bytes that a step of attention may need beyond what the largest steps of a start allocated."""
         return self._backend.unmeasured_bytes
 
     def wait_for_copies(self) -> None:

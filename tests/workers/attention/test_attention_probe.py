@@ -188,3 +188,9 @@ def test_linears_whose_weight_is_read_are_found() -> None:
         probe_attention(llama)
     assert not read
     assert all(type(layer.mlp.up_proj) is nn.Linear for layer in llama.model.layers)
+
+
+def test_values_longer_than_keys_are_refused() -> None:
+    """The message says which sizes the attention has, and which are served."""
+    with pytest.raises(InvalidModel, match="values .*32.*; keys must be as long as queries, and values .* no longer"):
+        probe_attention(meta_model(shape_of("mimo_v2_flash", head_dim=24, v_head_dim=32)))
