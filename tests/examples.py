@@ -20,8 +20,8 @@ def pairwise(*axes: tuple[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """A parametrisation by every combination of the axes' values, of which `make test` runs a sample that has each pair
     of values of two axes. The other combinations are marked full.
 
-    axes: (names, values) as for `pytest.mark.parametrize`, also with several names and tuples of values. Most faults
-    depend on at most two parameters (Kuhn, Wallace and Gallo, IEEE TSE 30(6), 2004).
+    axes: (names, values) as for `pytest.mark.parametrize`, also with several names and tuples of values; at least two
+    axes. Most faults depend on at most two parameters (Kuhn, Wallace and Gallo, IEEE TSE 30(6), 2004).
     """
     combinations = list(itertools.product(*(range(len(values)) for _, values in axes)))
     pairs = [set(itertools.combinations(enumerate(places), 2)) for places in combinations]

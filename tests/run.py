@@ -56,7 +56,7 @@ def main(stages: tuple[tuple[str, ...], ...], arguments: list[str]) -> int:
 
 
 def estimate(arguments: list[str]) -> str:
-    """How long a run will take: as long as the last one here that passed, or else the figure for 2 cores."""
+    """How long a run will take: as long as the last one here that passed, or else the stated duration."""
     key = " ".join(arguments)
     if last := recorded().get(key):
         return f"This takes about {_duration(last)}, as the last time it passed here."

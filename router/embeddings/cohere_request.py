@@ -15,9 +15,10 @@ from coatcheck.router.openai.completion_request import MAX_PROMPTS
 from coatcheck.router.openai.sampling_fields import RequestBody
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-# Cohere's own values of input_type, and under which names sentence-transformers' models have the instruction.
+# Cohere's own values of input_type. Each has the names under which sentence-transformers' models may have the
+# instruction.
 _INPUT_TYPES: Final[dict[str, tuple[str, ...]]] = {
-    "search_document": ("search_document", "document", "passage"),
+    "search_document": ("search_document", "document", "passage", "corpus"),
     "search_query": ("search_query", "query"),
     "classification": ("classification",),
     "clustering": ("clustering",),
@@ -96,14 +97,15 @@ class CohereEmbedRequest(PoolingFields):
 
     def _instruction(self, instructions: Mapping[str, str]) -> str:
         """What stands before each text. A model without instructions treats all kinds of text alike, so that Cohere's
-        own names change nothing. Raises InvalidBody for a name that neither the model nor Cohere has."""
+        own names change nothing. A model that has no instruction for documents takes them as they are. Raises
+        InvalidBody for any other name that the model lacks."""
         kind = self.input_type
         if kind is None:
             return ""
         for name in (kind, *_INPUT_TYPES.get(kind, ())):
             if name in instructions:
                 return instructions[name]
-        if not instructions and kind in _INPUT_TYPES:
+        if kind == "search_document" or (not instructions and kind in _INPUT_TYPES):
             return ""
         names = ", ".join(instructions or _INPUT_TYPES)
         raise InvalidBody(f"Unsupported input_type {kind[:80]!r}; remove it, or use one of: {names}", "input_type")
@@ -111,7 +113,7 @@ class CohereEmbedRequest(PoolingFields):
 
 def _convert(values: "np.ndarray[tuple[int, int], np.dtype[np.float32]]", kind: EmbeddingType) -> list[Any]:
     """One embedding for each row of `values`. Bits, one for each value, are 1 where the value is not negative; the
-    first is the highest of its byte. Bytes are the values in parts of a 127th of the row's largest."""
+    first is the highest of its byte. The integers of a row are its values, scaled to a largest magnitude of 127."""
     converted: np.ndarray[tuple[int, int], np.dtype[Any]]
     match kind:
         case "base64":

@@ -128,6 +128,8 @@ async def test_wrong_bodies_are_refused(start_http_router: StartHttpRouter, body
         ({"query": "Q: ", "document": ""}, "search_query", "Q: a"),
         ({"query": "Q: ", "document": ""}, "search_document", "a"),
         ({"query": "Q: ", "passage": "P: "}, "search_document", "P: a"),
+        ({"query": "Q: ", "corpus": "C: "}, "search_document", "C: a"),
+        ({"query": "Q: "}, "search_document", "a"),
         ({"query": "Q: "}, None, "a"),
         ({}, "clustering", "a"),
     ],
