@@ -142,7 +142,7 @@ def _shapes_by_layer(config: ModelConfig, num_layers: int) -> list[dict[str, Any
     """
     values = config.values
     wide = _given_counts(config, dict(head_dim="global_head_dim"))
-    if values.get("attention_k_eq_v", True):
+    if values.get("attention_k_eq_v"):
         wide |= _given_counts(config, dict(num_kv_heads="num_global_key_value_heads"))
     kinds = values.get("layer_types")
     shapes = [wide if isinstance(kinds, list) and kinds[i] == "full_attention" else {} for i in range(num_layers)]

@@ -23,8 +23,10 @@ _UNGATED: Final = frozenset(
 # Families that tie the head to the embedding if config.json lacks tie_word_embeddings.
 _TIED: Final = frozenset(
     {
-        "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text",
-        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "minicpm3", "mpt", "opt", "smollm3", "starcoder2",
+        "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5",
+        "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "minicpm3",
+        "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.

@@ -51,6 +51,7 @@ _NAMES: Final = tuple(
         (r"model\.(?=embed_tokens\.|layers\.|norm\.)", "model."),
     )
 )
+_DTYPES: Final = frozenset(("dtype", "torch_dtype"))  # two names of one field
 # Fields of the whole config that hold for its text model, whatever its text_config has: transformers reads these there.
 _SHARED: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
@@ -81,7 +82,8 @@ def text_fields(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str,
     `config`: the multimodal config.json. `text`: the fields of its text model. Only for types with a text_model_type.
     """
     named = _named_type(config)
-    fields = {**text, **{name: config[name] for name in _SHARED if config.get(name) is not None}}
+    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
+    fields = {name: value for name, value in text.items() if not (name in _DTYPES and shared.keys() & _DTYPES)} | shared
     if named in _SAME_AS:
         fields |= _ALWAYS.get(named, {})
         for name in ("rope_parameters", "rope_scaling"):

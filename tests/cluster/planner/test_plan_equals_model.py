@@ -11,13 +11,14 @@ import grpc
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from coatcheck.cluster.planner.capacity import KvCacheSpec
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
-from coatcheck.cluster.planner.weight_count import WeightCount
+from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
@@ -27,7 +28,7 @@ from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.meta_model import build_meta_model
+from coatcheck.workers.model.meta_model import build_meta_model, read_config
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
@@ -161,3 +162,35 @@ def test_a_stored_head_counts_if_it_differs_from_the_embedding(differs: bool, tm
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     loaded, planned = loaded_and_planned(path)
     assert planned == loaded
+
+
+def test_heads_are_tied_by_default_as_in_transformers() -> None:
+    """For every served type whose config.json lacks tie_word_embeddings, the plan uses the config class's default."""
+    names = SERVED.keys() - _SHARED_LAYERS
+    defaults = {name: bool(CONFIG_MAPPING[name]().tie_word_embeddings) for name in names}
+    assert {name: ties_head(ModelConfig(name, {"model_type": name})) for name in names} == defaults
+
+
+def test_the_dtype_of_a_multimodal_checkpoint_is_that_of_the_whole(tmp_path: Path) -> None:
+    """Whichever of its two names each part of config.json uses, a plan has the dtype that a rank serves in."""
+    values = dict(model_type="gemma3", torch_dtype="bfloat16", text_config=dict(dtype="float32", num_hidden_layers=6))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path).dtype == torch.bfloat16
+    fields = ModelConfig.open(str(tmp_path)).values
+    assert (fields.get("dtype") or fields.get("torch_dtype")) == "bfloat16"
+
+
+def test_kv_heads_of_a_gemma_4_without_shared_projections() -> None:
+    """num_global_key_value_heads holds only where config.json sets attention_k_eq_v; the default is false."""
+    given: dict[str, Any] = dict(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64
+    )
+    given |= dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16, global_head_dim=32)
+    given |= dict(num_global_key_value_heads=1, hidden_size_per_layer_input=0)
+    for more, heads in ({}, 4), (dict(attention_k_eq_v=True), 1):
+        fields = {**given, **more}
+        config: Any = CONFIG_MAPPING["gemma4_text"].from_dict(fields)
+        shape = ModelShape.of(ModelConfig("gemma", {"model_type": "gemma4_text", **fields}))
+        written = ModelShape.of(ModelConfig("gemma", {**config.to_dict(), "model_type": "gemma4_text"}))
+        assert [layer.num_kv_heads for layer in shape.layers] == [4, heads]
+        assert shape.layers == written.layers
