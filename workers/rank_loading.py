@@ -180,7 +180,8 @@ def _measure_free_gpu_bytes(
     runner.warm_up(progress)
     _run_largest_steps(config, runner)
     free, total = gpu_memory(device)
-    own_bytes = pool.nbytes - runner.unmeasured_bytes  # of this runner alone, and not of the one that serves
+    own_bytes = pool.nbytes  # of this runner alone, and not of the one that serves
+    own_bytes -= runner.unmeasured_bytes  # which the one that serves may need besides
     if config.host_kv_memory:
         # The measured runner has no copier, whose two staging buffers need memory too.
         own_bytes -= 2 * num_staging_blocks(sys.maxsize, layout.bytes_per_block) * layout.bytes_per_block

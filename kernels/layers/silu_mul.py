@@ -99,7 +99,7 @@ def silu_mul_and_quantise(gate_up: Tensor, activation: str, format: RowFormat) -
 
 
 def silu_mul_for_linear(gate_up: Tensor, activation: str, format: RowFormat | None) -> Tensor | QuantisedRows:
-    """act(gate) * up, in codes if the linear that reads it has a `row_format`, which is `format`."""
+    """act(gate) * up for a linear whose `row_format` is `format`: as codes, or in the dtype of gate_up for None."""
     return silu_mul(gate_up, activation) if format is None else silu_mul_and_quantise(gate_up, activation, format)
 
 

@@ -77,7 +77,7 @@ class Fa3Backend:
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         self._kinds = {kind_of(layer) for layer in layers}
-        # The step with the most tokens is one that has few splits, or none.
+        # The largest steps of a start have many tokens, and so few splits or none.
         self.unmeasured_bytes = _SPLIT_BYTES + max(_SPLIT_BYTES // kind.head_dim for kind in self._kinds)
         self._function: Callable[..., Tensor] = import_module("flash_attn_interface").flash_attn_with_kvcache
 

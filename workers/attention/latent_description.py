@@ -31,7 +31,7 @@ class LatentDescription:
 
     @classmethod
     def of(cls, module: Any) -> Self | None:
-        """None for a module that is no latent attention."""
+        """The description of `module`; None if it is no latent attention."""
         if not all(hasattr(module, name) for name in _KV_MODULES):
             return None
         has_query_latent = all(getattr(module, name, None) is not None for name in _QUERY_MODULES)
