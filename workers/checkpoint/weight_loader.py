@@ -136,8 +136,10 @@ def load_weights(
 def _zero_absent_corrections(
     model: PreTrainedModel, parameters: dict[str, Tensor], loaded: set[str], device: torch.device
 ) -> int:
-    """Zero the biases by which experts are chosen, where transformers lets a checkpoint leave them out: A.X-K1 routes
-    without them. Adds their names to `loaded` and returns their bytes."""
+    """Zero the biases by which experts are chosen, if transformers lets a checkpoint leave them out. A.X-K1 has none.
+
+    Adds their names to `loaded` and returns their bytes.
+    """
     held = 0
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     for name in sorted(parameters.keys() - loaded):
@@ -218,7 +220,7 @@ def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: d
         converter = by_pattern[pattern] if pattern is not None else None
         index = _EXPERT.search(key)
         if index and converter and _stacks_experts(converter) and int(index[1]) >= parameters[name].shape[0]:
-            continue  # transformers stores weights of longcat_flash's experts that return their input
+            continue  # of a longcat_flash expert that returns its input; transformers stores weights that no code reads
         target = targets.setdefault(name, _Target(name, converter))
         target.sources.setdefault(pattern or key, []).append(key)
     if checkpoint.skipped:

@@ -115,7 +115,7 @@ def prepare_model(
         names[get_lm_head()],
         shard,
         expert_parallel=expert_parallel,
-        # Gemma 3n's sparse MLPs keep the gates that stand out among all of a token's gates.
+        # Gemma 3n's sparse MLPs compare each gate with all gates of the token, so a rank needs all of them.
         whole=[name for module, name in names.items() if getattr(module, "activation_sparsity", 0)],
     )
     for name in (names[linear] for linear in unpackable_linears):

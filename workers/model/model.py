@@ -113,7 +113,7 @@ class Model:
             layer.compile_kernels()
 
     def padding_bytes(self) -> int:
-        """Bytes of linears and experts that kernels add to whole tiles; `spec.weight_bytes` has none of them."""
+        """Bytes of zeros that fill the tiles of linears and experts; `spec.weight_bytes` does not count them."""
         heads = [module for module in self._head.model.modules() if isinstance(module, PackedLinear)]
         packed: set[PackedLinear | PackedExperts] = {*self._body.linears(), *heads, *self._body.experts()}
         return sum(module.padding_bytes for module in packed)

@@ -20,7 +20,10 @@ from coatcheck.workers.model.sparse_mlp import MixtureOfExperts
 
 
 class ShortcutExperts:
-    """Holds the experts' output of one step between the two halves. Like MLPs, a rank computes its part of the sum."""
+    """Computes the experts in the first half of a layer, and holds their output until the second half.
+
+    As with an MLP, each rank computes its part of the output. The second half's all-reduce adds the parts.
+    """
 
     def __init__(self, block: Any, *, batch_invariant: bool) -> None:
         """`block`: transformers' module, one that `is_known_block` accepts."""
@@ -32,12 +35,12 @@ class ShortcutExperts:
         self._output = self.moe(h)
 
     def select_rows(self, logits_indices: LogitsIndices) -> None:
-        """Keep the output of these tokens alone."""
+        """Keep only the rows of these tokens."""
         assert self._output is not None, "the first half starts the experts"
         self._output = self._output[logits_indices.tokens]
 
     def add_to(self, x: Tensor) -> Tensor:
-        """x plus the output, which is dropped."""
+        """Return x plus the output, and forget the output."""
         output, self._output = self._output, None
         assert output is not None, "the first half starts the experts"
         return x + output

@@ -71,7 +71,7 @@ class MixtureOfExperts:
         self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
         first = _first_expert(block.experts)
         self.experts = pack_experts(module, self.routing.top_k, first=first, batch_invariant=batch_invariant)
-        # Experts without weights, behind the others: they return their input (longcat_flash). One rank adds it.
+        # Experts of longcat_flash from this id on have no weights and return their input. One rank adds that input.
         self._first_identity = module.num_routed_experts if getattr(module, "zero_expert_num", 0) else None
         self._adds_identity = self.reduce is None or block.experts.rank == 0
         self.shared: tuple[PackedLinear, PackedLinear] | None = None
@@ -85,7 +85,8 @@ class MixtureOfExperts:
 
     @property
     def row_format(self) -> RowFormat | None:
-        """How experts read x, and with them the shared expert if it has the same format. None: plain."""
+        """The format in which the experts read x; None: plain. The shared expert reads the same rows if its format is
+        the same."""
         return self.experts.row_format
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
