@@ -10,16 +10,13 @@ from coatcheck.proto.host_port import is_loopback
 from coatcheck.proto.internal_tls import ClusterCertificate
 from coatcheck.proto.log_lines import LogFormat
 from coatcheck.proto.sampling import MAX_LOGPROBS
-from coatcheck.proto.setting_names import Routing, ToolParserName
+from coatcheck.proto.setting_names import ROOT_PATH, ROOT_PATH_HINT, Routing, ToolParserName
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
 # Limit of a message between router and group. To a group: a prompt and the tokens delivered so far. From a group: the
 # outputs of one step, of which the log-probabilities of prompt tokens are the largest, up to 300 bytes each.
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
-# What root_path may be, as a regular expression. With a prefix such as /v1, /v1/models would be taken for /models.
-ROOT_PATH: Final = r"(?!/(v1|v2|dashboard|v1/(chat|messages|models|responses))$)(/[\w.~-]+)+"
-ROOT_PATH_HINT: Final = "a path such as /llm, without a slash at its end, and none with which the API's own paths begin"
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import math
 import re
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.setting_names import ROOT_PATH, ROOT_PATH_HINT
 from coatcheck.proto.tracing import check_endpoint
-from coatcheck.router.config import ROOT_PATH, ROOT_PATH_HINT
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
