@@ -26,7 +26,7 @@ def test_a_model_that_ranks_serve_is_not_refused(model_type: str, checkpoint_dir
     assert ask(write(model_type, checkpoint_directory, **SERVED[model_type])) is None
 
 
-@pytest.mark.parametrize("model_type", ["nemotron"])
+@pytest.mark.parametrize("model_type", ["bloom"])
 def test_a_model_that_ranks_refuse_is_refused_with_the_same_reason(model_type: str, checkpoint_directory: Path) -> None:
     """A model that ranks refuse is refused with the same reason."""
     refusal = ask(write(model_type, checkpoint_directory))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest
@@ -20,6 +21,7 @@ from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
+from tests.router.tiny_tokenizer import byte_level_tokenizer
 from tests.workers.ranks import run_ranks
 from tests.workers.structured.structured_engine import (
     EOS,
@@ -104,6 +106,17 @@ def test_every_road_gives_the_same_tokens(make: Make) -> None:
         for n in counts:
             for choice in range(3):
                 assert [*delivered[n][choice], *rest.get(f"after{n}.{choice}", [])] == alone[f"mine.{choice}"]
+
+
+def test_a_finished_choice_of_any_length_can_be_resumed(model: Model) -> None:
+    """A request goes on in another group with choices that have ended: their end token may be the 9th, 17th or any."""
+    grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+    (letter,) = byte_level_tokenizer().encode("a", add_special_tokens=False).ids
+    for length in range(1, 20):
+        grammars.store(length, grammars.compile_grammar(Grammar("regex", f"a{{{length}}}")))
+        grammars.check_resume(length, [letter] * length + [EOS])
+        with pytest.raises(InvalidRequest, match="send those delivered"):
+            grammars.check_resume(length, [letter] * (length - 1) + [EOS])
 
 
 def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | None:
