@@ -46,9 +46,11 @@ _CONNECTIONS = (
     (("",), "no server answers at {address}; is `coatcheck serve` running there?"),
 )
 _NOT_CONNECTED = "failed to connect"  # part of gRPC's message for a call that was never sent
-# gRPC's whole message for a call that was sent before its connection ended.
+# gRPC's whole message for a call that was sent before its connection ended. The message depends on gRPC's version and
+# on whether a read or a write failed first.
 _CONNECTION_LOST = re.compile(
-    r"(stream removed \()?((recv|send)msg:)?(socket closed|connection reset by peer|broken pipe)( \(\d+\))?\)?"
+    r"stream removed.*|keepalive.*|goaway received.*|(client )?transport closed.*|endpoint closed.*"
+    r"|((recv|send)msg: ?)?(socket closed|connection reset|connection timed out|broken pipe)( by peer)?( \(\d+\))?"
 )
 _OPENSSL_REASON = re.compile(r"OPENSSL_internal:(\w+)")
 _OWN_DEADLINE = "Deadline Exceeded"  # gRPC's message on the client's side; a router that refuses early gives a reason

@@ -276,18 +276,18 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
     const int64_t words = c->words, height = c->height, rows = l->rows;
     const int64_t panel = item % c->columns * c->group, block = item / c->columns * c->most;
     const int64_t last = min_i64(block + c->most, c->tiles);
-    const int as_numbers = type == BF16 && !HAS_DOT && l->weight.kind != PLAIN;
+    const int as_numbers = type == BF16 && !HAS_DOT && l->weight.kind != PLAIN && !c->chunks;
     Floats sums[TILES][ACCUMULATORS], group_sums[TILES][ACCUMULATORS];
     uint32_t wide[GROUP * UNPACKED * PANEL] __attribute__((aligned(64)));
     memset(sums, 0, (last - block) * sizeof sums[0]);
-    if (as_numbers && rows <= FEW_ROWS && !c->chunks) {
+    if (as_numbers && rows <= FEW_ROWS) {
         tile_of_codes(rows, &l->weight, panel, c->x, sums[0]);
         put_rows(l, 0, rows, panel * PANEL, c->group * PANEL, (const float *)sums[0], c->group * PANEL, type);
         return;
     }
     if (as_numbers) memset(group_sums, 0, (last - block) * sizeof group_sums[0]);
     if (c->chunks) multiply_integers(l, c, panel, block, last, sums);
-    for (int64_t k = 0; k < words && !c->chunks; k += c->step) {
+    for (int64_t k = 0; !c->chunks && k < words; k += c->step) {
         const Weights part = part_of(l, c, panel, k, min_i64(c->step, words - k), type, wide);
         if (as_numbers) multiply_numbers(l, c, &part, panel, k, block, last, group_sums, sums);
         else multiply_part(l, c, &part, k, block, last, type, sums);

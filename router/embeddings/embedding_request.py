@@ -1,6 +1,7 @@
 """EmbeddingRequest: the body of POST /v1/embeddings, and its response."""
 
 import base64
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -49,14 +50,14 @@ class PoolingFields(RequestBody):
             for index, prompt in enumerate(prompts)
         ]
 
+    @abstractmethod
     def kept_tokens(self, index: int) -> int | None:
         """How many tokens of prompt number `index` are kept; -1: as many as the context has; None: it is not cut."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def keeps_last(self) -> bool:
         """Whether a prompt that is cut keeps its last tokens, and not its first."""
-        raise NotImplementedError
 
     def truncate(self, message: EmbedRequest, token_ids: Sequence[int], count: int, max_tokens: int) -> EmbedRequest:
         """The message with `count` tokens of its prompt, see `kept_tokens`. `max_tokens`: of a prompt."""

@@ -297,6 +297,7 @@ def test_schema_and_values_name_the_same() -> None:
         ("one-gpu", "replicas=2", "replicas"),
         ("one-gpu", "settings.kv_dtyp=int8", "kv_dtyp"),
         ("one-gpu", "settings.kv_dtype=int5", "kv_dtype"),
+        ("one-gpu", "settings.root_path=/v1", "root_path"),
         ("one-gpu", "worker.resources.request.cpu=8", "request"),
         ("one-gpu", "worker.tolerations[0].kee=gpu", "kee"),
         ("one-gpu", "networkPolicy.from[0].podSelektor.app=web", "podSelektor"),

@@ -1,8 +1,9 @@
 """AttentionMetadata and LogitsIndices: where the tokens of one step sit in the paged KV pool, and which need logits.
 
-The runner builds both once per step, with tensors on the rank's device, and passes them through the model's kwargs.
+The runner builds both once per step, with tensors on the rank's device.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -22,9 +23,10 @@ class LayerKind(NamedTuple):
     sliding_window: int
 
 
-class LibraryPlan:
+class LibraryPlan(ABC):
     """A step's attention in a library that stands in for our kernels, for layers of one kind."""
 
+    @abstractmethod
     def attend(
         self,
         q: Tensor,
@@ -36,7 +38,6 @@ class LibraryPlan:
         softcap: float,
     ) -> Tensor:
         """q [T, heads, dim] -> [T, heads, dim], as paged_attention computes it. `metadata`: of the planned step."""
-        raise NotImplementedError
 
 
 AttentionPlans = Mapping[LayerKind, AttentionPlan | LibraryPlan]

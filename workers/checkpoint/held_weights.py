@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Final
 
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_bytes, read_quantised
-from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, have_equal_bytes
+from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, are_stored_alike
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 from coatcheck.workers.checkpoint.text_tower import text_tensor_name
 
@@ -96,9 +96,7 @@ def _head_equal_to_embedding(
     head, table = keys.get("lm_head.weight"), next((keys[name] for name in _EMBEDDINGS if name in keys), None)
     if head is None or table is None:
         return None
-    one, other = stored[head], stored[table]
-    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return head if is_alike and have_equal_bytes(one, other) else None
+    return head if are_stored_alike(stored[head], stored[table]) else None
 
 
 def _is_identity_expert(config: Mapping[str, Any], key: str) -> bool:

@@ -58,10 +58,10 @@ def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
     return STORED_DTYPES[entry.dtype]
 
 
-def have_equal_bytes(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether two tensors are stored as the same bytes. Reads a few megabytes at a time."""
+def are_stored_alike(one: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two tensors are stored with the same dtype, shape and bytes. Reads a few megabytes at a time."""
     size = one.end - one.start
-    if size != other.end - other.start:
+    if (one.dtype, one.shape, size) != (other.dtype, other.shape, other.end - other.start):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.start)

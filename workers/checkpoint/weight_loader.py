@@ -35,14 +35,13 @@ from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, quantise
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.safetensors_headers import are_stored_alike
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 Progress = Callable[[int, int], None]
 Weight = Tensor | QuantisedWeight | QuantisedExperts
 
 _log = logging.getLogger(__name__)
-
-_COMPARED_ROWS = 4096
 
 
 @dataclass(slots=True)
@@ -92,7 +91,7 @@ def load_weights(
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     targets = _match_tensors(model, checkpoint, parameters)
-    tied = _resolve_ties(model, checkpoint, targets, slices)
+    tied = _resolve_ties(model, checkpoint, targets)
     planned = [(target, *_plan_reads(target, checkpoint, slices)) for target in targets if target.name not in tied]
     total = sum(checkpoint.slice_bytes(read.key, read.part) for _, reads, _ in planned for read in reads)
     done = count = held = 0
@@ -150,20 +149,19 @@ def _zero_absent_corrections(
     return held
 
 
-def _resolve_ties(
-    model: PreTrainedModel, checkpoint: Checkpoint, targets: list[_Target], slices: dict[str, TensorSlice]
-) -> dict[str, str]:
+def _resolve_ties(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[_Target]) -> dict[str, str]:
     """Map each parameter without values of its own to the parameter whose values it shares.
 
     The stored tensors decide, as in transformers. A head that differs from the embedding is not tied, whatever
-    config.json says. If a checkpoint has the head alone, the embedding shares the head's values.
+    config.json says. If a checkpoint has the head alone, the embedding shares the head's values. Each rank compares the
+    whole tensors, so all ranks decide alike.
     """
-    stored = {target.name: target for target in targets}
+    stored = {target.name: checkpoint.entries[next(iter(target.sources.values()))[0]] for target in targets}
     tied: dict[str, str] = {}
     for name, source in model.all_tied_weights_keys.items():
         if name in stored and source not in stored:
             tied[source] = name
-        elif name not in stored or _are_equal(checkpoint, stored[name], stored[source], slices.get(name)):
+        elif name not in stored or are_stored_alike(stored[name], stored[source]):
             tied[name] = source
         else:
             _log.warning(
@@ -173,20 +171,6 @@ def _resolve_ties(
                 source,
             )
     return tied
-
-
-def _are_equal(checkpoint: Checkpoint, first: _Target, second: _Target, part: TensorSlice | None) -> bool:
-    """Whether two parameters have the same values in this rank's slice. Compares a few thousand rows at a time."""
-    one, other = (next(iter(target.sources.values()))[0] for target in (first, second))
-    shape = checkpoint.entries[one].shape
-    if shape != checkpoint.entries[other].shape:
-        return False
-    for begin, end in part.ranges if part is not None else ((0, shape[0]),):
-        for start in range(begin, end, _COMPARED_ROWS):
-            rows = TensorSlice(0, ((start, min(end, start + _COMPARED_ROWS)),))
-            if not torch.equal(checkpoint.read(one, rows), checkpoint.read(other, rows)):
-                return False
-    return True
 
 
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:

@@ -16,9 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coatcheck.proto.errors import InvalidModel
 
+# gpt_bigcode calls the interface, but has a causal mask as a buffer.
+_TYPES: Final = frozenset({"codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj"})
+
 
 def needs_adapter(model_type: str) -> bool:
-    """Whether transformers builds the type with its own attention only."""
+    """Whether `adapt_attention` changes models of this type."""
     return model_type in _TYPES
 
 
@@ -107,7 +110,6 @@ def _falcon_forward(
     return module.dense(out.transpose(1, 2).flatten(2)), None
 
 
-_TYPES: Final = frozenset({"codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj"})
 # By the class of transformers' attention module.
 _ADAPTERS: Final[dict[str, Callable[[Any, Any], None]]] = {
     "CodeGenAttention": _adapt_gptj,

@@ -153,15 +153,14 @@ def fuse(
     rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(layers)
     fused: list[DecoderLayer] = []
     for index, module in enumerate(base.layers):
-        if has_halves(module):
-            for half, experts in halves_of(module, batch_invariant=batch_invariant):
-                role = "starts" if len(fused) % 2 == 0 else "adds"
-                spec = layers[len(fused)]
-                fused.append(
-                    DecoderLayer(half, spec, family, communicator, batch_invariant=batch_invariant, **{role: experts})
+        halves = halves_of(module, batch_invariant=batch_invariant) if has_halves(module) else [(module, None, None)]
+        for part, starts, adds in halves:
+            spec = layers[len(fused)]
+            fused.append(
+                DecoderLayer(
+                    part, spec, family, communicator, batch_invariant=batch_invariant, starts=starts, adds=adds
                 )
-        else:
-            fused.append(DecoderLayer(module, layers[index], family, communicator, batch_invariant=batch_invariant))
+            )
         base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
     norm = read_norm(base.norm, family)
     sharded = layers[0] if layers[0].token_shards > 1 else None

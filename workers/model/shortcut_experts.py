@@ -51,16 +51,16 @@ def has_halves(layer: Any) -> bool:
     return all(hasattr(layer, name) for name in ("mlps", "mlp", "self_attn")) and len(layer.mlps) == 2
 
 
-def halves_of(layer: Any, *, batch_invariant: bool) -> Iterator[tuple[Any, ShortcutExperts]]:
-    """Each half, with the attributes of an ordinary decoder layer, and the experts that both share."""
+def halves_of(
+    layer: Any, *, batch_invariant: bool
+) -> Iterator[tuple[Any, ShortcutExperts | None, ShortcutExperts | None]]:
+    """Each half, with the attributes of an ordinary decoder layer; the experts that it starts; those that it adds."""
     experts = ShortcutExperts(layer.mlp, batch_invariant=batch_invariant)
-    for index in range(2):
-        yield (
-            SimpleNamespace(
-                self_attn=layer.self_attn[index],
-                mlp=layer.mlps[index],
-                input_layernorm=layer.input_layernorm[index],
-                post_attention_layernorm=layer.post_attention_layernorm[index],
-            ),
-            experts,
+    for index, (starts, adds) in enumerate(((experts, None), (None, experts))):
+        half = SimpleNamespace(
+            self_attn=layer.self_attn[index],
+            mlp=layer.mlps[index],
+            input_layernorm=layer.input_layernorm[index],
+            post_attention_layernorm=layer.post_attention_layernorm[index],
         )
+        yield half, starts, adds

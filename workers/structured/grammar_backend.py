@@ -102,11 +102,12 @@ class GrammarBackend:
     def check_resume(self, grammar_id: int, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest as `create_matcher` does, and if consuming `token_ids` takes too long."""
         matcher, ends_at = self.create_matcher(grammar_id), time.thread_time() + _MAX_RESUME_SECONDS
-        count = len(token_ids)
-        for start in range(0, count - 1 or 1, _TOKENS_PER_CLOCK_CHECK):
-            end = start + _TOKENS_PER_CLOCK_CHECK
-            # A matcher at the end of its grammar takes the end token in one call with the token before, but not alone.
-            _consume(matcher, token_ids[start : count if count - end == 1 else end])
+        start, count = 0, len(token_ids)
+        while start < count:
+            # A matcher at the end of its grammar refuses the end token alone, but not behind the token before.
+            end = count if count - start <= _TOKENS_PER_CLOCK_CHECK + 1 else start + _TOKENS_PER_CLOCK_CHECK
+            _consume(matcher, token_ids[start:end])
+            start = end
             if time.thread_time() > ends_at:
                 raise InvalidRequest(
                     f"to follow the structured output through the {len(token_ids)} tokens of resume takes over "

@@ -13,6 +13,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.client import async_client
 from coatcheck.cluster.client.async_client import AsyncClient
+from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -247,6 +248,30 @@ async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
             cut[0].abort()
             with pytest.raises(Unavailable, match=f"after 1 token: the connection to {address} was lost: its router"):
                 await anext(stream)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Socket closed",
+        "recvmsg:Connection reset by peer",
+        "recvmsg:Connection timed out (110)",
+        "sendmsg: Broken pipe (32)",
+        "Stream removed (recvmsg:Connection reset by peer)",
+        "Stream removed (sendmsg: Broken pipe (32))",
+        "Stream removed",
+        "keepalive timeout",
+        "GOAWAY received",
+    ],
+)
+def test_each_message_of_grpc_for_a_lost_connection_has_the_same_meaning(message: str) -> None:
+    """gRPC names a lost connection by the read or the write that failed first."""
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), message, message
+    )
+    assert str(explain_error(error, "a:1", None)) == (
+        "the connection to a:1 was lost: its router has ended or is being restarted"
+    )
 
 
 async def test_next_address_when_the_first_is_down() -> None:
