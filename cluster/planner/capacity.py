@@ -4,7 +4,7 @@ Sizes come from the BlockLayout and TpShard that ranks use, so they equal what a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from coatcheck.cluster.planner.model_shape import ModelShape
@@ -49,6 +49,11 @@ class KvCacheSpec:
         return self.shard.size
 
     @property
+    def stored_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that store keys and values; the others read those of an earlier layer."""
+        return tuple(layer for layer in self.layers if layer.kv_source is None)
+
+    @property
     def block_size(self) -> int:
         return self.whole.block_size
 
@@ -72,7 +77,7 @@ class KvCacheSpec:
     def windowed_sequence_bytes(self, tokens: int) -> int:
         """Bytes of one sequence, every head once, if blocks outside of windows were freed. The pool keeps them."""
         total = 0
-        for layer in self.layers:
+        for layer in self.stored_layers:
             blocks = self.count_blocks(tokens)
             if layer.sliding_window:  # the window may begin at the last slot of a block
                 blocks = min(blocks, (layer.sliding_window + self.block_size - 2) // self.block_size + 1)
@@ -84,7 +89,7 @@ class KvCacheSpec:
         return sum(
             min(tokens, layer.sliding_window or tokens)
             * BlockLayout.of([self.shard.shard_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
-            for layer in self.layers
+            for layer in (replace(layer, kv_source=None) for layer in self.layers)
         )
 
 

@@ -3,6 +3,7 @@
 The LayerSpecs equal those of a loaded model before it is divided over ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -26,7 +27,9 @@ _OTHER_STATE: Final = (
     "state_size",
 )
 # Every n-th layer has full attention, for families whose config.json may lack layer_types.
-_PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+_PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "cohere2": 4}
+# Families whose last layers share keys and values, if config.json may lack num_kv_shared_layers.
+_SHARED_LAYERS: Final = {"gemma3n_text": 15}
 # Families whose decoder layers hold several attentions.
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
 # Families with more KV heads in layers with a sliding window, and how many times as many.
@@ -71,6 +74,8 @@ class ModelShape:
                 layer = replace(layer, unpadded_v_dim=v)
             expanded = layer
         shapes = _shapes_by_layer(config, len(windows))
+        for own, source in zip(shapes, _kv_sources(config, windows), strict=True):
+            own["kv_source"] = source
         dtype = str(config.values.get("dtype") or config.values.get("torch_dtype") or "")
         names_dtype = dtype in _DTYPES
         if not names_dtype:
@@ -145,13 +150,31 @@ def _shapes_by_layer(config: ModelConfig, num_layers: int) -> list[dict[str, Any
     if values.get("attention_k_eq_v"):
         wide |= _given_counts(config, dict(num_kv_heads="num_global_key_value_heads"))
     kinds = values.get("layer_types")
-    shapes = [wide if isinstance(kinds, list) and kinds[i] == "full_attention" else {} for i in range(num_layers)]
+    shapes = [dict(wide) if isinstance(kinds, list) and kinds[i] == "full_attention" else {} for i in range(num_layers)]
     by_layer = values.get("per_layer_config")
     for index, own in by_layer.items() if isinstance(by_layer, dict) else ():
         if str(index).isdecimal() and int(index) < num_layers and isinstance(own, dict):
             one = ModelConfig(config.name, own)
             shapes[int(index)] = _given_counts(one, dict(head_dim="head_dim", num_kv_heads="num_key_value_heads"))
     return shapes
+
+
+def _kv_sources(config: ModelConfig, windows: Sequence[int]) -> list[int | None]:
+    """For each layer, the earlier layer whose keys and values it reads; None: the layer stores its own.
+
+    Of Gemma 3n and 4 the last num_kv_shared_layers layers read those of the last layer of their kind before them.
+    """
+    shared = config.number("num_kv_shared_layers", default=_SHARED_LAYERS.get(config.model_type, 0))
+    if not shared:
+        return [None] * len(windows)
+    storing = windows[: max(0, len(windows) - shared)]
+    last = {window: index for index, window in enumerate(storing)}
+    if not set(windows) <= last.keys():
+        raise InvalidModel(
+            f"{config.name}: config.json has num_kv_shared_layers {shared} of {len(windows)} layers, and some of these "
+            "have no earlier layer of their kind in layer_types; correct the two, or fetch config.json again"
+        )
+    return [None] * len(storing) + [last[window] for window in windows[len(storing) :]]
 
 
 def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
@@ -183,14 +206,9 @@ def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
 
 
 def _refuse_other_state(config: ModelConfig) -> None:
-    """Raise InvalidModel unless every layer keeps keys and values of its own for each token."""
+    """Raise InvalidModel if a layer keeps other state than keys and values for each token."""
     if config.values.get("is_encoder_decoder"):
         raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
-    if config.values.get("num_kv_shared_layers"):
-        raise InvalidModel(
-            f"{config.name}: some layers share keys and values (num_kv_shared_layers), which a plan does not count; "
-            "`coatcheck serve` serves such a model and prints its number of blocks"
-        )
     if field := next((name for name in _OTHER_STATE if config.values.get(name)), None):
         raise InvalidModel(
             f"{config.name}: config.json has {field}, so some layers keep state outside of the KV cache; "

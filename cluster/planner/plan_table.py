@@ -132,7 +132,7 @@ def _layers(sizing: Sizing) -> Table:
         sizes = _number(row["bytes_per_token"]), _number(row["rank_bytes_per_token"])
         table.add_row(f"each of {row['count']}{window}", str(row["kv_heads"]), dims, *sizes)
     sizes = _number(whole.bytes_per_token), _number(rank.bytes_per_token)
-    table.add_row(f"all {len(sizing.cache.layers)}", "", "", *sizes, style="bold")
+    table.add_row(f"all {len(sizing.cache.stored_layers)}", "", "", *sizes, style="bold")
     if whole.scale_bytes_per_token:
         sizes = _number(whole.scale_bytes_per_token), _number(rank.scale_bytes_per_token)
         table.add_row("of that, scales", "", "", *sizes)

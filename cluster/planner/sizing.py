@@ -103,7 +103,7 @@ class Sizing:
         kv_dtype, block_size, shard = self.cache.whole.kv_dtype, self.cache.block_size, self.cache.shard
         return [
             {
-                "count": self.cache.layers.count(layer),
+                "count": self.cache.stored_layers.count(layer),
                 "kv_heads": layer.num_kv_heads,
                 "head_dim": layer.head_dim,
                 "value_dim": layer.value_dim,
@@ -113,7 +113,7 @@ class Sizing:
                     [shard.shard_layer(layer)], block_size, kv_dtype
                 ).bytes_per_token,
             }
-            for layer in dict.fromkeys(self.cache.layers)
+            for layer in dict.fromkeys(self.cache.stored_layers)
         ]
 
     def kv_dtype_rows(self) -> list[dict[str, Any]]:
@@ -275,6 +275,10 @@ def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[
         notes.append(
             f"the pool stores values of {padded.unpadded_v_dim} elements with zeros behind them, as long as keys "
             f"({padded.head_dim})"
+        )
+    if readers := len(cache.layers) - len(cache.stored_layers):
+        notes.append(
+            f"{readers} of {len(cache.layers)} layers read the keys and values of earlier layers and store none"
         )
     if any(layer.sliding_window for layer in cache.layers):
         notes.append("the pool keeps blocks outside of sliding windows until the sequence ends")

@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
@@ -57,18 +57,21 @@ class WeightCount:
         tied = ties_head(config)
         dense, experts = table, 0  # every step reads the head
         for index, layer in enumerate(layers):
-            dense += _attention(config, layer, shard, hidden) + 2 * hidden
+            dense += _attention(config, layer, shard, hidden) + _beside_attention(config, hidden)
             has_experts = _has_experts(config, index)
             if has_experts:
                 shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
                 dense, experts = dense + shared, experts + routed
             has_both = config.model_type in ATTENTIONS_PER_LAYER or config.values.get("enable_moe_block")  # Gemma 4
             if not has_experts or has_both:
-                dense += _mlp(config, _inner_size(config, hidden), shard, hidden)
+                mlp_shard = TpShard(0, 1) if _is_sparse_mlp(config, index) else shard
+                dense += _mlp(config, _inner_size(config, hidden, index, layer), mlp_shard, hidden)
+        inputs, input_rows = _layer_inputs(config, hidden, len(layers))
+        dense += inputs
         num_experts = _num_experts(config) + _num_identities(config)
         return cls(
             dense=dense,
-            lookup=0 if tied else table,
+            lookup=input_rows + (0 if tied else table),
             experts=experts,
             num_experts=num_experts,
             experts_per_token=(
@@ -97,7 +100,9 @@ def ties_head(config: ModelConfig) -> bool:
 def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: int) -> int:
     heads, kv_heads = shard.local_heads(layer)
     if config.values.get("kv_lora_rank") is None:
-        return hidden * (layer.head_dim + layer.output_dim) * (heads + kv_heads)
+        own = kv_heads if layer.kv_source is None else 0
+        values = 0 if config.values.get("attention_k_eq_v") and not layer.sliding_window else own  # Gemma 4
+        return hidden * (layer.head_dim * (heads + own) + layer.output_dim * (heads + values))
     # Every rank has the projections to latents. The projections from latents and the output projection are sharded.
     rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
     nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
@@ -110,9 +115,46 @@ def _mlp(config: ModelConfig, inner: int, shard: TpShard, hidden: int) -> int:
     return (2 if config.model_type in _UNGATED else 3) * hidden * (stop - start)
 
 
-def _inner_size(config: ModelConfig, hidden: int) -> int:
+def _inner_size(config: ModelConfig, hidden: int, index: int, layer: LayerSpec) -> int:
+    sizes = config.values.get("intermediate_size")
+    if isinstance(sizes, list):  # Gemma 3n
+        if index >= len(sizes):
+            raise InvalidModel(f"{config.name}: config.json has {len(sizes)} intermediate_size; add the others")
+        return ModelConfig(config.name, {"intermediate_size": sizes[index]}).count("intermediate_size")
+    if config.values.get("use_double_wide_mlp") and layer.kv_source is not None:  # Gemma 4
+        return 2 * config.count("intermediate_size")
     default = 4 * hidden if config.model_type in _UNGATED else None  # that of these families' config classes
     return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=default)
+
+
+def _is_sparse_mlp(config: ModelConfig, index: int) -> bool:
+    """Whether every rank holds the layer's MLP whole (Gemma 3n)."""
+    pattern = config.values.get("activation_sparsity_pattern")
+    return isinstance(pattern, list) and index < len(pattern) and bool(pattern[index])
+
+
+def _beside_attention(config: ModelConfig, hidden: int) -> int:
+    """Weights of a layer outside of attention and MLP, which every rank holds: norms, and what Gemma 3n and 4 add."""
+    total = 2 * hidden + 2 * hidden * _input_size(config)
+    if config.model_type == "gemma3n_text":
+        streams = config.count("altup_num_inputs", default=4)
+        total += 2 * hidden * config.count("laurel_rank", default=64) + streams * (hidden + streams + streams**2)
+    return total
+
+
+def _layer_inputs(config: ModelConfig, hidden: int, num_layers: int) -> tuple[int, int]:
+    """(weights that a step reads, rows of a table) behind the embeddings of each layer, which Gemma 3n and 4 have."""
+    columns = num_layers * _input_size(config)
+    if not columns:
+        return 0, 0
+    streams = config.count("altup_num_inputs", default=4) if config.model_type == "gemma3n_text" else 1
+    rows = config.count("vocab_size_per_layer_input", default=262_144)
+    return hidden * columns + 2 * (streams - 1) * hidden**2, rows * columns
+
+
+def _input_size(config: ModelConfig) -> int:
+    default = 256 if config.model_type in ("gemma3n_text", "gemma4_text") else 0
+    return config.number("hidden_size_per_layer_input", default=default)
 
 
 def _num_experts(config: ModelConfig) -> int:

@@ -81,19 +81,21 @@ def attend(
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
 
     Values may be shorter than keys: the pool stores them with zeros behind, and the output is as short as they are.
+    A layer with a `kv_source` stores nothing: `key` and `value` are those that the earlier layer stored in this step.
     The layer's parameters are those that the probe found. They replace the arguments that are ignored, because some
     models write their window only into the mask. `s_aux`: attention sinks, [heads].
     """
     step, index = _step.get(), layer_index(module)
-    cache = step.layer_caches[index]
+    cache, layer = step.layer_caches[index], step.layers[index]
     assert isinstance(cache, KVCache)  # only our own code computes latent attention
     size = value.shape[3]
-    if size < key.shape[3]:
-        value = pad(value, (0, key.shape[3] - size))
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    store_kv(k, v, cache, step.metadata.slot_mapping)
+    if layer.kv_source is None:
+        if size < key.shape[3]:
+            value = pad(value, (0, key.shape[3] - size))
+        k, v = (x[0].transpose(0, 1).contiguous() for x in (key, value))
+        store_kv(k, v, cache, step.metadata.slot_mapping)
     sinks = None if s_aux is None else s_aux.float()
-    out = attend_cache(q, cache, step.layers[index], step.metadata, sinks)
+    out = attend_cache(query[0].transpose(0, 1).contiguous(), cache, layer, step.metadata, sinks)
     return out[..., :size].unsqueeze(0), None
 
 

@@ -62,6 +62,7 @@ class _Recording:
     masks: MaskRecorder | None = None  # None in a pass without masks
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # by layer: queries, keys and values, [tokens, features]
+    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer: keys and values of its own
 
 
 _recording: ContextVar[_Recording] = ContextVar("probe_recording")  # of the pass that runs
@@ -266,6 +267,7 @@ def _record_attention(
         v_head_dim=0 if rope_dim else None,
         rope_head_dim=rope_dim,
         unpadded_v_dim=0 if rope_dim or value.shape[3] == key.shape[3] else value.shape[3],
+        kv_source=_find_kv_source(recording, layer, key, value),
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         sliding_window=window,
         softcap=softcap or 0.0,
@@ -278,6 +280,15 @@ def _record_attention(
     size = value.shape[-1]
     own = query[..., :size] + (key[..., :size] - 0.5 * value).repeat_interleave(groups, dim=1)
     return own.transpose(1, 2), None
+
+
+def _find_kv_source(recording: _Recording, layer: int, key: Tensor, value: Tensor) -> int | None:
+    """The earlier layer whose key and value tensors these are; None, and the layer is recorded, if they are its own."""
+    for source, (its_key, its_value) in recording.stored.items():
+        if key is its_key and value is its_value:
+            return source
+    recording.stored[layer] = key, value
+    return None
 
 
 def _read_window(recording: _Recording, mask: Tensor | None, argument: int, num_heads: int) -> int:

@@ -24,6 +24,8 @@ _GROUP: Final = 128  # that share a scale, with quantization int4
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 _UNQUANTISED: Final = frozenset(("lm_head", "embed_out", "gate", "router", "shared_expert_gate"))
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
+# Of layers that read the keys and values of an earlier layer: published checkpoints have these tensors, no code does.
+_KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
 # Tensors that no dtype rounds (meta_model.py).
 _FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|moe_statics\..+)")
 _ERNIE_ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
@@ -57,6 +59,7 @@ def held_bytes(
     total = 0
     stacks: dict[tuple[str, bool], list[tuple[int, _Codes | None]]] = {}  # (plain bytes, codes) of each expert's weight
     layers = config.get("num_hidden_layers")
+    readers = config.get("num_kv_shared_layers") or 0  # the last layers
     stored = plain_entries(entries, quantised)
     head = _head_equal_to_embedding(stored, quantised.weights, is_multimodal) if ties_head else None
     for stored_key, entry in stored.items():
@@ -64,8 +67,11 @@ def held_bytes(
         if key is None or stored_key == head:
             continue
         layer = _LAYER.fullmatch(key)
-        if layer is not None and isinstance(layers, int) and int(layer[1]) >= layers:
-            continue  # a layer for multi-token prediction, which is not loaded
+        if layer is not None and isinstance(layers, int):
+            if int(layer[1]) >= layers:
+                continue  # a layer for multi-token prediction, which is not loaded
+            if int(layer[1]) >= layers - readers and _KEYS_AND_VALUES.fullmatch(key):
+                continue
         if key.startswith("model.mtp.") or _is_identity_expert(config, key):
             continue
         is_float32 = _FLOAT32.fullmatch(key) or (

@@ -13,6 +13,8 @@ class LayerSpec:
     `unpadded_v_dim`: elements of V in the model, if the pool stores V as long as K, with zeros behind; otherwise 0.
     `token_shards`: the ranks over which the tokens of each block are divided (--mla-shard tokens); 1: every rank stores
     every token. `token_shard`: which part is this rank's.
+    `kv_source`: the index of the earlier layer whose keys and values this layer reads (Gemma 3n and 4); None: the layer
+    stores its own.
     """
 
     num_heads: int
@@ -25,6 +27,7 @@ class LayerSpec:
     token_shards: int = 1
     token_shard: int = 0
     unpadded_v_dim: int = 0
+    kv_source: int | None = None
 
     @property
     def is_latent(self) -> bool:

@@ -9,7 +9,8 @@ that one copy moves it:
 Layers may differ in heads and head_dim. With latent attention (MLA), K is the latent [1, block_size, kv_lora_rank], and
 in place of V stands the rotary key [1, block_size, qk_rope_head_dim]. Each has scales of its own, because the latent is
 normalised and the rotary key is not. With --mla-shard tokens a rank's block holds block_size / token_shards of the
-block's tokens. `kv_memory.py` makes tensors of the offsets.
+block's tokens. A layer that reads the keys and values of an earlier layer has that layer's offsets, and takes no room.
+`kv_memory.py` makes tensors of the offsets.
 """
 
 from collections.abc import Sequence
@@ -47,8 +48,9 @@ class BlockLayout:
     def of(cls, specs: Sequence[LayerSpec], block_size: int, kv_dtype: KvDtype) -> Self:
         """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements, and for a block whose
         tokens cannot be divided."""
-        element_bytes, scale_bytes = list[int](), list[int]()  # of each layer's K and V
-        for index, spec in enumerate(specs):
+        element_bytes, scale_bytes = list[int](), list[int]()  # of K and V of each layer that stores its own
+        stored = {index: spec for index, spec in enumerate(specs) if spec.kv_source is None}
+        for index, spec in stored.items():
             if block_size % spec.token_shards:
                 raise InvalidConfig(
                     f"mla-shard tokens divides the tokens of a block over the ranks: tp {spec.token_shards} does not "
@@ -65,9 +67,13 @@ class BlockLayout:
                 has_scales = kv_dtype.is_quantised and dim
                 scale_bytes.append(_aligned(rows * SCALE_BYTES, _SCALES_ALIGNMENT) if has_scales else 0)
         offsets = list(accumulate((*element_bytes, *scale_bytes), initial=0))
-        elements, scales = offsets[: 2 * len(specs)], offsets[2 * len(specs) : -1]
-        parts = zip(specs, elements[::2], elements[1::2], scales[::2], scales[1::2], strict=True)
-        layers = tuple(LayerOffsets(*part) for part in parts)
+        elements, scales = offsets[: 2 * len(stored)], offsets[2 * len(stored) : -1]
+        parts = zip(elements[::2], elements[1::2], scales[::2], scales[1::2], strict=True)
+        offsets_of = dict(zip(stored, parts, strict=True))
+        layers = tuple(
+            LayerOffsets(spec, *offsets_of[index if spec.kv_source is None else spec.kv_source])
+            for index, spec in enumerate(specs)
+        )
         return cls(block_size, kv_dtype, layers, _aligned(offsets[-1], _ALIGNMENT))
 
     @property

@@ -152,7 +152,15 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         (dict(attn_layer_period=8), "config.json has attn_layer_period, so some layers keep state"),
         (dict(hybrid_override_pattern="M-M*"), "config.json has hybrid_override_pattern, so some layers"),
         (dict(is_encoder_decoder=True), "is an encoder-decoder; only decoder-only models are served"),
-        (dict(num_kv_shared_layers=4), "some layers share keys and values"),
+        (dict(num_kv_shared_layers=32), "some of these have no earlier layer of their kind"),
+        (
+            dict(
+                num_kv_shared_layers=2,
+                layer_types=["full_attention"] * 30 + ["sliding_attention"] * 2,
+                sliding_window=16,
+            ),
+            "some of these have no earlier layer of their kind",
+        ),
         (dict(kv_lora_rank=512), "config.json has no qk_nope_head_dim"),
     ],
 )

@@ -1,6 +1,7 @@
 """A plan from config.json alone says what a rank finds when it loads the model: layers, pool, weights."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -42,11 +43,9 @@ from tests.workers.rank_group import RankGroup
 _OTHER_FIELDS = {
     *("biogpt", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "olmoe", "opt"),
 }
-# A plan refuses these: it does not count layers that share keys and values.
-_SHARED_LAYERS = {"gemma3n_text", "gemma4_text"}
 # Of the families that no parity test covers, those with rules of their own in the planner; the others run in full.
-_SAMPLE = {"cohere2", "exaone4", "qwen2_moe", "starcoder2"}
-OTHERS = sorted(SERVED.keys() - _OTHER_FIELDS - _SHARED_LAYERS - ARCHITECTURES.keys())
+_SAMPLE = {"cohere2", "exaone4", "gemma3n_text", "gemma4_text", "qwen2_moe", "starcoder2"}
+OTHERS = sorted(SERVED.keys() - _OTHER_FIELDS - ARCHITECTURES.keys())
 # Its shared experts go by a name that a plan does not know.
 UNCOUNTED = "hunyuan_v1_moe"
 
@@ -80,6 +79,7 @@ def test_layers_are_those_that_the_model_asks_for(arch: str) -> None:
             part = shard.shard_layer(layer)
             assert (part.num_heads, part.num_kv_heads) == shard.local_heads(call)
             assert (part.head_dim, part.sliding_window) == (call.head_dim, call.sliding_window)
+            assert part.kv_source == call.kv_source
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -103,9 +103,10 @@ def test_weights_of_other_families(arch: str) -> None:
     assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
 
 
-def test_the_layout_is_the_ranks_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4"])
+def test_the_layout_is_the_ranks_own(name: str, tmp_path: Path) -> None:
     """The block that a plan counts is, byte by byte, the one that a loaded model's pool is made of."""
-    path = tiny_checkpoint("gemma3", tmp_path)
+    path = tiny_checkpoint(name, tmp_path) if name == "gemma3" else write_multimodal(name, tmp_path)
     spec = load_model(path, communicator=Communicator(), dtype="float32", device="cpu").spec
     layers = ModelShape.of(ModelConfig.open(str(path))).layers
     # A loaded model's layers have more fields.
@@ -152,6 +153,21 @@ def test_weights_of_a_vision_tower_are_not_counted(tmp_path: Path) -> None:
     assert planned == loaded
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_projections_that_no_layer_uses_are_not_counted(name: str, tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 3n have keys' and values' projections also for layers that read an earlier layer's
+    keys and values. Neither the plan nor a rank counts these."""
+    path = write_multimodal(name, tmp_path)
+    plain = loaded_and_planned(path)
+    tensors = load_file(path / "model.safetensors")
+    source = {key: tensor for key, tensor in tensors.items() if re.search(r"\.1\.self_attn\.[kv]_(proj|norm)\.", key)}
+    unused = {key.replace(".1.self_attn", ".3.self_attn"): tensor.clone() for key, tensor in source.items()}
+    assert len(unused) >= 3 and not unused.keys() & tensors.keys()
+    save_file(tensors | unused, path / "model.safetensors", metadata={"format": "pt"})
+    assert loaded_and_planned(path) == plain
+    assert plain[0] == plain[1]
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_stored_head_counts_if_it_differs_from_the_embedding(differs: bool, tmp_path: Path) -> None:
     """A rank holds one tensor if the stored head equals the tied embedding, as in Qwen3-0.6B, and both otherwise."""
@@ -166,9 +182,8 @@ def test_a_stored_head_counts_if_it_differs_from_the_embedding(differs: bool, tm
 
 def test_heads_are_tied_by_default_as_in_transformers() -> None:
     """For every served type whose config.json lacks tie_word_embeddings, the plan uses the config class's default."""
-    names = SERVED.keys() - _SHARED_LAYERS
-    defaults = {name: bool(CONFIG_MAPPING[name]().tie_word_embeddings) for name in names}
-    assert {name: ties_head(ModelConfig(name, {"model_type": name})) for name in names} == defaults
+    defaults = {name: bool(CONFIG_MAPPING[name]().tie_word_embeddings) for name in SERVED}
+    assert {name: ties_head(ModelConfig(name, {"model_type": name})) for name in SERVED} == defaults
 
 
 def test_the_dtype_of_a_multimodal_checkpoint_is_that_of_the_whole(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from coatcheck.workers.attention.mask_probe import UnsupportedMask, find_sliding
 from coatcheck.workers.model.meta_model import build_meta_model
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from tests.workers.checkpoints import tiny_config
-from tests.workers.model.architectures import shape_of
+from tests.workers.model.architectures import SERVED, shape_of
 
 LIMIT = 100_000
 
@@ -194,3 +194,11 @@ def test_values_longer_than_keys_are_refused() -> None:
     """The message says which sizes the attention has, and which are served."""
     with pytest.raises(InvalidModel, match="values .*32.*; keys must be as long as queries, and values .* no longer"):
         probe_attention(meta_model(shape_of("mimo_v2_flash", head_dim=24, v_head_dim=32)))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_an_earlier_layer_are_found(model_type: str) -> None:
+    """The last two layers read the keys and values of the last layer of their kind before them."""
+    layers = probe_attention(meta_model(shape_of(model_type, **SERVED[model_type])), 64)
+    assert [layer.kv_source for layer in layers] == [None, None, 0, 1]
+    assert [layer.sliding_window for layer in layers] == [16, 0, 16, 0]

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,21 @@ def test_a_latent_cache_holds_two_rows_a_token(kv_dtype: KvDtype, elements: int,
     """With latent attention a layer stores the latent and the rotary key of all heads, each with a scale."""
     layout = BlockLayout.of([LayerSpec(128, 1, 512 + 64, v_head_dim=0, rope_head_dim=64)] * 61, 64, kv_dtype)
     assert (layout.bytes_per_token, layout.scale_bytes_per_token) == (61 * (elements + scales), 61 * scales)
+
+
+@pytest.mark.parametrize("kv_dtype", [KvDtype.BFLOAT16, KvDtype.INT8])
+def test_layers_that_read_an_earlier_layer_take_no_room(kv_dtype: KvDtype) -> None:
+    """They have the offsets of the layer whose keys and values they read."""
+    own = [LayerSpec(8, 2, 64, sliding_window=16), LayerSpec(8, 1, 128)]
+    readers = [replace(own[1], kv_source=1), replace(own[0], kv_source=0)]
+    layout, alone = BlockLayout.of([*own, *readers], 16, kv_dtype), BlockLayout.of(own, 16, kv_dtype)
+    assert (layout.bytes_per_block, layout.scale_bytes_per_token) == (
+        alone.bytes_per_block,
+        alone.scale_bytes_per_token,
+    )
+    assert layout.layers[:2] == alone.layers
+    for reader, source in zip(layout.layers[2:], (1, 0), strict=True):
+        assert replace(reader, spec=own[source]) == alone.layers[source]
 
 
 def test_int4_refuses_an_odd_head_dim_and_names_the_layer() -> None:
