@@ -5,6 +5,7 @@ head's time and length and the number of connections are limited. BodyLimitMiddl
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
@@ -21,6 +22,9 @@ HEAD_BYTES: Final = 64 << 10  # checked after each read from the socket
 _LINGER_SECONDS: Final = 1.0
 _REASONS: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
                    503: b"Service Unavailable"}  # fmt: skip
+# How often a connection whose client sends no more is checked for whether the client still reads.
+_HALF_CLOSED_SECONDS: Final = 0.25
+_TCP_CLOSE: Final = 7  # tcpi_state in <netinet/tcp.h>: the connection was reset
 # Headers that offer an upgrade to HTTP/2, which a server may decline.
 _UPGRADE_HEADERS: Final = {b"upgrade", b"http2-settings"}
 
@@ -41,6 +45,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_upgrade_declined = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._half_closed_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         if len(self.connections) > max_connections(HTTP_SHARE):
             self._refuse(503, "connections", "this server has reached its limit of connections; try again later")
@@ -51,7 +56,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
+        if self._half_closed_timer is not None:
+            self._half_closed_timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio closes the connection unless this returns True
+        """Answers a client that sends no more but still reads, as after shutdown(SHUT_WR) or with `nc -N`.
+
+        A client that has closed its socket looks the same until it is sent something: then its kernel resets the
+        connection. So the first byte of the response, always an H, goes out at once, and a reset cancels the request.
+        """
+        if not self._is_answering or self.cycle.more_body or self.scheme == "https":  # asyncio's TLS cannot half-close
+            return False
+        self._stop_head_timer()
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started and not self.pipeline:
+            self.transport.write(b"H")
+            transport: Any = _AfterFirstByte(self.transport)
+            self.cycle.transport = transport
+        self._check_half_closed()
+        return True
+
+    def _check_half_closed(self) -> None:
+        info: bytes = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        if info[0] == _TCP_CLOSE:
+            self.transport.abort()
+        else:
+            self._half_closed_timer = self.loop.call_later(_HALF_CLOSED_SECONDS, self._check_half_closed)
 
     def data_received(self, data: bytes) -> None:
         """Parses; declines upgrades to HTTP/2; drops what a refused client still sends."""
@@ -161,6 +192,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._linger_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
                 return
         self.transport.close()
+
+
+class _AfterFirstByte:
+    """The transport of a response whose first byte has been sent."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._is_first = True
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data[1:] if self._is_first else data)
+        self._is_first = False
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()
 
 
 def _without_chunks(cycle: RequestResponseCycle, send: Send) -> Send:

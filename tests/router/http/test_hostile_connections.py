@@ -4,7 +4,8 @@ import asyncio
 import json
 import resource
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
+from typing import Protocol
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,10 +25,13 @@ from tests.router.http_router import StartHttpRouter
 
 async def _echo(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # as ASGI has it
     request = Request(scope, receive)
+    if request.url.path == "/later":  # after the server has seen that the client sends no more
+        await asyncio.sleep(0.2)
     await Response(request.method.encode() + b" " + await request.body())(scope, receive, send)
 
 
-Speak = Callable[[bytes], Awaitable[bytes]]
+class Speak(Protocol):
+    def __call__(self, data: bytes, ends: bool = False) -> Awaitable[bytes]: ...
 
 
 @pytest.fixture
@@ -38,17 +42,20 @@ def counts() -> CollectorRegistry:
 
 @pytest.fixture
 async def speak(counts: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Speak]:
-    """Sends bytes to a server that echoes bodies; returns all bytes until the server closes the connection."""
+    """Sends bytes to a server that echoes bodies, and if `ends` is set an end after them; returns all bytes until the
+    server closes the connection."""
     metrics = RequestMetrics(counts)
     monkeypatch.setattr(BoundedHttpProtocol, "head_seconds", 0.2)
     server = HttpServer(BodyLimitMiddleware(_echo, metrics, 1 << 20, 0.2), on_refused=metrics.record_refusal)
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
 
-    async def spoken(data: bytes) -> bytes:
+    async def spoken(data: bytes, ends: bool = False) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
                 writer.write(data)
+                if ends:
+                    writer.write_eof()
                 return await reader.read()
         except ConnectionResetError:
             return b""  # it hung up with more to read, as it may
@@ -97,6 +104,47 @@ async def test_a_head_has_a_length(speak: Speak, counts: CollectorRegistry) -> N
     said = await speak(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x-a: " + b"a" * (2 * HEAD_BYTES))
     assert said.startswith(b"HTTP/1.1 431 ") or not said
     assert counts.get_sample_value("coatcheck_refusals_total", {"reason": "long_head"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [
+        (b"POST /later HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nhello", [b"POST hello"]),
+        (b"POST /later HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello", [b"POST hello"]),
+        (2 * b"POST /later HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nhi", [b"POST hi", b"POST hi"]),
+        (b"GET /later HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\n", [b"GET "]),
+        (b"POST /later HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nhel", []),
+        (b"GET / HTTP/1.1\r\n", []),
+    ],
+    ids=["1.1", "1.0", "two requests", "half a second head", "half a body", "half a head"],
+)
+async def test_a_client_that_sends_no_more_gets_its_answers(speak: Speak, sent: bytes, answers: list[bytes]) -> None:
+    """A client that ends its half of the connection, as with `nc -N`, gets the answer to each complete request."""
+    said = await speak(sent, ends=True)
+    assert [part.partition(b"\r\n\r\n")[2] for part in said.split(b"HTTP/1.1 200 OK")[1:]] == answers
+    assert said.startswith(b"HTTP/1.1 200 OK\r\n") == bool(answers)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_the_request_of_a_client_that_has_gone_is_aborted(
+    start_http_router: StartHttpRouter, is_streamed: bool, ends_first: bool
+) -> None:
+    """A client that closes its connection, at once or after it has ended its half, gets no more tokens computed,
+    whether or not its response has begun."""
+    group = FakeGroup(hold_after=0)
+    router = await start_http_router(group)
+    reader, writer = await asyncio.open_connection(*router.http_address.split(":"))
+    body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 9, "stream": is_streamed}).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
+    writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        await group.until(lambda: bool(group.submits))
+        if ends_first:
+            writer.write_eof()
+            assert await reader.read(1) == b"H" and not group.aborts
+        writer.close()
+        await group.until(lambda: bool(group.aborts))
 
 
 @pytest.mark.parametrize("more", [b"", b"keep-alive, "])
