@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ _IGNORED = frozenset({
     "cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id",
     "workspace_id", "context_management",
 })  # fmt: skip
+_BILLING: Final = "x-anthropic-billing-header:"
 
 
 class Block(RequestBody):
@@ -202,7 +203,7 @@ class CountTokensRequest(RequestBody):
         return validate_fields(_Chat, self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
-        system = _join(self.system)
+        system = _join_system(self.system)
         messages = [{"role": "system", "content": system}] if system else []
         for message in self.messages:
             messages += message.to_chat()
@@ -231,6 +232,12 @@ class CountTokensRequest(RequestBody):
             schema = {"name": "answer", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
+
+
+def _join_system(system: str | Sequence[TextBlock]) -> str:
+    """The system prompt without the block in which Claude Code states its version and a hash: the hash may differ in
+    each request, which would then share no prefix with the others."""
+    return _join(system if isinstance(system, str) else [one for one in system if not one.text.startswith(_BILLING)])
 
 
 class MessagesRequest(CountTokensRequest):

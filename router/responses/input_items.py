@@ -8,6 +8,7 @@ from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
 from coatcheck.router.openai.sampling_fields import RequestBody
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
+from coatcheck.router.responses.tools import flat_name
 
 ChatFields = dict[str, Any]  # of a chat message
 
@@ -42,6 +43,7 @@ class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = "{}"
 
 
@@ -100,7 +102,8 @@ def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
                 text = "".join(part.text for part in item.content)
                 _assistant_message(messages, without=("content", "tool_calls"))["reasoning_content"] = text
             case FunctionCallItem():
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                name = flat_name(item.namespace, item.name)
+                call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}
                 _assistant_message(messages).setdefault("tool_calls", []).append(call)
             case FunctionCallOutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})

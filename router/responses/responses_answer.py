@@ -2,7 +2,7 @@
 events."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class _OutputItem:
 
 class ResponsesAnswer:
     """See HttpAnswer. `settings`: fields of the response that repeat the request. `on_end` gets the response and its
-    parts, each whole, when it is complete. `has_logprobs`: the texts have log-probabilities."""
+    parts, each whole, when it is complete. `namespaces`: see names_in_namespaces. `has_logprobs`: the texts have
+    log-probabilities."""
 
     def __init__(
         self,
@@ -47,9 +48,11 @@ class ResponsesAnswer:
         on_end: OnEnd,
         formatter: LogprobsFormatter,
         *,
+        namespaces: Mapping[str, tuple[str, str]],
         has_logprobs: bool = False,
     ) -> None:
         self._head = head
+        self._namespaces = namespaces
         self._settings = settings
         self._parser = OutputParser(plan)
         self._logprobs: TextLogprobs | None = None
@@ -165,7 +168,10 @@ class ResponsesAnswer:
         part, place = self._items[-1].whole(), self._last_item_fields()
         if isinstance(part, ToolCallDelta):
             done = self._event(
-                "response.function_call_arguments.done", **place, name=part.name, arguments=part.arguments
+                "response.function_call_arguments.done",
+                **place,
+                name=self._namespaces.get(part.name, ("", part.name))[1],
+                arguments=part.arguments,
             )
         else:
             place["content_index"] = 0
@@ -199,7 +205,10 @@ class ResponsesAnswer:
         item: dict[str, Any] = {"id": self._item_id(index), "status": status}
         match part:
             case ToolCallDelta(_, arguments, name, call_id):
-                return item | {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+                call = item | {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+                if name in self._namespaces:
+                    call["namespace"], call["name"] = self._namespaces[name]
+                return call
             case Reasoning():
                 return item | {
                     "type": "reasoning", "summary": [], "content": [_content(part)], "encrypted_content": None,

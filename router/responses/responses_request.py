@@ -12,25 +12,15 @@ from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.request_body import validate_fields
 from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody
 from coatcheck.router.responses.input_items import ChatFields, InputItem, with_instructions
-
-
-class FunctionTool(RequestBody):
-    """A function that the client runs. OpenAI's own tools, which have another type, are refused."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def to_chat(self) -> dict[str, Any]:
-        function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
-        return {"type": "function", "function": function}
+from coatcheck.router.responses.tools import AnyTool, HostedTool, flat_name, names_in_namespaces, tools_of_chat
 
 
 class NamedFunctionChoice(RequestBody):
+    drops_unknown_fields: ClassVar = True
+
     type: Literal["function"]
     name: str
+    namespace: str | None = None
 
 
 class AllowedToolsChoice(RequestBody):
@@ -107,7 +97,7 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool = True
     text: Text | None = None
@@ -134,6 +124,11 @@ class ResponsesRequest(RequestBody):
         """Whether the response has log-probabilities."""
         return _LOGPROBS in self.include
 
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """See names_in_namespaces."""
+        return names_in_namespaces(self.tools)
+
     def to_chat(self, messages: Sequence[ChatFields]) -> ChatRequest:
         """The chat that this body means. `messages`: of the previous responses and of `input`. Raises
         InvalidRequest."""
@@ -144,7 +139,7 @@ class ResponsesRequest(RequestBody):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [tool.to_chat() for tool in self.tools],
+            "tools": tools_of_chat(self.tools),
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": self.tool_choice,
             "logprobs": self.has_logprobs,
@@ -186,7 +181,7 @@ class ResponsesRequest(RequestBody):
             "temperature": self.temperature,
             "text": text,
             "tool_choice": choice.model_dump() if isinstance(choice, RequestBody) else choice or "auto",
-            "tools": [tool.model_dump() for tool in self.tools],
+            "tools": [tool.model_dump() for tool in self.tools if not isinstance(tool, HostedTool)],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -200,7 +195,7 @@ class ResponsesRequest(RequestBody):
 
 def _named(function: NamedFunctionChoice) -> dict[str, Any]:
     """A function in the form of a chat's tool_choice."""
-    return {"type": "function", "function": {"name": function.name}}
+    return {"type": "function", "function": {"name": flat_name(function.namespace, function.name)}}
 
 
 # Fields that mean the same in a chat.

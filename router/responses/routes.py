@@ -65,7 +65,13 @@ class ResponsesRoutes:
             request,
             chat,
             lambda plan, _: ResponsesAnswer(
-                head, body.settings(), plan, store, self._chats.formatter, has_logprobs=body.has_logprobs
+                head,
+                body.settings(),
+                plan,
+                store,
+                self._chats.formatter,
+                namespaces=body.namespaces,
+                has_logprobs=body.has_logprobs,
             ),
         )
 

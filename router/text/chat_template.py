@@ -6,7 +6,7 @@ The template comes with a checkpoint and is not trusted, so it runs in jinja's s
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +22,11 @@ import jinja2.sandbox
 from coatcheck.proto.errors import InvalidModel, InvalidParameter, InvalidRequest
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
+from coatcheck.router.text.conversation import simpler_forms, with_known_roles
 
 _MAX_SOURCE: Final = 1 << 16  # characters of a client's template
-# Mistral's templates refuse a tool call whose id does not have nine characters.
-_SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
+# Mistral's templates refuse a tool call whose id does not have nine characters, or in vLLM's form has fewer.
+_SHORT_IDS: Final = re.compile(r"length\s*(?:!=|<)\s*9\b")
 # Variables that the fields of a Chat set.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
@@ -40,13 +41,27 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
         raise InvalidRequest("the chat has no messages; give at least one")
     is_continued = chat.continue_final_message
     adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    text = template.render(
-        [_template_message(message, template) for message in chat.messages],
-        adds_prompt and not is_continued,
-        [_parse_object("tools", tool) for tool in chat.tools],
-        _parse_object("template_arguments", chat.template_arguments or "{}"),
-    )
+    adds = adds_prompt and not is_continued
+    tools = [_parse_object("tools", tool) for tool in chat.tools]
+    arguments = _parse_object("template_arguments", chat.template_arguments or "{}")
+    messages = with_known_roles([_template_message(message, template) for message in chat.messages], template.source)
+    try:
+        text = template.render(messages, adds, tools, arguments)
+    except RefusedConversation as error:
+        text = _render_simpler(messages, error, lambda form: template.render(form, adds, tools, arguments))
     return _cut_after(text, chat.messages[-1].content) if is_continued else text
+
+
+def _render_simpler(
+    messages: list[dict[str, Any]], error: "RefusedConversation", render: Callable[[list[dict[str, Any]]], str]
+) -> str:
+    """The prompt of the first simpler form that the template accepts. Raises `error` if there is none."""
+    for form in simpler_forms(messages):
+        try:
+            return render(form)
+        except RefusedConversation:
+            continue
+    raise error
 
 
 def _cut_after(text: str, content: str) -> str:
@@ -91,6 +106,10 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be the text of a JSON object, not {text[:80]!r}")
     return value
+
+
+class RefusedConversation(InvalidRequest):
+    """The template refuses the messages in the form in which it got them."""
 
 
 _PROBE: Final = "probe of the chat template"
@@ -192,7 +211,7 @@ class ChatTemplate:
             text.encode()  # raises for a lone surrogate, which JSON can escape
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
-            raise InvalidRequest(f"the model's chat template refuses this conversation: {error}") from error
+            raise RefusedConversation(f"the model's chat template refuses this conversation: {error}") from error
 
 
 def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

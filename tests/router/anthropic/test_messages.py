@@ -135,6 +135,36 @@ async def test_history_reaches_the_template(start_http_router: StartHttpRouter, 
         assert counted.input_tokens == len(router.groups[0].submits[-1].prompt_token_ids)
 
 
+async def test_claude_code_s_version_is_no_part_of_the_prompt(
+    start_http_router: StartHttpRouter, model: TokenizerJson
+) -> None:
+    """Claude Code sends its version first, betas in a header and the query, and system messages between the others."""
+    router = await start_http_router(saying("yes"), tokenizer=model)
+    system: list[Any] = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.84c; cch=a1b2c;"},
+        {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
+    ]
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "there are agents"},
+    ]
+    async with client_of(router) as client:
+        await client.beta.messages.create(
+            model="tiny",
+            max_tokens=5,
+            system=system,
+            messages=messages,
+            betas=["claude-code-20250219", "context-management-2025-06-27", "effort-2025-11-24"],
+            thinking={"type": "adaptive"},
+            extra_body={
+                "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+                "output_config": {"effort": "high"},
+            },
+        )
+    prompt = await prompt_of(router)
+    assert "cc_version" not in prompt and "<system>be brief<user>hello<system>there are agents" in prompt
+
+
 async def test_tool_choice_and_structured_output(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
     """`any` and a named tool constrain the answer to calls, and a format constrains it to its schema."""
     call = '[{"name": "weather", "arguments": {"city": "Bonn"}}]'

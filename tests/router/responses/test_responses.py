@@ -269,3 +269,57 @@ async def test_allowed_tools_and_verbosity(start_http_router: StartHttpRouter, m
     assert "[tool weather]" in prompt and "[tool clock]" not in prompt
     assert made.text is not None and made.text.verbosity == "low"
     assert getattr(made.tool_choice, "mode", None) == "auto"
+
+
+GROUPED: dict[str, Any] = {
+    "type": "namespace",
+    "name": "mcp",
+    "description": "a server's tools",
+    "tools": [{**WEATHER, "strict": False}],
+}
+AGENT_TOOLS: list[Any] = [GROUPED, {"type": "web_search", "external_web_access": False}]
+
+
+async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """The model sees the namespace within the name. Calls have them apart, and so may the history and the choice."""
+    called = CALL.replace("weather", "mcp__weather")
+    router = await start_http_router(saying(called), tokenizer=model)
+    asked: dict[str, Any] = dict(model="tiny", input="hello", tools=AGENT_TOOLS)
+    whole = await router.openai.responses.create(**asked)
+    assert "[tool mcp__weather]" in await prompt_of(router)
+    (call,) = whole.output
+    assert call.type == "function_call" and (call.namespace, call.name) == ("mcp", "weather")
+    assert [tool.type for tool in whole.tools] == ["namespace"], "a tool that is not offered is not listed"
+    events: list[Any] = [event async for event in await router.openai.responses.create(**asked, stream=True)]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [(item.namespace, item.name) for item in done] == [("mcp", "weather")]
+    (ended,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert ended.name == "weather"
+    history: list[Any] = [
+        {"role": "user", "content": "hello"},
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+    ]
+    for goes_on in (dict(input=history), dict(input=history[2:], previous_response_id=whole.id)):
+        await router.openai.responses.create(**asked | goes_on)
+        assert '"name": "mcp__weather"' in await prompt_of(router)
+    chosen: Any = {"type": "function", "name": "weather", "namespace": "mcp"}
+    forced = await router.openai.responses.create(**asked, tool_choice=chosen)
+    assert forced.status in ("completed", "incomplete"), "the function of the namespace is found"
+
+
+async def test_tools_that_no_client_runs(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """Agents offer a web search beside their functions with every request: the model is not told of it. Alone it was
+    meant, and is refused by its type, as are other tools of OpenAI and a choice of the search."""
+    router = await start_http_router(saying("so"), tokenizer=model)
+    body = {"input": "hello", "tools": AGENT_TOOLS}
+    assert (await router.request("POST", "/v1/responses", body))[0] == 200
+    assert "web_search" not in await prompt_of(router)
+    for wrong, name in (
+        (body | {"tools": AGENT_TOOLS[1:]}, "web_search"),
+        (body | {"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"input": "hello", "tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, "file_search"),
+        ({"input": "hello", "tools": [{**GROUPED, "tools": [{"type": "custom", "name": "c"}]}]}, "tools.0.tools.0"),
+    ):
+        status, _, text = await router.request("POST", "/v1/responses", wrong)
+        assert status == 400 and name in text, text
