@@ -34,7 +34,7 @@ _ranks = 8
 class _SimulatedStream:
     """Stands in for a GroupStream."""
 
-    def __init__(self, endpoint: GroupEndpoint, certificate: ClusterCertificate | None, silence_seconds: float) -> None:
+    def __init__(self, endpoint: GroupEndpoint, certificate: ClusterCertificate | None, *seconds: float) -> None:
         self._name = endpoint.name
 
     def send(self, message: ToGroup) -> None:

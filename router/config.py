@@ -48,9 +48,11 @@ class RouterConfig:
     model_aliases: tuple[str, ...] = ()  # further names of the model for clients
     # "auto": the format in which the model's chat template writes tool calls.
     tool_parser: ToolParserName = "auto"
-    # A group that sends nothing for this long is lost; it reports its load at least once a second. Checked five times
-    # as often, so that a loss is noticed within 5 s.
+    # A group reports its load at least once a second. One that has sent nothing for silence_seconds is lost if its host
+    # accepts no connection for it: the host or the network is gone. One whose host does may be slow, suspended or
+    # swapped out; it is lost after hang_seconds. Both are checked five times in silence_seconds.
     silence_seconds: float = 4.0
+    hang_seconds: float = 15.0
     tokenizer_threads: int = 2
     # Files on the router's host. Without tls_cert there is no TLS; with tls_client_ca clients need a certificate too.
     tls_cert: str | None = None
@@ -80,6 +82,12 @@ class RouterConfig:
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds >= 0, name, seconds, "at least 0")
         _require(1.0 <= self.silence_seconds < math.inf, "silence_seconds", self.silence_seconds, "at least 1")
+        _require(
+            self.silence_seconds <= self.hang_seconds < math.inf,
+            "hang_seconds",
+            self.hang_seconds,
+            "at least silence_seconds",
+        )
         _require(
             1.0 <= self.slow_reader_seconds < math.inf, "slow_reader_seconds", self.slow_reader_seconds, "at least 1"
         )

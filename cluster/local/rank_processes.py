@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from coatcheck.cluster.local.child_rank import ChildRank, wait_until_ended
-from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded, describe_end
+from coatcheck.cluster.supervision.rank_end import HANG_SECONDS, PROCESS_DIED, RankEnded, describe_end
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
@@ -19,9 +19,10 @@ from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.rank_process import RankStart
 
 _STOP_SECONDS: Final = 5.0
-# A rank that has not answered for this long hangs. While it starts it may import or load for longer.
-_ANSWER_SECONDS: Final = 3.0
-_START_ANSWER_SECONDS: Final = 60.0
+_START_HANG_SECONDS: Final = 60.0  # while a rank starts it may import or load for longer than HANG_SECONDS
+# Several short waits instead of a long one: a process that was suspended together with its ranks reads their answers
+# before it has counted all waits.
+_WAIT_SECONDS: Final = 0.5
 _CAUSE_SECONDS: Final = 1.0  # when a rank ends while its group starts, wait this long for the error of another rank
 
 
@@ -98,8 +99,12 @@ class RankProcesses:
     async def read_progress(self) -> tuple[RankProgress, ...]:
         """The progress of each rank. Raises RankEnded if one has ended or hangs."""
         answers = [rank.ask_progress() for rank in self._ranks]
-        seconds = _ANSWER_SECONDS if self._have_served else _START_ANSWER_SECONDS
-        _, pending = await asyncio.wait(answers, timeout=seconds)
+        seconds = HANG_SECONDS if self._have_served else _START_HANG_SECONDS
+        pending = set(answers)
+        for _ in range(round(seconds / _WAIT_SECONDS)):
+            _, pending = await asyncio.wait(answers, timeout=_WAIT_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            if not pending or any(answer.done() and answer.exception() for answer in answers):
+                break
         if any(answer.done() and answer.exception() for answer in answers):
             await self.wait_for_exit(_CAUSE_SECONDS)
             raise RankEnded("a rank has closed its connection")

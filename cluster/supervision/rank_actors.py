@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle
 from coatcheck.cluster.ray_cluster.ray_connection import log_folder, node_id
-from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded, describe_end
+from coatcheck.cluster.supervision.rank_end import HANG_SECONDS, PROCESS_DIED, RankEnded, describe_end
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
@@ -32,7 +32,7 @@ _STOP_SECONDS = 5.0
 # A rank hangs if it has not answered a call after _WAITS waits of _WAIT_SECONDS. Several short waits instead of a long
 # one: a supervisor that was suspended itself reads the answers before it has counted all waits.
 _WAIT_SECONDS = 0.5
-_WAITS = 6
+_WAITS = round(HANG_SECONDS / _WAIT_SECONDS)
 _WAITS_WHILE_STARTING = 120  # a rank that imports torch answers nothing for a while
 
 

@@ -3,6 +3,9 @@
 import os
 from typing import Final
 
+# A rank of a serving group that has not answered for this long hangs. Ranks that are suspended, swapped out or on a
+# busy host answer later, and a restart takes a large model minutes.
+HANG_SECONDS: Final = 30.0
 PROCESS_DIED: Final = "its process died"
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 3

@@ -181,8 +181,8 @@ class GroupConnection:
             self.detached_because = "the group ended the stream"
         except grpc.aio.AioRpcError as error:
             self.detached_because = f"{error.code().name}: {error.details()}"
-        except GroupSilent:
-            self._record_ejection(f"the group has said nothing for {self._config.silence_seconds:g} s")
+        except GroupSilent as silent:
+            self._record_ejection(str(silent))
         except GroupEjected as error:
             self._record_ejection(str(error))
             self._is_slow = bool(error.pause)
@@ -196,7 +196,8 @@ class GroupConnection:
         return attached
 
     def _new_stream(self) -> GroupStream:
-        return GroupStream(self.endpoint, self._config.cluster_certificate, self._config.silence_seconds)
+        config = self._config
+        return GroupStream(self.endpoint, config.cluster_certificate, config.silence_seconds, config.hang_seconds)
 
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):

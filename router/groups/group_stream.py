@@ -1,14 +1,17 @@
 """GroupStream: one Attach stream to a group, from its beginning to its end.
 
-It also detects a silent group: a stopped process keeps its TCP connections, so gRPC reports no error.
+It also detects a silent group: a lost host closes no TCP connection, and a suspended process keeps its connections, so
+gRPC reports no error. The host's kernel tells the two apart: it accepts connections for a process that does not run.
 """
 
 import asyncio
+import errno
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import grpc
 
+from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.internal_tls import ClusterCertificate, internal_channel
 from coatcheck.proto.stubs.worker_pb2 import FromGroup, ToGroup
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
@@ -21,20 +24,33 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # else a new stream inherits the backoff of the last one
 ]
 
+# How long a host may take to accept a connection. Its kernel does that however busy its processes are; in this time the
+# first packet is sent three times.
+_CONNECT_SECONDS: Final = 4.0
+_GONE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
 
 class GroupSilent(Exception):
-    """The group has sent nothing for too long."""
+    """The group has sent nothing for too long. The message says for how long."""
 
 
 class GroupStream:
-    """Create it inside an event loop, and call `read` once."""
+    """Create it inside an event loop, and call `read` once. The seconds are those of RouterConfig."""
 
-    def __init__(self, endpoint: GroupEndpoint, certificate: ClusterCertificate | None, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        endpoint: GroupEndpoint,
+        certificate: ClusterCertificate | None,
+        silence_seconds: float,
+        hang_seconds: float,
+    ) -> None:
         self._endpoint = endpoint
         self._certificate = certificate
         self._silence_seconds = silence_seconds
+        self._hang_seconds = hang_seconds
+        self._silence = ""  # why the group counts as silent
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._last_message_at = 0.0
 
@@ -61,7 +77,7 @@ class GroupStream:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # close() was called, perhaps at the same moment
                     raise
-                raise GroupSilent from None
+                raise GroupSilent(self._silence) from None
             finally:
                 for helper in helpers:
                     helper.cancel()
@@ -74,10 +90,32 @@ class GroupStream:
 
     async def _watch(self, call: _Call) -> None:
         clock = asyncio.get_running_loop().time
-        while True:
+        check_seconds = self._silence_seconds / 5
+        while not self._silence:
             before = clock()
-            await asyncio.sleep(self._silence_seconds / 5)
-            late = clock() - before - self._silence_seconds / 5  # this router was too busy to read
-            if clock() - self._last_message_at - late > self._silence_seconds:
-                call.cancel()
-                return
+            await asyncio.sleep(check_seconds)
+            late = clock() - before - check_seconds  # this router was too busy to read
+            last_message_at = self._last_message_at
+            silence = clock() - last_message_at - late
+            if silence > self._hang_seconds:
+                self._silence = f"the group has said nothing for {self._hang_seconds:g} s"
+            elif silence > self._silence_seconds and not await self._accepts_connection():
+                is_silent = self._last_message_at == last_message_at
+                silence_text = f"the group has said nothing for {self._silence_seconds:g} s"
+                self._silence = f"{silence_text}, and its host accepts no connection" if is_silent else ""
+        call.cancel()
+
+    async def _accepts_connection(self) -> bool:
+        """Whether the group's host accepts a connection, or this router was too busy to find out."""
+        clock = asyncio.get_running_loop().time
+        host, _, port = self._endpoint.address.rpartition(":")
+        began = clock()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(bare_host(host), int(port))
+        except TimeoutError:
+            return clock() - began > 1.5 * _CONNECT_SECONDS
+        except OSError as error:
+            return error.errno not in _GONE  # others, such as no free file, say nothing about the host
+        writer.close()
+        return True

@@ -44,7 +44,7 @@ async def launch_router(
 ) -> _Kind:
     """Starts the groups and a router in front of them. Without a `tokenizer` the router reads its model's files."""
     # Unlike real groups, fake ones send no reports by themselves: on a busy machine they would seem to hang.
-    settings = {"model": "tiny", "silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
+    settings = {"model": "tiny", "hang_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
     server = Router(RouterConfig(**settings), tokenizer)  # type: ignore[arg-type]  # by name
     router = kind(server, await server.start(), groups)
     await server.set_groups([await group.start() for group in groups])

@@ -229,8 +229,8 @@ async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(start_ro
 
 
 @pytest.mark.parametrize(("setting", "value"), [
-    ("model", ""), ("port", 70000), ("port", -1), ("silence_seconds", 0.0), ("admission_wait_seconds", float("nan")),
-    ("move_wait_seconds", -1.0), ("tokenizer_threads", 0),
+    ("model", ""), ("port", 70000), ("port", -1), ("silence_seconds", 0.0), ("hang_seconds", 3.0),
+    ("admission_wait_seconds", float("nan")), ("move_wait_seconds", -1.0), ("tokenizer_threads", 0),
 ])  # fmt: skip
 def test_a_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
     """Creating an invalid RouterConfig raises an error with the setting's name."""

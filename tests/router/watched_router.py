@@ -54,7 +54,7 @@ def reference_seconds() -> float:
 
 async def main(model: str, max_queued: str, *groups: str) -> None:
     """Serves until stdin ends."""
-    router = Router(RouterConfig(model, served_model_name="tiny", http_port=0, silence_seconds=60.0,
+    router = Router(RouterConfig(model, served_model_name="tiny", http_port=0, hang_seconds=60.0,
                                  max_queued=int(max_queued)))  # fmt: skip
     grpc_address = await router.start()
     await router.set_groups([GroupEndpoint(name, address) for name, _, address in (g.partition("=") for g in groups)])

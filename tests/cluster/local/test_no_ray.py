@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,22 @@ def test_a_lost_rank_is_started_again(serving: Serving, number: signal.Signals) 
     until(lambda: not any(lives(pid) for pid in former), "the former ranks have ended")
     after = serving.generate(PROMPT, max_tokens=6, seed=3)
     assert after.choices[0].text == before.choices[0].text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_pauses_serves_on(serving: Serving, rank: int) -> None:
+    """If a rank does not run for six seconds, as on a host that is swapped out, its group is not started again, and its
+    stream continues there."""
+    restarts, process = serving.group("group-0")["restarts"], ranks_of(serving)[rank]
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(serving.generate, PROMPT, max_tokens=150, n=16, ignore_eos=True)
+        serving.wait_running()
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(6)
+        os.kill(process, signal.SIGCONT)
+        answer = running.result(MAX_WAIT_SECONDS)
+    assert answer.usage.completion_tokens == 2400 and answer.moves == 0
+    assert serving.group("group-0")["restarts"] == restarts and serving.group("group-0")["state"] == "serving"
 
 
 def test_ctrl_c_lets_requests_end(tiny_model: Path, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def test_a_connection_that_is_closed_when_it_finds_silence_ends() -> None:
     group = FakeGroup()
     address = await group.start()
     registered = asyncio.Event()
-    connection = connection_to(address, registered, silence_seconds=1.0)
+    connection = connection_to(address, registered, silence_seconds=1.0, hang_seconds=1.0)
     await registered.wait()
     (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch over g0"]
     await asyncio.wait([watch])
@@ -157,6 +157,51 @@ async def test_a_connection_that_is_closed_when_it_finds_silence_ends() -> None:
         await connection.close("taken away")
     assert not connection.is_attached and connection.detached_because == "taken away"
     await group.kill()
+
+
+async def test_a_silent_group_whose_host_accepts_connections_is_kept() -> None:
+    """A group that is silent while its host still accepts connections, as one that is suspended, stays attached until
+    `hang_seconds`."""
+    group, registered = FakeGroup(), asyncio.Event()
+    connection = connection_to(await group.start(), registered, silence_seconds=1.0, hang_seconds=600.0)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        await registered.wait()
+    await asyncio.sleep(3)
+    assert connection.is_attached and not connection.ejections
+    await connection.close("the test ends")
+    await group.kill()
+
+
+async def test_a_silent_group_whose_host_is_gone_is_lost() -> None:
+    """A group that is silent and whose host accepts no connection is lost, though its stream is not broken."""
+    group, registered = FakeGroup(), asyncio.Event()
+    host, _, port = (await group.start()).address.rpartition(":")
+    tasks, writers = list[asyncio.Task[None]](), list[asyncio.StreamWriter]()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_group, to_group = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, to_group))
+        tasks.extend(asyncio.create_task(copy) for copy in (_copy(reader, to_group), _copy(from_group, writer)))
+
+    listener = await asyncio.start_server(forward, "127.0.0.1", 0)
+    address = GroupEndpoint(group.name, f"127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    connection = connection_to(address, registered, silence_seconds=1.0, hang_seconds=600.0)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        await registered.wait()
+        registered.clear()
+        listener.close()  # and not the connection that it has accepted
+        await registered.wait()
+    assert not connection.is_attached and "accepts no connection" in connection.last_ejection
+    await connection.close("the test ends")
+    await group.kill()
+    for writer in writers:
+        writer.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
 
 
 async def test_outputs_of_another_attempt_are_dropped(start_router: StartRouter) -> None:

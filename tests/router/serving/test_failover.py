@@ -243,7 +243,7 @@ async def test_a_group_that_is_too_small_is_not_moved_to(start_router: StartRout
 async def test_a_silent_group_is_lost(start_router: StartRouter) -> None:
     """A group that keeps its connection and sends nothing counts as lost, and its streams move."""
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
-    router = await start_router(*groups.values(), silence_seconds=1.5)
+    router = await start_router(*groups.values(), silence_seconds=1.0, hang_seconds=1.5)
     stream = Stream(router, ask())
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
