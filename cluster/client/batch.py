@@ -11,14 +11,16 @@ import re
 import ssl
 import sys
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Annotated, Any, Final
 
 import typer
@@ -30,6 +32,10 @@ from coatcheck.proto.host_port import is_loopback
 _URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_SENDS: Final = 8  # of a request that finds the server full or gone
 _MAX_WAIT_SECONDS: Final = 30.0
+# An answer may take minutes. While none comes, the server is asked for its health; after this many times without a word
+# it hangs. A server that is suspended for some seconds does not.
+_CHECK_SECONDS: Final = 5.0
+_MAX_CHECKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +72,52 @@ def batch(
     sender = Sender(server, api_key, tls_ca)
     failed = 0
     console = Console(stderr=True)
-    with (
-        output.open("a", encoding="utf-8") as file,
-        ThreadPoolExecutor(concurrency) as threads,
-        Progress(console=console, disable=not console.is_terminal) as bar,
-    ):
+    with output.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("requests", total=len(requests), completed=len(requests) - len(left))
-        answers = [threads.submit(sender.send, request) for request in left]
-        try:
-            for answer in as_completed(answers):
-                line = answer.result()
-                failed += not _is_success(line)
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                bar.advance(task)
-        except BaseException:
-            sender.stop()
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
+        for line in _send_all(sender, left, concurrency):
+            failed += not _is_success(line)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            bar.advance(task)
     print(f"{counted(len(left), 'request')} sent, {failed} failed; the answers are in {output}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
+
+
+def _send_all(sender: "Sender", requests: list[BatchRequest], concurrency: int) -> Iterator[dict[str, Any]]:
+    """The line of each request, in the order of the answers. Raises Unavailable if there is no server, or if it answers
+    nothing, not even its health."""
+    waiting = deque(requests)
+    sent: Queue[dict[str, Any] | Exception] = Queue()
+
+    def send() -> None:
+        while waiting:
+            try:
+                sent.put(sender.send(waiting.popleft()))
+            except IndexError:  # another thread has taken the last one
+                return
+            except Exception as error:
+                sent.put(error)
+
+    # A thread that reads from a server that hangs cannot be stopped. The process ends without daemon threads.
+    for _ in range(min(concurrency, len(requests))):
+        threading.Thread(target=send, daemon=True).start()
+    checks = 0  # that the server has not answered, in a row
+    for _ in requests:
+        while True:
+            try:
+                line = sent.get(timeout=_CHECK_SECONDS)
+                break
+            except Empty:
+                checks = 0 if sender.is_answering() else checks + 1
+            if checks == _MAX_CHECKS:
+                raise Unavailable(
+                    f"{sender.server} accepts connections but answers nothing: its router hangs, or another program "
+                    "listens there; the answers so far are kept, and the same command goes on"
+                )
+        if isinstance(line, Exception):
+            raise line
+        yield line
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
@@ -128,7 +159,7 @@ class Sender:
     def __init__(self, server: str, api_key: str | None, tls_ca: Path | None) -> None:
         if not server.startswith(("http://", "https://")):
             raise InvalidConfig(f"--server is {server!r}; it must begin with http:// or https://")
-        self._server = server.rstrip("/").removesuffix("/v1")
+        self.server = server.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -136,17 +167,25 @@ class Sender:
         # A proxy, such as http_proxy names, cannot reach this host's loopback interface.
         proxies = [urllib.request.ProxyHandler({})] if is_loopback(_host_of(server)) else []
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *proxies)
-        self._stopped = threading.Event()
 
-    def stop(self) -> None:
-        """Lets no request wait until it is sent again."""
-        self._stopped.set()
+    def is_answering(self) -> bool:
+        """False if the server accepts a connection but answers nothing in time. A server that is gone counts as
+        answering: `send` tries again."""
+        try:
+            with self._open(urllib.request.Request(f"{self.server}/health", headers=self._headers), _CHECK_SECONDS):
+                return True
+        except TimeoutError:
+            return False
+        except urllib.error.URLError as error:
+            return not isinstance(error.reason, TimeoutError)
+        except (OSError, http.client.HTTPException):
+            return True
 
     def send(self, request: BatchRequest) -> dict[str, Any]:
         """The line of the output. A server that is full or restarts is asked again. Raises Unavailable if there is no
         server."""
         data = json.dumps(request.body).encode()
-        message = urllib.request.Request(self._server + request.url, data, self._headers)
+        message = urllib.request.Request(self.server + request.url, data, self._headers)
         for resends in range(_MAX_SENDS):
             is_last = resends == _MAX_SENDS - 1
             try:
@@ -156,17 +195,16 @@ class Sender:
                     asked = response.headers.get("retry-after", "")
             except (OSError, http.client.HTTPException) as error:  # HTTPException: the server ended amid its answer
                 if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
-                    raise Unavailable(f"no answer from {self._server}: {getattr(error, 'reason', error)}") from None
+                    raise Unavailable(f"no answer from {self.server}: {getattr(error, 'reason', error)}") from None
                 asked = ""
             wait = float(asked) if asked.isdigit() else 0.5 * 2.0**resends
-            if self._stopped.wait(min(wait, _MAX_WAIT_SECONDS)):
-                raise Unavailable("interrupted")
+            time.sleep(min(wait, _MAX_WAIT_SECONDS))
         raise AssertionError("the last send returns or raises")
 
-    def _open(self, message: urllib.request.Request) -> Any:
+    def _open(self, message: urllib.request.Request, timeout: float | None = None) -> Any:
         """The response, which is not read yet, of any status."""
         try:
-            return self._opener.open(message)
+            return self._opener.open(message, timeout=timeout)
         except urllib.error.HTTPError as error:
             return error
 

@@ -15,6 +15,9 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import is_loopback
 
 _SYSTEM: Final = "system"
+# How long a channel tries to connect before a call fails. gRPC's own 20 s are long for a person who waits for a router
+# that is suspended: its host accepts the connection, and nothing answers. A busy router's gRPC answers without Python.
+CONNECT_SECONDS: Final = 8.0
 
 _ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
 
@@ -63,13 +66,13 @@ class Credentials:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        options = [*options, *_proxy_options(address)]
+        options = [*options, *_options(address)]
         if not self.tls:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._credentials(), options=options)
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        options = _proxy_options(address)
+        options = _options(address)
         if not self.tls:
             return grpc.insecure_channel(address, options=options)
         return grpc.secure_channel(address, self._credentials(), options=options)
@@ -79,11 +82,12 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.roots, key, certificate)
 
 
-def _proxy_options(address: str) -> list[tuple[str, Any]]:
+def _options(address: str) -> list[tuple[str, Any]]:
     """Options of a channel to `address`. gRPC would send calls to a loopback address through the proxy of http_proxy,
     which cannot reach this host's loopback interface."""
     host = address.rpartition(":")[0]
-    return [("grpc.enable_http_proxy", 0)] if is_loopback(host) else []
+    options = [("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_SECONDS))]  # gRPC's name of the time to connect
+    return [*options, ("grpc.enable_http_proxy", 0)] if is_loopback(host) else options
 
 
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,9 @@
 """`coatcheck batch`: its files, its answers, and how a run goes on."""
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from coatcheck.cluster.client import batch
 from coatcheck.cluster.client.batch import Sender, keep_answers, read_requests
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.command_line import run_here
@@ -16,12 +19,14 @@ from tests.cluster.command_line import run_here
 
 class Server(ThreadingHTTPServer):
     """Answers with the prompt in capitals; refuses the prompt `bad`; is full for the first `full` requests; ends the
-    connection amid the first `cut` answers."""
+    connection amid the first `cut` answers; takes `slow_seconds` for each. `checks`: of its health."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.full = 0
         self.cut = 0
+        self.slow_seconds = 0.0
+        self.checks = 0
         self.seen: list[tuple[str, dict[str, Any], str]] = []
 
     @property
@@ -36,6 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         """As a router would."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.seen.append((self.path, body, self.headers.get("authorization", "")))
+        time.sleep(self.server.slow_seconds)
         status = 400 if body["prompt"] == "bad" else 200
         if self.server.full:
             self.server.full -= 1
@@ -49,6 +55,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: 5 if self.server.cut else None])
         self.server.cut = max(self.server.cut - 1, 0)
+
+    def do_GET(self) -> None:
+        """The health."""
+        self.server.checks += 1
+        self.send_response(200)
+        self.end_headers()
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Logs nothing."""
@@ -119,6 +131,27 @@ def test_an_answer_that_is_cut_is_asked_again(server: Server, tmp_path: Path) ->
     server.cut = 1
     done = run_here("batch", str(refused), "-o", str(tmp_path / "bad.jsonl"), "--server", server.url)
     assert done.code == 1 and answers(tmp_path / "bad.jsonl") == {"q0": (400, {"text": "BAD"})}
+
+
+def test_a_server_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server that accepts connections and is silent, as a suspended one, ends the run with an error."""
+    monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.2)
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        done = run_here("batch", str(source), "-o", str(output), "--server", url)
+    assert done.code == 1 and f"{url} accepts connections but answers nothing" in done.err and not answers(output)
+
+
+def test_an_answer_that_takes_long_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, server: Server, tmp_path: Path
+) -> None:
+    """While an answer is computed, a server that answers for its health is not given up."""
+    monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.05)
+    server.slow_seconds = 1.0
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    assert run_here("batch", str(source), "-o", str(output), "--server", server.url).code == 0
+    assert answers(output) == {"q0": (200, {"text": "A"})} and server.checks > 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import asyncio
 import gzip
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from concurrent import futures
 from pathlib import Path
@@ -12,6 +14,7 @@ import grpc
 import pytest
 
 from coatcheck.cluster.cli import COMMANDS
+from coatcheck.cluster.client import credentials
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.cluster.command_line import run_here
@@ -103,6 +106,18 @@ def test_no_server_is_1(command: str) -> None:
     """Every command has the same error if no server answers. The same command may succeed later."""
     said = run(command, *PROMPT.get(command, []), "--address", NOBODY)
     assert_one_line(said, 1, f"error: no server answers at {NOBODY}; is `coatcheck serve` running there?")
+
+
+@pytest.mark.parametrize("command", ASKS_A_ROUTER)
+def test_a_router_that_answers_nothing_is_1(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Every command gives up a router that is suspended, as soon as the limit for connecting has passed."""
+    monkeypatch.setattr(credentials, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        said = run(command, *PROMPT.get(command, []), "--address", address)
+        assert_one_line(said, 1, f"{address} accepts the connection but does not answer")
+    assert time.monotonic() - began < 18  # gRPC itself would try for 20 s
 
 
 @pytest.mark.parametrize("arguments", [["restart"], ["scale", "--groups", "2"], ["serve", MODEL]])
