@@ -12,7 +12,7 @@ from typing import Any, Self
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
-from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_fields, text_model_type
+from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
 
@@ -47,7 +47,7 @@ class ModelConfig:
             raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?")
         if not is_multimodal(values):
             return cls(name, resolve_alias(values))
-        text = values.get("text_config")
+        text = text_config(values)
         merged = {**values, **(text if isinstance(text, dict) else {})}
         if text_model_type(values) is None:
             return cls(name, {**merged, "model_type": values.get("model_type")}, is_multimodal=True, is_served=False)

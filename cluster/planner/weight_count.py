@@ -75,7 +75,9 @@ class WeightCount:
             experts=experts,
             num_experts=num_experts,
             experts_per_token=(
-                config.count("num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if num_experts else 0
+                config.count("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", default=1)
+                if num_experts
+                else 0
             ),
         )
 
@@ -158,7 +160,7 @@ def _input_size(config: ModelConfig) -> int:
 
 
 def _num_experts(config: ModelConfig) -> int:
-    return config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    return config.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=0)
 
 
 def _num_identities(config: ModelConfig) -> int:

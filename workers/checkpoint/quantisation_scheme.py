@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.workers.checkpoint.text_tower import text_config
 
 
 class Method(Enum):
@@ -52,7 +53,7 @@ def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | No
 
     Raises InvalidModel for a method or variant that is not served.
     """
-    text = config.get("text_config")
+    text = text_config(config)
     inner = text.get("quantization_config") if isinstance(text, dict) else None
     settings = config.get("quantization_config") or inner
     if settings is None:

@@ -11,44 +11,84 @@ from typing import Any, Final
 
 # model_type of a multimodal config.json -> the text model's type, if text_config does not name it.
 _TOWERS: Final = {
+    "aria": "aria_text",
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "cohere_compass": "cohere_compass_text",
+    "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
+    "exaone4_5": "exaone4",
+    "fuyu": "persimmon",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm46v": "glm4v_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "granite4_vision": "granite4_vision_text",
+    "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "hunyuan_vl": "hunyuan_vl_text",
+    "hyperclovax_vision_v2": "hyperclovax",
+    "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "janus": "llama",
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "ovis2": "qwen2",
+    "qwen2_5_omni": "qwen2_5_omni_text",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
+    "vipllava": "llama",
+    "voxtral": "llama",
 }
 MULTIMODAL_TYPES: Final = frozenset(_TOWERS)
 # Text types that transformers has no causal model of -> the type that computes the same for text. Their three rotary
 # positions (mrope) are equal for text.
 _SAME_AS: Final = {
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
+    "granite4_vision_text": "granite",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
+    "kimi_k2": "deepseek_v3",
     "qwen2_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 # The other type has these fields and these values, which its counterpart has no fields for.
-_ALWAYS: Final[Mapping[str, Mapping[str, Any]]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_ALWAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "glm4v_moe_text": {"use_qk_norm": False},
+    "glm4v_text": {"attention_bias": True},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
 # Names of the text model's tensors, and the names that they have in a text checkpoint; the first pattern that matches.
 _NAMES: Final = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
-        (r"(model\.)?language_model\.lm_head\.", "lm_head."),
+        (r"((model\.)?language_model|thinker)\.lm_head\.", "lm_head."),
         (r"language_model\.model\.", "model."),
         (r"model\.(language_model|text_model)\.", "model."),
         (r"lm_head\.", "lm_head."),
-        (r"model\.(?=embed_tokens\.|layers\.|norm\.)", "model."),
+        (r"(thinker\.)?model\.(?=embed_tokens\.|layers\.|norm\.)", "model."),
     )
 )
 _DTYPES: Final = frozenset(("dtype", "torch_dtype"))  # two names of one field
@@ -58,7 +98,16 @@ _SHARED: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype",
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a config.json, as an object, is that of a multimodal checkpoint."""
-    return config.get("text_config") is not None or str(config.get("model_type")) in _TOWERS
+    return text_config(config) is not None or str(config.get("model_type")) in _TOWERS
+
+
+def text_config(config: Mapping[str, Any]) -> Any:
+    """The field of a multimodal config.json that has the text model's config; None without one.
+
+    Qwen-Omni's thinker writes text, and its talker speaks it. Only the thinker is served.
+    """
+    thinker = config.get("thinker_config")
+    return (thinker if isinstance(thinker, dict) else config).get("text_config")
 
 
 def text_model_type(config: Mapping[str, Any]) -> str | None:
@@ -71,7 +120,7 @@ def _named_type(config: Mapping[str, Any]) -> str | None:
     """transformers' type of the text model."""
     if (default := _TOWERS.get(str(config.get("model_type")))) is None:
         return None
-    text = config.get("text_config")
+    text = text_config(config)
     named = str(text.get("model_type", default)) if isinstance(text, dict) else default
     return _TOWERS.get(named, named)  # older Qwen2-VL configs name the whole model in text_config
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.distributed.communicator import Communicator
@@ -26,7 +28,7 @@ PROMPTS = [torch.randint(10, VOCAB, (n,), generator=torch.Generator().manual_see
 
 def reference_tokens(path: Path) -> list[list[int]]:
     """Greedy tokens of transformers' multimodal class for each prompt alone."""
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     found = []
     for prompt in PROMPTS:
@@ -47,7 +49,15 @@ def tokens_of_all(communicator: Communicator, paths: dict[str, Path]) -> dict[st
     return {name: served_tokens(path, communicator) for name, path in paths.items()}
 
 
-@pytest.mark.parametrize("name", TOWERS)
+# Types with names of tensors, rules of their text model, or a text type of their own; the others run in full.
+_SAMPLE = {
+    *("aya_vision", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4-dense", "gemma4-experts", "gemma4_unified", "glm4v"),
+    *("glm4v_moe", "granite4_vision", "hunyuan_vl", "idefics2", "kimi_k25", "llama4", "llava", "mistral3-ministral3"),
+    *("qwen2_5_vl", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "voxtral"),
+}
+
+
+@pytest.mark.parametrize("name", [n if n in _SAMPLE else pytest.param(n, marks=pytest.mark.full) for n in TOWERS])
 def test_text_prompts_have_the_tokens_of_the_multimodal_class(name: str, tmp_path: Path) -> None:
     """The text model of the checkpoint, served in chunks, continues text prompts as the whole model does."""
     path = write_multimodal(name, tmp_path / "model")
@@ -77,7 +87,8 @@ def test_all_types_on_ranks_have_the_tokens_of_one_rank(tp: int, tmp_path: Path)
 
 def test_every_served_multimodal_type_is_tested() -> None:
     """The parity test above has a model of each multimodal type that is served."""
-    assert {name.partition("-")[0] for name in TOWERS} == MULTIMODAL_TYPES
+    wholes = {"qwen2_5_omni", "qwen3_omni_moe"}  # of their thinkers
+    assert {name.partition("-")[0] for name in TOWERS} | wholes == MULTIMODAL_TYPES
 
 
 @pytest.mark.parametrize(
@@ -113,6 +124,21 @@ def test_a_config_with_the_text_fields_beside_the_vision_config_is_served(tmp_pa
     flat = text | config | dict(rope_theta=1e4, rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]))
     (path / "config.json").write_text(json.dumps(flat))
     assert served_tokens(path) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_of_a_model_that_speaks_the_thinker_is_served(name: str, tmp_path: Path) -> None:
+    """Qwen-Omni's checkpoints hold a thinker, which writes text, and a talker. The plan counts the thinker's layers."""
+    path = write_multimodal(f"{name}_thinker", tmp_path / "model")
+    expected, config = reference_tokens(path), json.loads((path / "config.json").read_text())
+    tensors = {f"thinker.{key}": tensor for key, tensor in load_file(path / "model.safetensors").items()}
+    tensors["talker.model.layers.0.self_attn.q_proj.weight"] = torch.zeros(4, 4)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(dict(model_type=name, thinker_config=config)))
+    assert served_tokens(path) == expected
+    model = ModelConfig.open(str(path))
+    assert model.is_multimodal and model.is_served
+    assert len(ModelShape.of(model).layers) == TEXT_FIELDS["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("vision", [dict(hidden_size=32), dict(hidden_size=32, label_names=["a", "b"], num_classes=2)])
