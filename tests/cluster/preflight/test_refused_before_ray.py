@@ -131,6 +131,8 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (broken.break_config, {}, "config.json is not valid JSON"),
         (partial(broken.write, name="config.json", content=b"[1]"), {}, "config.json does not hold a JSON object"),
         (partial(broken.write, name="config.json", content=b"\xff"), {}, "config.json is not valid JSON"),
+        (partial(broken.write, name="config.json", content=b"\xef\xbb\xbf{}"), {}, "begins with a byte order mark"),
+        (partial(broken.write, name="config.json", content="{}".encode("utf-16")), {}, "config.json is not valid JSON"),
         (broken.break_generation_config, {}, "generation_config.json is not valid JSON"),
         (partial(edit_config, model_type="novel"), {}, "'novel', which transformers [0-9.]+ does not know; install"),
         (partial(edit_config, model_type="novel", auto_map={}), {}, "code that comes with a checkpoint is never run"),
