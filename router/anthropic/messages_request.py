@@ -194,6 +194,7 @@ class CountTokensRequest(RequestBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thread: Any = Field(None, description="Not supported: send the whole conversation.")
 
     def to_chat(self) -> ChatRequest:
@@ -212,6 +213,7 @@ class CountTokensRequest(RequestBody):
             "model": self.model,
             "messages": messages,
             "tools": [tool.to_chat() for tool in self.tools],
+            "chat_template_kwargs": self.chat_template_kwargs,
             # The answer goes on from a last message of the assistant.
             "continue_final_message": last.get("role") == "assistant"
             and bool(last["content"].strip())
@@ -223,7 +225,7 @@ class CountTokensRequest(RequestBody):
             fields["tool_choice"] = named if self.tool_choice.type == "tool" else _CHOICES[self.tool_choice.type]
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_on = self.thinking.type == "enabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": is_on, "thinking": is_on}
+            fields["enable_thinking"] = is_on
             fields["max_reasoning_tokens"] = self.thinking.budget_tokens if is_on else None
         config = self.output_config or OutputConfig()
         if config.effort is not None:
@@ -247,6 +249,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Count | None = None
+    cache_salt: str = ""
 
     def _chat_fields(self) -> dict[str, Any]:
         return super()._chat_fields() | {
@@ -256,6 +259,7 @@ class MessagesRequest(CountTokensRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
         }
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
@@ -99,6 +99,25 @@ def _join(parts: Sequence[TextPart], *, is_reasoning: bool) -> str:
     return "\n".join(part.text for part in parts if (part.type == "thinking") == is_reasoning)
 
 
+class ThinkingSwitch(RequestBody):
+    """Whether the model reasons, as clients of DeepSeek, GLM and Kimi say it."""
+
+    drops_unknown_fields: ClassVar = True
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Count | None = None
+
+
+class ReasoningFields(RequestBody):
+    """How much the model reasons, as clients of OpenRouter say it."""
+
+    drops_unknown_fields: ClassVar = True
+
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: Count | None = None
+
+
 class ChatRequest(SamplingFields):
     """With tool_choice "required" or the name of a function a grammar constrains the calls. With "auto" calls are found
     in the text, and a grammar constrains only those of strict functions."""
@@ -126,6 +145,9 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
+    reasoning: ReasoningFields | None = None
     echo: bool = False  # the answer begins with the last message, if that is the assistant's
     include_reasoning: bool = True
     separate_reasoning: bool = True
@@ -162,15 +184,34 @@ class ChatRequest(SamplingFields):
         limit = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
         return {"logprobs": "top_logprobs", "max_tokens": limit}
 
+    @model_validator(mode="after")
+    def _take_reasoning_fields(self) -> Self:
+        """The fields of other APIs in those of this one. Fields of OpenAI and vLLM come first."""
+        asked, switch = self.reasoning or ReasoningFields(), self.thinking
+        if self.reasoning_effort is None:
+            self.reasoning_effort = asked.effort
+        if self.enable_thinking is None and switch is not None and switch.type in ("enabled", "disabled"):
+            self.enable_thinking = switch.type == "enabled"
+        if self.enable_thinking is None:
+            self.enable_thinking = asked.enabled
+        if self.max_reasoning_tokens is None:
+            self.max_reasoning_tokens = switch.budget_tokens if switch is not None else None
+        if self.max_reasoning_tokens is None:
+            self.max_reasoning_tokens = asked.max_tokens
+        return self
+
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
         set_by = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         arguments = {name: value for name, value in set_by.items() if value is not None}
         switches = {}
-        if self.reasoning_effort is not None:
+        is_on = self.enable_thinking
+        if is_on is None and self.reasoning_effort is not None:
+            is_on = self.reasoning_effort != "none"
+        if is_on is not None:
             # Templates with a switch in place of an effort have one of these two names for it.
-            switches = dict.fromkeys(("enable_thinking", "thinking"), self.reasoning_effort != "none")
+            switches = dict.fromkeys(("enable_thinking", "thinking"), is_on)
         return switches | self.chat_template_kwargs | arguments
 
     @property
@@ -180,10 +221,17 @@ class ChatRequest(SamplingFields):
         return last.to_proto().content if last is not None and last.role == "assistant" else ""
 
     def to_generate_request(
-        self, request_id: str, plan: ParsingPlan, grammar_prefix: str, special_ids: Mapping[str, int]
+        self,
+        request_id: str,
+        plan: ParsingPlan,
+        grammar_prefix: str,
+        special_ids: Mapping[str, int],
+        *,
+        shows_tools: bool,
     ) -> GenerateRequest:
         """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what it may have before a structure.
-        `special_ids`: the ids of special tokens by their text. Raises InvalidRequest."""
+        `special_ids`: the ids of special tokens by their text. `shows_tools`: the chat template has tools; without them
+        only required calls are served, whose form the grammar knows. Raises InvalidRequest."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -198,7 +246,8 @@ class ChatRequest(SamplingFields):
         )
         if plan.keeps_special_tokens:
             sampling.skip_special_tokens = False
-        chat = to_chat_proto(self.messages, self.offered_tools, self.template_arguments, self.add_generation_prompt)
+        shown = self.offered_tools if shows_tools or self.tool_mode == "auto" else []
+        chat = to_chat_proto(self.messages, shown, self.template_arguments, self.add_generation_prompt)
         chat.chat_template = self.chat_template
         if self.continue_final_message:
             if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:

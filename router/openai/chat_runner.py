@@ -104,8 +104,12 @@ class ChatRunner:
     async def _translate(self, request: Request, body: ChatRequest, plan: ParsingPlan) -> GenerateRequest:
         request_id: str = request.scope["request_id"]
         prefix = self._planner.grammar_prefix(plan.reasoning_start)
+        shows_tools = bool(body.chat_template) or self._planner.shows_tools
         return await in_thread_if_long(
-            request, lambda: body.to_generate_request(request_id, plan, prefix, self._planner.special_ids)
+            request,
+            lambda: body.to_generate_request(
+                request_id, plan, prefix, self._planner.special_ids, shows_tools=shows_tools
+            ),
         )
 
     async def _explain_refused_schemas(

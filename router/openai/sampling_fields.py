@@ -26,6 +26,8 @@ IGNORED_FIELDS: Final = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
     "stream_interval", "store", "cache_control",
+    # llama.cpp's and LM Studio's
+    "cache_prompt", "timings_per_token", "return_progress", "id_slot", "ttl", "keep_alive",
 })  # fmt: skip
 # Fields that are not implemented, with the values that are accepted because they ask for the default behaviour.
 ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
@@ -38,6 +40,15 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (False,),
     "return_token_offsets": (False,),
     "return_hidden_states": (False,),
+    "return_weight_versions": (False,),
+    "return_mm_kwargs": (False,),
+    "return_meta_info": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_prompt_token_ids": (False,),
+    "routed_experts_start_len": (0,),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "vllm_xargs": ({},),
     "return_routed_experts": (False,),
     "routed_experts_prompt_start": (0,),
 }
@@ -228,9 +239,10 @@ class SamplingFields(RequestBody):
     truncation_side: Literal["left", "right"] = "left"  # where tokens are dropped
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
-    # vLLM's name comes second.
+    # vLLM's name comes second, and Qwen's third.
     max_reasoning_tokens: Annotated[
-        Count | None, Field(validation_alias=AliasChoices("max_reasoning_tokens", "thinking_token_budget"))
+        Count | None,
+        Field(validation_alias=AliasChoices("max_reasoning_tokens", "thinking_token_budget", "thinking_budget")),
     ] = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: _SchemaField = None

@@ -57,6 +57,12 @@ class OutputPlanner:
         return start if start is ReasoningStart.OPEN else ReasoningStart.UNDECIDED
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether the model's chat template has tools."""
+        template = self._tokenizer.template
+        return template is not None and "tools" in template.variables
+
+    @property
     def special_ids(self) -> Mapping[str, int]:
         """The ids of the model's special tokens by their text."""
         return self._tokenizer.special_ids

@@ -10,7 +10,7 @@ from coatcheck.proto.sampling import MAX_LOGPROBS
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.request_body import validate_fields
-from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody
+from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody, TokenId
 from coatcheck.router.responses.input_items import ChatFields, InputItem, with_instructions
 from coatcheck.router.responses.tools import AnyTool, HostedTool, flat_name, names_in_namespaces, tools_of_chat
 
@@ -82,8 +82,10 @@ class ResponsesRequest(RequestBody):
     accepted_values: ClassVar = {
         "background": (False,),
         "truncation": ("disabled",),
+        "enable_response_messages": (False,),
+        "previous_input_messages": ([],),
     }
-    ignored_fields: ClassVar = (IGNORED_FIELDS - {"store", "metadata", "user"}) | {"max_tool_calls"}
+    ignored_fields: ClassVar = (IGNORED_FIELDS - {"store", "metadata", "user"}) | {"max_tool_calls", "client_metadata"}
 
     model: str = ""
     input: str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES, min_length=1)]
@@ -111,11 +113,15 @@ class ResponsesRequest(RequestBody):
     repetition_penalty: float | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     max_reasoning_tokens: Count | None = None
+    include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    session_id: str = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str = ""
 
@@ -200,7 +206,8 @@ def _named(function: NamedFunctionChoice) -> dict[str, Any]:
 
 # Fields that mean the same in a chat.
 _PASSED_ON: Final = (
-    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "ignore_eos",
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids",
+    "logit_bias", "ignore_eos", "include_reasoning", "session_id",
     "include_stop_str_in_output", "skip_special_tokens", "max_reasoning_tokens", "chat_template_kwargs", "priority",
     "cache_salt",
 )  # fmt: skip

@@ -159,8 +159,11 @@ async def test_claude_code_s_version_is_no_part_of_the_prompt(
             extra_body={
                 "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
                 "output_config": {"effort": "high"},
+                "cache_salt": "mine",
+                "chat_template_kwargs": {"unread": True},
             },
         )
+    assert router.groups[0].submits[-1].cache_salt == "mine"
     prompt = await prompt_of(router)
     assert "cc_version" not in prompt and "<system>be brief<user>hello<system>there are agents" in prompt
 

@@ -60,6 +60,13 @@ SAME: dict[str, tuple[dict[str, Any], str]] = {
     "an effort": ({"reasoning_effort": "low"}, "[True]"),
     "an effort and a switch": (
         {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "[False]"),
+    "Qwen's switch": ({"enable_thinking": False, "reasoning_effort": "low"}, "[False]"),
+    "GLM's and Kimi's switch": ({"thinking": {"type": "disabled", "clear_thinking": True}}, "[False]"),
+    "their switch on": ({"thinking": {"type": "enabled", "budget_tokens": 500}}, "[True]"),
+    "their automatic": ({"thinking": {"type": "auto"}}, "<user>hello<assistant>"),
+    "OpenRouter's effort": ({"reasoning": {"effort": "low", "exclude": False}}, "[True]"),
+    "OpenRouter's switch": ({"reasoning": {"enabled": False}}, "[False]"),
+    "a developer": ({"messages": [{"role": "developer", "content": "short"}, *HELLO]}, "<system>short<user>hello"),
 }  # fmt: skip
 
 

@@ -273,6 +273,28 @@ async def test_nested_pydantic_models_are_tools(
     assert allows(grammar, text[choice]) and not allows(grammar, text[choice].replace('"Köln"', "5"))
 
 
+async def test_a_required_call_needs_no_tools_in_the_template(start_http_router: StartHttpRouter) -> None:
+    """The grammar alone makes the call, as with vLLM; the prompt is that of the messages."""
+    call = '{"city": "Bonn"}'
+    for choice, text in (
+        ({"type": "function", "function": {"name": "weather"}}, call),
+        ("required", f'[{{"name": "weather", "arguments": {call}}}]'),
+    ):
+        group = saying(text)
+        router = await start_http_router(group)
+        body: dict[str, Any] = {"messages": HELLO, "max_tokens": 200}
+        assert (await router.request("POST", "/v1/chat/completions", body))[0] == 200
+        status, _, got = await router.request(
+            "POST", "/v1/chat/completions", body | {"tools": [WEATHER], "tool_choice": choice}
+        )
+        assert status == 200, got
+        (made,) = json.loads(got)["choices"][0]["message"]["tool_calls"]
+        assert made["function"] == {"name": "weather", "arguments": call}
+        plain, forced = group.submits
+        assert forced.prompt_token_ids == plain.prompt_token_ids and not plain.sampling.HasField("structured")
+        assert allows(Grammar.from_message(forced.sampling.structured), text)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({}, "messages is missing"),
     "empty": ({"messages": []}, "no messages"),

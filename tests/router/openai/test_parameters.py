@@ -57,6 +57,11 @@ OTHERS_WORK: dict[str, list[Any]] = {
     "thinking_token_budget": [5], "max_reasoning_tokens": [0, 5], "logits_processors": [[]],
     "return_tokens_as_token_ids": [False, True], "return_hidden_states": [False], "return_routed_experts": [False],
     "routed_experts_prompt_start": [0], "return_token_offsets": [False], "lora_path": [None], "best_of": [1],
+    "return_weight_versions": [False], "return_mm_kwargs": [False], "return_meta_info": [False],
+    "return_cached_tokens_details": [False], "return_prompt_token_ids": [False], "routed_experts_start_len": [0],
+    "mm_processor_kwargs": [{}], "media_io_kwargs": [{}], "vllm_xargs": [{}], "thinking_budget": [5],
+    "cache_prompt": [True], "timings_per_token": [True], "return_progress": [False], "id_slot": [-1], "ttl": [300],
+    "keep_alive": ["5m"],
 }  # fmt: skip
 OTHERS_REFUSED: dict[str, list[Any]] = {
     "use_beam_search": [True], "length_penalty": [2.0],

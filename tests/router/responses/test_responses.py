@@ -204,10 +204,49 @@ async def test_vllm_s_sampling_fields(start_http_router: StartHttpRouter) -> Non
     group = saying("yes")
     router = await start_http_router(group)
     extra = {"top_k": 7, "min_p": 0.25, "seed": 5, "stop": ["x"], "repetition_penalty": 1.5, "priority": 3}
+    extra |= {"stop_token_ids": [9], "logit_bias": {"5": -100}, "session_id": "s", "include_reasoning": True}
+    extra |= {"enable_response_messages": False, "previous_input_messages": []}
     await router.openai.responses.create(model="tiny", input="hi", extra_body=extra)
     sampling = group.submits[-1].sampling
     assert (sampling.top_k, sampling.min_p, sampling.seed, sampling.repetition_penalty) == (7, 0.25, 5, 1.5)
+    assert (list(sampling.stop_token_ids), dict(sampling.logit_bias)) == ([9], {5: -100.0})
     assert group.submits[-1].priority == 3
+
+
+async def test_codex_is_served(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """The body of Codex 0.169 for a model that it does not know, with the tools' schemas cut."""
+    router = await start_http_router(saying(f"so{CALL}"), tokenizer=model)
+    texts = [("developer", "you are an agent"), ("developer", "skills"), ("user", "the directory"), ("user", "hello")]
+    body = {
+        "model": "tiny",
+        "input": [
+            {"type": "message", "id": f"msg_{n}", "role": role, "content": [{"type": "input_text", "text": text}]}
+            for n, (role, text) in enumerate(texts)
+        ],
+        "tools": [
+            {**WEATHER, "strict": False, "description": "d"},
+            {
+                "type": "namespace",
+                "name": "multi_agent_v1",
+                "description": "d",
+                "tools": [{**WEATHER, "strict": False}],
+            },
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a20a0e",
+        "client_metadata": {"thread_id": "01a20a0e", "x-codex-turn-metadata": "{}"},
+    }
+    status, _, text = await router.request("POST", "/v1/responses", body)
+    assert status == 200 and "event: response.completed" in text, text
+    shown = await prompt_of(router)
+    assert "[tool weather][tool multi_agent_v1__weather]" in shown
+    assert "<system>you are an agent\n\nskills<user>the directory<user>hello" in shown
 
 
 async def test_texts_have_log_probabilities(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
