@@ -19,6 +19,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Annotated, Any, Final
@@ -72,12 +73,11 @@ def batch(
     sender = Sender(server, api_key, tls_ca)
     failed = 0
     console = Console(stderr=True)
-    with output.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
+    with output.open("ab", buffering=0) as file, Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("requests", total=len(requests), completed=len(requests) - len(left))
         for line in _send_all(sender, left, concurrency):
             failed += not _is_success(line)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+            _write(file, json.dumps(line) + "\n")
             bar.advance(task)
     print(f"{counted(len(left), 'request')} sent, {failed} failed; the answers are in {output}", file=sys.stderr)
     if failed:
@@ -148,9 +148,24 @@ def keep_answers(path: Path) -> set[str]:
         if isinstance(value, dict) and _is_success(value) and isinstance(value.get("custom_id"), str):
             kept[value["custom_id"]] = line
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept.values()), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            _write(file, "".join(f"{line}\n" for line in kept.values()))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return set(kept)
+
+
+def _write(file: FileIO, text: str) -> None:
+    """Raises OSError with the file's name, such as for a full disk."""
+    data = memoryview(text.encode())
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from None
 
 
 class Sender:

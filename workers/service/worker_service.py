@@ -122,11 +122,12 @@ class WorkerService(WorkerServicer):
         return first.hello
 
     async def _start_server(self, listen: str) -> None:
-        # Keepalive detects within 15 s that a router has ended without closing its connection.
+        # Keepalive detects within 35 s that a router has ended without closing its connection. A router that does not
+        # run for some seconds, as on a host that is paused or swaps, keeps its requests.
         self._server = grpc.aio.server(
             options=[
                 ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.keepalive_timeout_ms", 25_000),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.max_receive_message_length", 64 << 20),
                 ("grpc.so_reuseport", 0),

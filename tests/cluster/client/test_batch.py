@@ -1,10 +1,13 @@
 """`coatcheck batch`: its files, its answers, and how a run goes on."""
 
 import json
+import resource
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from coatcheck.cluster.client import batch
 from coatcheck.cluster.client.batch import Sender, keep_answers, read_requests
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.command_line import run_here
+from tests.cluster.running_server import COMMAND
 
 
 class Server(ThreadingHTTPServer):
@@ -141,6 +145,17 @@ def test_a_server_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPat
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         done = run_here("batch", str(source), "-o", str(output), "--server", url)
     assert done.code == 1 and f"{url} accepts connections but answers nothing" in done.err and not answers(output)
+
+
+def test_an_output_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
+    """If the disk takes no more of the answers, the error names their file, and a later run goes on."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a", "b"), tmp_path / "out.jsonl"
+    command = ["batch", str(source), "-o", str(output), "--server", server.url]
+    limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (300, 300))  # one answer and a part of the other
+    done = subprocess.run([*COMMAND, *command], stderr=subprocess.PIPE, text=True, preexec_fn=limited)
+    assert (done.returncode, done.stderr) == (1, f"error: {output}: File too large\n")
+    assert run_here(*command).code == 0
+    assert answers(output) == {"q0": (200, {"text": "A"}), "q1": (200, {"text": "B"})}
 
 
 def test_an_answer_that_takes_long_is_waited_for(
