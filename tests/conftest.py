@@ -81,6 +81,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 SLOW_FILES = (
     "kernels/triton/test_triton_interpreted.py",
     "workers/runner/test_simulated_gpu.py",
+    "router/event_loop/test_hostile_bodies.py",
+    "cluster/local/test_no_ray.py",
+    "workers/model/test_token_shards.py",
+    "router/clients/test_other_clients.py",
+    "workers/model/test_w8a8_models.py",
+    "cluster/commands/test_verify.py",
     "kernels/triton/test_triton_compiles.py",
     "chaos/test_kills.py",
     "docs/test_commands.py",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-from tests.kernels.triton.mended_interpreter import patch_once
+from tests.kernels.triton.mended_interpreter import reduce_work
 from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.graph import Capture, Graph
 from tests.simulated_gpu.kernels import check_access, launch
@@ -42,7 +42,7 @@ def install() -> SimulatedGpu:
         setattr(torch.cuda, name, replacement)
     # Then torch.tensor(values, device="cuda") creates the tensor on the host, and copies it.
     torch._C._set_only_lift_cpu_tensors(True)
-    patch_once()
+    reduce_work()
     _patch_interpreter(gpu)
     Mode().__enter__()
     return gpu

@@ -32,29 +32,29 @@ _STEPS = {
 
 def main() -> None:
     gpu = install()
-    path = Path(sys.argv[1])
-    for sampling in _SAMPLINGS:
-        with_graphs, without = (count(path, gpu, sampling, has_graphs=has_graphs) for has_graphs in (True, False))
-        print(json.dumps({kind: [with_graphs[kind][0], without[kind][0], with_graphs[kind][1]] for kind in _STEPS}))
+    with_graphs, without = (count(Path(sys.argv[1]), gpu, has_graphs=has_graphs) for has_graphs in (True, False))
+    for graphs, plain in zip(with_graphs, without, strict=True):
+        print(json.dumps({kind: [graphs[kind][0], plain[kind][0], graphs[kind][1]] for kind in _STEPS}))
 
 
-def count(
-    path: Path, gpu: SimulatedGpu, sampling: SamplingParams, *, has_graphs: bool
-) -> dict[str, tuple[dict[str, int], int]]:
-    """Kind of step -> (launches by kind, attention kernels)."""
+def count(path: Path, gpu: SimulatedGpu, *, has_graphs: bool) -> list[dict[str, tuple[dict[str, int], int]]]:
+    """For each sampling: kind of step -> (launches by kind, attention kernels)."""
     runner = make(path, torch.device("cuda", 0), "auto")
     if has_graphs:
         runner.graphs.capture()
-    news = [NewSequence(slot, 0, length, [5] * length, sampling, ()) for slot, length in enumerate((9, 5, 20))]
     writes = [TableWrite(0, 0, 0), TableWrite(0, 1, 1), TableWrite(1, 0, 2)]
     writes += [TableWrite(2, index, 3 + index) for index in range(3)]
     prompts = [ScheduledSequence(slot, 0, length, needs_sample=True) for slot, length in ((0, 9), (1, 5))]
-    runner.launch(StepPlan(new_sequences=news, table_writes=writes, scheduled=prompts)).wait()
-    found = {}
-    for kind, rows in _STEPS.items():
-        launches, kernels = Counter(gpu.launches), Counter(gpu.kernels)
-        runner.launch(StepPlan(scheduled=[ScheduledSequence(*row, needs_sample=True) for row in rows])).wait()
-        found[kind] = (dict(gpu.launches - launches), (gpu.kernels - kernels)["_tiles"])
+    found = []
+    for sampling in _SAMPLINGS:
+        news = [NewSequence(slot, 0, length, [5] * length, sampling, ()) for slot, length in enumerate((9, 5, 20))]
+        runner.launch(StepPlan(new_sequences=news, table_writes=writes, scheduled=prompts)).wait()
+        kinds = {}
+        for kind, rows in _STEPS.items():
+            launches, kernels = Counter(gpu.launches), Counter(gpu.kernels)
+            runner.launch(StepPlan(scheduled=[ScheduledSequence(*row, needs_sample=True) for row in rows])).wait()
+            kinds[kind] = (dict(gpu.launches - launches), (gpu.kernels - kernels)["_tiles"])
+        found.append(kinds)
     return found
 
 

@@ -19,7 +19,7 @@ from tests.kernels.triton.interpreted_ranks import ranks
 from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores, sums
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
 from tests.kernels.triton.mended_bfloat16 import mend
-from tests.kernels.triton.mended_interpreter import mend_products, patch_once
+from tests.kernels.triton.mended_interpreter import mend_products, reduce_work
 
 
 def bfloat16() -> None:
@@ -69,7 +69,7 @@ GROUPS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     mend_products()
-    patch_once()
+    reduce_work()
     for name in sys.argv[1:]:
         GROUPS[name]()
     print("agreed")

@@ -5,15 +5,20 @@ The interpreter calls numpy's matmul. Its BLAS may sum the last rows of a tile i
 OpenBLAS does so on processors with AVX2 alone. numpy's einsum has one loop for all rows.
 
 Work: the interpreter patches triton.language again at every call of a device function, and builds a table of types for
-every tensor. Both took 40% of the time of our kernels there.
+every tensor. Both took 40% of the time of our kernels there. Two thirds of the rest were for the types of blocks, which
+are built and checked again for every tensor, and for a second computation, in int64, of each integer sum and product.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -42,9 +47,9 @@ class _LastingPatches:
     def restore(self) -> None: ...
 
 
-def patch_once() -> None:
-    """Patch triton.language once for each set of names that kernels see it by, and keep the table of types, for the
-    rest of this process."""
+def reduce_work() -> None:
+    """Patch triton.language once for each set of names that kernels see it by, keep the table of types, and build the
+    types of blocks once, for the rest of this process."""
     patch, look_up = interpreter._patch_lang, interpreter._get_np_dtype
     seen: set[tuple[bool, bool]] = set()
     types: dict[str, Any] = {}
@@ -64,3 +69,90 @@ def patch_once() -> None:
         return types[name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, numpy_type
+    _share_types()
+    _broadcast_by_sizes()
+    _call_without_wrappers()
+    if "TEST_ALL" not in os.environ:
+        _check_no_overflow()
+
+
+def _share_types() -> None:
+    """Build each type of blocks once. Equal types have one dictionary of attributes, which also holds what all tensors
+    of the type have in common."""
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def initialise_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        attributes = made.get(key)
+        if attributes is None:
+            make_type(self, element_ty, list(shape))
+            attributes = made[key] = {**vars(self), "sizes": tuple(self.shape)}
+        self.__dict__ = attributes
+
+    def initialise_tensor(self: Any, handle: Any, type: Any) -> None:
+        shared = vars(type).get("of_tensors")
+        if shared is None:
+            make_tensor(self, handle, type)
+            shared = type.of_tensors = {**vars(self)}
+        vars(self).update(shared)
+        self.handle = handle
+        self.type = type
+
+    tl.block_type.__init__, tl.tensor.__init__ = initialise_type, initialise_tensor
+    tl.dtype.__eq__ = _or_identity(tl.dtype.__eq__)
+    tl.block_type.__eq__ = _or_identity(tl.block_type.__eq__)
+
+
+def _or_identity(equals: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self is other or equals(self, other)
+
+
+def _broadcast_by_sizes() -> None:
+    """Broadcast scalars and blocks of one rank by the tuples of their sizes, as views of their data."""
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def expand(value: Any, sizes: tuple[int, ...]) -> Any:
+        data = value.handle.data
+        if data.size == 1:  # in a tenth of broadcast_to's time
+            view: Any = np.ndarray(sizes, data.dtype, data, 0, (0,) * len(sizes))
+        else:
+            view = np.broadcast_to(data, sizes)
+        return tl.tensor(interpreter.TensorHandle(view, value.handle.dtype.scalar), tl.block_type(value.dtype, sizes))
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = vars(lhs.type).get("sizes"), vars(rhs.type).get("sizes")  # a scalar type has no sizes
+        if left == right:
+            return lhs, rhs
+        if right is None:
+            return lhs, expand(rhs, left)
+        if left is None:
+            return expand(lhs, right), rhs
+        if len(left) != len(right) or any(a != b and 1 not in (a, b) for a, b in zip(left, right, strict=True)):
+            return broadcast(self, lhs, rhs)
+        sizes = tuple(map(max, left, right))
+        return lhs if left == sizes else expand(lhs, sizes), rhs if right == sizes else expand(rhs, sizes)
+
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _call_without_wrappers() -> None:
+    """Call each function of triton.language directly: its wrapper only checks that it is called by a kernel."""
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attribute
+
+
+def _check_no_overflow() -> None:
+    """Compute sums and products of integers once. The sizes of the tests are far from overflows; `make test-all` keeps
+    the check."""
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

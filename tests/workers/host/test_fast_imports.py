@@ -18,17 +18,14 @@ def run(*lines: str) -> str:
 
 
 def test_a_rank_loads_no_compiler() -> None:
-    """A rank's modules and a model's own code load neither torch's compiler nor sympy."""
+    """A rank's modules, a model's own code, building a model on meta and probing its attention and head load neither
+    torch's compiler nor sympy."""
     modules = "import coatcheck.workers.rank, transformers.models.llama.modeling_llama"
-    assert run(modules, _COUNT, "print(heavy)") == "[]"
-
-
-def test_a_rank_prepares_its_model_without_the_compiler() -> None:
-    """Building a model on meta and probing its attention and head load neither torch's compiler nor sympy."""
     model = Path(__file__).parents[3] / "demo" / "model"
     prepare = f"servable.find_refusal({str(model)!r}, tp=1, dtype='auto', max_model_len=None, deterministic_on=None, "
     prepare += "expert_parallel=False, verify=False)"
-    assert run("from coatcheck.workers import servable", f"assert {prepare} is None", _COUNT, "print(heavy)") == "[]"
+    lines = (modules, _COUNT, "print(heavy)", "from coatcheck.workers import servable", f"assert {prepare} is None")
+    assert run(*lines, _COUNT, "print(heavy)").splitlines() == ["[]", "[]"]
 
 
 def test_torch_is_as_it_was() -> None:

@@ -16,6 +16,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.graph_shapes import GraphSizes
+from tests.kernels.triton.mended_interpreter import reduce_work
 from tests.workers.ranks import run_ranks
 from tests.workers.runner.padded_steps import make_runner
 
@@ -33,6 +34,7 @@ Steps = list[tuple[list[int], int]]
 
 
 def compute(communicator: Communicator, argument: tuple[Path, str]) -> Steps:
+    reduce_work()
     path, kv_dtype = argument
     model = load_model(path, communicator=communicator, dtype="float32", device="cpu", mla_shard="tokens")
     runner = make_runner(model, GraphSizes(), kv_dtype)
