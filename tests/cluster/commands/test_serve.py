@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.running_server import COMMAND, coatcheck, until
@@ -33,10 +34,11 @@ def ray_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def serving(tiny_model: Path, ray_folder: Path) -> Iterator[Serving]:
+def serving(tiny_model: Path, ray_folder: Path, shadowing_directory: Path) -> Iterator[Serving]:
     """Two groups of two ranks, shared by the tests of this file. The last test that uses it ends it."""
     flags = ["--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB", "--log-format", "json"]
-    with Serving(str(tiny_model), *flags, environment={"RAY_TMPDIR": str(ray_folder)}) as serving:
+    environment = {"RAY_TMPDIR": str(ray_folder)}
+    with Serving(str(tiny_model.resolve()), *flags, environment=environment, directory=shadowing_directory) as serving:
         line = serving.wait_ready()
         assert "2 groups x tp 2" in line and "blocks of 16 tokens" in line
         yield serving
@@ -48,6 +50,12 @@ def wait_restarted(serving: Serving, before: dict[str, Any]) -> None:
     until(lambda: serving.group(name).get("restarts", 0) > before["restarts"], f"{name} is started again")
     until(lambda: serving.group(name).get("state") == "serving", f"{name} is back")
     until(lambda: not any(lives(rank["pid"]) for rank in before["ranks"]), f"the former ranks of {name} have ended")
+
+
+def test_modules_of_the_current_directory_are_not_imported(serving: Serving) -> None:
+    """In a directory whose files have the names of modules, serve has started with Ray, and it answers a request with a
+    grammar, which a side process compiles."""
+    assert serving.generate("a", max_tokens=4, structured=Grammar("regex", "[ab]+")).choices[0].token_ids
 
 
 def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:

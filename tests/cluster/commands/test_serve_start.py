@@ -52,15 +52,11 @@ def test_missing_gpus_are_refused(tiny_model: Path) -> None:
     assert done.stderr.startswith("error: device is cuda, and this machine has no GPU")
 
 
-@pytest.mark.parametrize("flags", [("--no-ray",), pytest.param((), marks=pytest.mark.ray)])
-def test_modules_of_the_current_directory_are_not_imported(tiny_model: Path, tmp_path: Path, flags: tuple[str]) -> None:
-    """In a directory whose files have the names of modules, serve starts and answers a request with a grammar, which a
-    side process compiles."""
-    for name in ("code", "copy", "enum", "json", "numpy", "random", "torch", "types"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__name__} of the current directory')\n")
-    with Serving(
-        str(tiny_model.resolve()), "--grpc-port", "0", "--kv-memory", "4MiB", *flags, directory=tmp_path
-    ) as serving:
+def test_modules_of_the_current_directory_are_not_imported(tiny_model: Path, shadowing_directory: Path) -> None:
+    """In a directory whose files have the names of modules, serve starts without Ray and answers a request with a
+    grammar, which a side process compiles. test_serve.py has it with Ray."""
+    flags = ("--no-ray", "--grpc-port", "0", "--kv-memory", "4MiB")
+    with Serving(str(tiny_model.resolve()), *flags, directory=shadowing_directory) as serving:
         serving.wait_ready()
         assert serving.generate("a", max_tokens=4, structured=Grammar("regex", "[ab]+")).choices[0].token_ids
 

@@ -21,6 +21,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewSequence, ScheduledSequence, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
+from tests.examples import examples
 from tests.workers.runner.padded_steps import load, make_runner
 
 _SEQS, _LEN, _BLOCKS = 8, 64, 24
@@ -56,7 +57,7 @@ class Recorder:
 def random_plans(seed: int) -> Iterator[StepPlan]:
     """Random steps: chunks and decodes of any length, every sampling, copies, prompt logprobs."""
     rng = random.Random(seed)
-    for _ in range(60):
+    for _ in range(examples(20)):
         news, writes, rows = [], [], []
         decoding = rng.random() < 0.4
         for slot in rng.sample(range(_SEQS), rng.randint(1, _SEQS)):
