@@ -49,9 +49,14 @@ class Driver:
     ) -> None:
         spec, memory = loaded.spec, loaded.memory
         kernels = "triton" if memory.pool.device.type == "cuda" else native_status()
-        activations = loaded.runner.model.describe_activations()
-        padding = loaded.runner.model.padding_bytes()
-        notes = (kernels, activations, f"{padding:,} bytes of padding beside the weights" if padding else "")
+        model = loaded.runner.model
+        activations, padding = model.describe_activations(), model.padding_bytes()
+        notes = (
+            kernels,
+            activations,
+            model.note,
+            f"{padding:,} bytes of padding beside the weights" if padding else "",
+        )
         self.kernels = "; ".join(note for note in notes if note)
         self._name = name
         self._record = record

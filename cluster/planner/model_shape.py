@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
 from coatcheck.workers.core.model_spec import LayerSpec
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -83,6 +84,10 @@ class ModelShape:
             dtype = "bfloat16"
         if config.values.get("quantization_config") is not None:
             notes.append(f"quantised weights: counted as ranks hold them if MODEL has its files, else as {dtype}")
+        longest = config.number("max_position_embeddings", "n_positions", "n_ctx", default=0)
+        if index_topk := config.number("index_topk", default=0) if config.model_type == "deepseek_v3" else 0:
+            notes.append(sparse_attention_note(index_topk))
+            longest = min(longest or index_topk, index_topk)
         return cls(
             name=config.name,
             layers=tuple(
@@ -92,7 +97,7 @@ class ModelShape:
                 replace(_with_window(config, expanded, w), **own) for w, own in zip(windows, shapes, strict=True)
             ),
             dtype=dtype,
-            max_model_len=config.number("max_position_embeddings", "n_positions", "n_ctx", default=0) or None,
+            max_model_len=longest or None,
             notes=tuple(notes),
             names_dtype=names_dtype,
         )

@@ -145,13 +145,13 @@ def _check_sizes(model: ModelConfig) -> None:
 
 
 def _check_length(config: ServeConfig, model: ModelConfig) -> None:
-    made_for = model.values.get("max_position_embeddings")
+    made_for, index_topk = model.values.get("max_position_embeddings"), model.number("index_topk", default=0) or None
     scaling = model.values.get("rope_parameters") or model.values.get("rope_scaling") or {}
     if config.max_model_len is None or not isinstance(made_for, int) or not isinstance(scaling, dict):
         return
     kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
     numbers = {name: value for name, value in scaling.items() if _is_number(value)}
-    resolve_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind})
+    resolve_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind}, index_topk)
 
 
 def _check_experts(model: ModelConfig, shard: TpShard) -> None:

@@ -68,7 +68,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "cohere_compass_text": dict(rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in _MIXED}),
     "deepseek_v2": _LATENT | dict(num_key_value_heads=4, head_dim=8),
     "deepseek_v3": _LATENT | dict(num_key_value_heads=4, n_group=2, topk_group=1),
-    "deepseek_v32": _LATENT,
+    "deepseek_v32": _LATENT | dict(num_key_value_heads=4, index_topk=64, n_group=2, topk_group=1),
     "dots1": dict(n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=32),
     "gemma3_text": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=16),
     "gemma3n_text": dict(
@@ -79,7 +79,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         head_dim=16, global_head_dim=16, num_kv_shared_layers=0, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCAB, layer_types=_MIXED, sliding_window=16,
     ),
-    "glm_moe_dsa": _LATENT,
+    "glm_moe_dsa": _LATENT | dict(num_key_value_heads=4, index_topk=64),
     "gpt_neo": dict(attention_types=[[["global", "local"], LAYERS // 2]], window_size=16),
     "gpt_oss": dict(head_dim=16),
     "helium": dict(head_dim=16),
@@ -236,7 +236,8 @@ def verdict_on(name: str, config: Any, directory: Path) -> Verdict:
     try:
         config.save_pretrained(directory)
         if _is_whole_decoder(config):  # without weights, which a model refused may have gigabytes of
-            model = build_meta_model(config, torch.float32, torch.device("cpu"), choose_max_model_len(config, None))
+            served = read_config(directory)
+            model = build_meta_model(served, torch.float32, torch.device("cpu"), choose_max_model_len(served, None))
             probe_attention(model)
             probe_head(model)
         else:

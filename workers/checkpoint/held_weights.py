@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Final
 
+from coatcheck.workers.checkpoint.model_alias import is_indexer_weight
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_bytes, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, are_stored_alike
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
@@ -72,7 +73,7 @@ def held_bytes(
                 continue  # a layer for multi-token prediction, which is not loaded
             if int(layer[1]) >= layers - readers and _KEYS_AND_VALUES.fullmatch(key):
                 continue
-        if key.startswith("model.mtp.") or _is_identity_expert(config, key):
+        if key.startswith("model.mtp.") or _is_identity_expert(config, key) or is_indexer_weight(config, key):
             continue
         is_float32 = _FLOAT32.fullmatch(key) or (
             config.get("model_type") == "ernie4_5_moe" and key.endswith(_ERNIE_ROUTER)

@@ -1,12 +1,23 @@
-"""Model types that are another type under a name of their own. Imports no torch.
+"""Model types that are served as another type. Imports no torch.
 
 Kimi K2's repository names a config class in its own code, which is DeepSeek V3's, and so are its model and tensors.
+
+DeepSeek V3.2 and GLM-5 are DeepSeek V3 with an indexer, which chooses `index_topk` tokens of the context for each
+query. Up to `index_topk` tokens it chooses all of them, so that attention is DeepSeek V3's. They are served with a
+context of at most that, without the indexer's weights.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-_SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
+from coatcheck.proto.errors import InvalidModel
+
+_SAME_AS: Final = {"deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+_INDEX_TOPK: Final = {"deepseek_v32": 2048, "glm_moe_dsa": 2048}  # if config.json has none
+# Fields that the type served does not have, or has with another meaning.
+_LEFT_OUT: Final = frozenset(("auto_map", "layer_types", "mlp_layer_types", "indexer_types", "head_dim"))
+_INDEXER: Final = re.compile(r".+\.self_attn\.indexer\..+")
 
 
 def is_alias(config: Mapping[str, Any]) -> bool:
@@ -14,8 +25,36 @@ def is_alias(config: Mapping[str, Any]) -> bool:
 
 
 def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json with the type that transformers has, without references to the checkpoint's code."""
+    """The fields of config.json with the type that is served, without references to the checkpoint's code.
+
+    A type with an indexer keeps `index_topk`, the longest context at which it is served. Raises InvalidModel for one
+    whose dense layers are not its first.
+    """
     if not is_alias(config):
         return dict(config)
-    kept = {name: value for name, value in config.items() if name != "auto_map"}
-    return kept | {"model_type": _SAME_AS[config["model_type"]]}
+    model_type = str(config["model_type"])
+    if model_type not in _INDEX_TOPK:
+        kept = {name: value for name, value in config.items() if name != "auto_map"}
+        return kept | {"model_type": _SAME_AS[model_type]}
+    kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    if kept.get("index_topk") is None:
+        kept["index_topk"] = _INDEX_TOPK[model_type]
+    if isinstance(kinds := config.get("mlp_layer_types"), list):
+        dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+        if "dense" in kinds[dense:]:
+            raise InvalidModel(
+                f"config.json has mlp_layer_types with a dense layer behind a sparse one; {model_type} is served with "
+                "its dense layers first: choose another model"
+            )
+        kept["first_k_dense_replace"] = dense
+    return kept | {"model_type": _SAME_AS[model_type]}
+
+
+def sparse_attention_note(index_topk: int) -> str:
+    """What users must know of a model with sparse attention that is served with full attention."""
+    return f"sparse attention is served up to {index_topk:,} tokens (index_topk), where it equals full attention"
+
+
+def is_indexer_weight(config: Mapping[str, Any], key: str) -> bool:
+    """Whether `key` is a tensor of an indexer, which is not loaded. `config`: as resolve_alias returns it."""
+    return config.get("index_topk") is not None and _INDEXER.fullmatch(key) is not None

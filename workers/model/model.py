@@ -23,6 +23,7 @@ from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
 from coatcheck.workers.attention.attention import AttentionLayer, AttentionStep, LayerCaches, use_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.attention_selector import check_backend_model
@@ -63,7 +64,7 @@ class Model:
     """One rank's model. Every rank calls the same methods with the same tokens.
 
     `directory`: of the checkpoint. `supports_cuda_graphs`: whether a CUDA graph can capture the collectives.
-    `shards_logits`: whether `shard_logits` can be called.
+    `shards_logits`: whether `shard_logits` can be called. `note`: a limit of the model that users must know, or "".
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Model:
         deterministic: bool,
         supports_cuda_graphs: bool = False,
         shards_logits: bool = False,
+        note: str = "",
     ) -> None:
         self.spec = spec
         self.directory = directory
         self.deterministic = deterministic
         self.supports_cuda_graphs = supports_cuda_graphs
         self.shards_logits = shards_logits
+        self.note = note
         self._body = body
         self._head = head
 
@@ -247,6 +250,7 @@ def load_model(
         deterministic=deterministic,
         supports_cuda_graphs=communicator.supports_cuda_graphs,
         shards_logits=shards_logits,
+        note="" if (topk := getattr(config, "index_topk", None)) is None else sparse_attention_note(topk),
     )
 
 

@@ -69,13 +69,16 @@ def check_latent_attention(name: str, model_type: str, values: Mapping[str, Any]
         )
 
 
-def resolve_max_model_len(requested: int | None, model_len: int, rope_parameters: Mapping[str, Any]) -> int:
+def resolve_max_model_len(
+    requested: int | None, model_len: int, rope_parameters: Mapping[str, Any], index_topk: int | None = None
+) -> int:
     """The max_model_len to serve: `requested`, else the model's own length.
 
     `model_len`: config.json's max_position_embeddings. `rope_parameters`: of config.json; empty if absent, or if they
     differ by layer type. With yarn the model's own length is the original length times the factor. With dynamic NTK
-    `requested` may be up to the factor times longer. Raises InvalidConfig for more than that: the model was not trained
-    for such positions.
+    `requested` may be up to the factor times longer. `index_topk`: of a model with sparse attention, the longest
+    context at which that equals full attention. Raises InvalidConfig for more than that: the model was not trained for
+    such positions, or would attend to other tokens.
     """
     longest = model_len
     kind, factor = rope_parameters.get("rope_type"), rope_parameters.get("factor")
@@ -84,6 +87,13 @@ def resolve_max_model_len(requested: int | None, model_len: int, rope_parameters
         model_len = longest = max(model_len, stretched)
     elif kind == "dynamic":
         longest = int(model_len * (factor or 1.0))
+    if index_topk is not None and index_topk < longest:
+        if requested is not None and requested > index_topk:
+            raise InvalidConfig(
+                f"max-model-len is {requested}, but the model's attention is sparse and is served only where it equals "
+                f"full attention, up to index_topk {index_topk}; use at most that"
+            )
+        model_len = longest = min(model_len, index_topk)
     if requested is not None and requested > longest:
         raise InvalidConfig(f"max-model-len is {requested}, but the model supports {longest}; use at most that")
     return requested or model_len

@@ -23,7 +23,8 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
     if not trained:
         raise InvalidModel(f"{config.model_type}: config.json has no max_position_embeddings; add it")
     parameters = getattr(config, "rope_parameters", None) or {}
-    return resolve_max_model_len(requested, trained, parameters if "rope_type" in parameters else {})
+    scaling = parameters if "rope_type" in parameters else {}
+    return resolve_max_model_len(requested, trained, scaling, getattr(config, "index_topk", None))
 
 
 def pin_rope_scaling(model: PreTrainedModel, max_model_len: int) -> None:
