@@ -16,7 +16,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields for caching, billing and tracing; the answer is the same without them.
 _IGNORED = frozenset({
     "cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id",
-    "workspace_id", "context_management",
+    "workspace_id", "context_management", "betas", "anthropic_beta", "anthropic_version",
 })  # fmt: skip
 _BILLING: Final = "x-anthropic-billing-header:"
 
@@ -39,10 +39,10 @@ class ThinkingBlock(Block):
     thinking: str = ""
 
 
-class RedactedThinkingBlock(Block):
-    """Has no effect: only Anthropic can read it."""
+class UnreadableBlock(Block):
+    """Has no effect: only Anthropic can read it, or its servers ran it. What a search found is in the answer's text."""
 
-    type: Literal["redacted_thinking"]
+    type: Literal["redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"]
 
 
 class ToolUseBlock(Block):
@@ -88,7 +88,18 @@ class SearchResultBlock(Block):
         return "\n".join([f"{self.title} ({self.source})", *(block.text for block in self.content)])
 
 
-ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
+class ToolReferenceBlock(Block):
+    """A tool that a search of the client found. All tools are in the prompt, so its name is enough."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(Block):
@@ -100,13 +111,7 @@ class ToolResultBlock(Block):
 
 
 AnyBlock = Annotated[
-    TextBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ToolUseBlock
-    | ToolResultBlock,
+    TextBlock | DocumentBlock | SearchResultBlock | ThinkingBlock | UnreadableBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -270,5 +275,5 @@ class _Chat(ChatRequest):
         return {"stop": "stop_sequences"}
 
 
-def _join(content: "str | Sequence[TextBlock | DocumentBlock | SearchResultBlock]") -> str:
+def _join(content: str | Sequence[ShownBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

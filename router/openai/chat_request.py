@@ -24,12 +24,12 @@ from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 
 class TextPart(RequestBody):
-    """A content part of text, as the APIs and their clients name it; a part "thinking" is reasoning. Other fields, such
-    as `cache_control`, have no effect."""
+    """A content part of text, as the APIs and their clients name it; "thinking" and "reasoning" are reasoning. Other
+    fields, such as `cache_control`, have no effect."""
 
     drops_unknown_fields: ClassVar = True
 
-    type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "reasoning"]
     text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal", "thinking"))]
 
     @model_validator(mode="before")
@@ -96,7 +96,7 @@ class Message(RequestBody):
 
 
 def _join(parts: Sequence[TextPart], *, is_reasoning: bool) -> str:
-    return "\n".join(part.text for part in parts if (part.type == "thinking") == is_reasoning)
+    return "\n".join(part.text for part in parts if (part.type in ("thinking", "reasoning")) == is_reasoning)
 
 
 class ThinkingSwitch(RequestBody):

@@ -147,6 +147,8 @@ def _explain(error: ValidationError, kind: type[RequestBody], value: object) -> 
             message = _explain_extra_field(field, kind)
         case "missing":
             message = f"{field} is missing"
+        case "literal_error" if isinstance(sent := _value_at(value, first["loc"]), str):
+            message = f"{field} is {sent[:80]!r}; it should be {first['ctx']['expected']}"
         case "model_type" | "model_attributes_type":
             message = f"{field}: it should be an object"
         case _:
@@ -165,6 +167,15 @@ def _field_path(loc: Sequence[int | str], value: object, *, is_missing: bool) ->
             value = value[part]  # type: ignore[index]  # one of the two
             path.append(str(part))
     return ".".join([*path, str(loc[-1])] if is_missing else path)
+
+
+def _value_at(value: object, loc: Sequence[int | str]) -> object:
+    """The value of a field in the body `value`; see _field_path."""
+    for part in loc:
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, dict) and part in value):
+            value = value[part]  # type: ignore[index]  # one of the two
+    return value
 
 
 def _explain_extra_field(field: str, kind: type[RequestBody]) -> str:

@@ -64,6 +64,12 @@ class ReasoningItem(Item):
     )
 
 
+class WebSearchItem(Item):
+    """A search that OpenAI's servers ran in an earlier answer. Has no effect: what was found is in the answer."""
+
+    type: Literal["web_search_call"]
+
+
 class ItemReference(Item):
     """An item of the output of a response that is kept, by its id."""
 
@@ -81,6 +87,7 @@ InputItem = Annotated[
     Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[WebSearchItem, Tag("web_search_call")]
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[MessageItem, Tag("message")],
     Discriminator(_type_of),

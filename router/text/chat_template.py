@@ -91,11 +91,21 @@ def _template_message(message: ChatMessage, template: "ChatTemplate") -> dict[st
                 "id": template.fit_call_id(call.id),
                 "type": "function",
                 # Parsed, because each template writes the object in the form of its model.
-                "function": {"name": call.name, "arguments": _parse_object("arguments of a tool call", call.arguments)},
+                "function": {"name": call.name, "arguments": _parse_arguments(call.arguments)},
             }
             for call in message.tool_calls
         ]
     return fields
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """The arguments of an earlier call. A model may have written broken JSON, or max_tokens cut it: an agent sends that
+    back with the error of its tool, and could not go on if the call were refused."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return {"invalid_json": text}
+    return _parse_object("arguments of a tool call", text)
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:

@@ -112,6 +112,8 @@ async def test_history_reaches_the_template(start_http_router: StartHttpRouter, 
         {"role": "assistant", "content": [
             {"type": "thinking", "thinking": "hm", "signature": "s"},
             {"type": "redacted_thinking", "data": "x"},
+            {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
             {"type": "text", "text": "so", "cache_control": {"type": "ephemeral"}},
             {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bonn"}},
         ]},
@@ -147,7 +149,11 @@ async def test_claude_code_s_version_is_no_part_of_the_prompt(
     messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]},
         {"role": "system", "content": "there are agents"},
-    ]
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "Read"}]},
+        ]},
+    ]  # fmt: skip
     async with client_of(router) as client:
         await client.beta.messages.create(
             model="tiny",
@@ -160,11 +166,13 @@ async def test_claude_code_s_version_is_no_part_of_the_prompt(
                 "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
                 "output_config": {"effort": "high"},
                 "cache_salt": "mine",
+                "anthropic_version": "bedrock-2023-05-31",
                 "chat_template_kwargs": {"unread": True},
             },
         )
     assert router.groups[0].submits[-1].cache_salt == "mine"
     prompt = await prompt_of(router)
+    assert "<tool>Read" in prompt
     assert "cc_version" not in prompt and "<system>be brief<user>hello<system>there are agents" in prompt
 
 
@@ -194,7 +202,10 @@ async def test_tool_choice_and_structured_output(start_http_router: StartHttpRou
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no limit": ({"max_tokens": None}, "max_tokens is missing"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content"),
-    "their tool": ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+    "their tool": (
+        {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+        "tools.0.type is 'web_search_20250305'; it should be 'custom'",
+    ),
     "unknown": ({"bogus": 1}, "Unknown parameter 'bogus'; remove it"),
     "container": ({"container": "c"}, "'container'"),
     "stops": ({"stop_sequences": ["a"] * 70}, "stop_sequences"),

@@ -45,6 +45,11 @@ SAME: dict[str, tuple[dict[str, Any], str]] = {
             {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]}, *HELLO]}, "(hm)yes<"),
     "arguments that are an object": (
         {"messages": [*HELLO, called(name="weather", arguments={"city": "Bonn"})]}, '"arguments": {"city": "Bonn"}'),
+    "arguments that max_tokens has cut": (
+        {"messages": [*HELLO, called(name="weather", arguments='{"city": "Bo')]},
+        '"arguments": {"invalid_json": "{\\"city\\": \\"Bo"}'),
+    "a part of reasoning": (
+        {"messages": [{"role": "assistant", "content": [{"type": "reasoning", "text": "hm"}]}, *HELLO]}, "(hm)<user>"),
     "a result in parts": (
         {"messages": [*HELLO, called(**CALL), {"role": "tool", "tool_call_id": "c", "content": [
             {"type": "text", "text": "rain"}]}]}, "<tool>rain"),
@@ -138,6 +143,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "an image": (
         CHAT, LEAST | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type", "'text'"),
+    "a tool of another kind": (CHAT, LEAST | {"tools": [{"type": "web_search"}]}, "tools.0.type",
+                               "is 'web_search'; it should be 'function'"),
     "another choice": (CHAT, LEAST | {"tools": [WEATHER], "tool_choice": {"type": "auto"}},
                        "tool_choice.type", "'function'"),
     "an unknown item": ("/v1/responses", {"input": [{"type": "computer_call"}]}, "input.0.type",

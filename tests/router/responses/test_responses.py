@@ -337,9 +337,10 @@ async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: T
     history: list[Any] = [
         {"role": "user", "content": "hello"},
         call.model_dump(exclude_none=True),
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "x"}},
         {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
     ]
-    for goes_on in (dict(input=history), dict(input=history[2:], previous_response_id=whole.id)):
+    for goes_on in (dict(input=history), dict(input=history[3:], previous_response_id=whole.id)):
         await router.openai.responses.create(**asked | goes_on)
         assert '"name": "mcp__weather"' in await prompt_of(router)
     chosen: Any = {"type": "function", "name": "weather", "namespace": "mcp"}
