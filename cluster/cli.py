@@ -60,6 +60,7 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
 
 def main() -> None:
     """Run the command line: the entry point of the console script."""
+    _open_closed_streams()
     # Ctrl-C ends the process at once, also during imports, until a command has something to clean up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # gRPC reads this when it is imported. Its default level prints a line for each server that ends.
@@ -71,6 +72,14 @@ def main() -> None:
     if hint := find_hint(arguments):
         sys.exit(fail(hint, EXIT_USAGE))
     build_app(arguments)(arguments, prog_name="coatcheck")
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null in the place of a standard stream that the caller has closed, as `>&-` does. Python has None there,
+    and a file or socket that is opened later would take the stream's number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open until the process ends
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import shlex
 import signal
 import socket
 import subprocess
@@ -192,6 +193,14 @@ def test_a_full_disk_is_1(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
     assert_one_line((done.returncode, done.stderr), 1, "No space left on device")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_changes_nothing(closed: str) -> None:
+    """A command whose input, output or error stream is closed succeeds, and prints to the others as usual."""
+    command = f"exec {shlex.join([*COMMAND, 'plan', MODEL])} {closed}"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and bool(done.stdout) == (closed != ">&-")
 
 
 def test_a_reader_that_leaves_is_1_and_silent() -> None:
