@@ -136,4 +136,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # From the module under its own name: the parent cannot unpickle an error whose class is one of __main__.
+    from coatcheck.workers import rank_process
+
+    rank_process.main()

@@ -28,10 +28,14 @@ def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device)
     """uint8 [num_blocks, bytes_per_block], zeroed.
 
     On CPU it lies on huge pages, because a decode step reads blocks that lie anywhere, and a thread allocates the pages
-    while the rank already serves: the kernel takes up to a second to zero 1 GiB.
+    while the rank already serves: the kernel takes up to a second to zero 1 GiB. Raises InvalidConfig if this process
+    cannot have that much memory.
     """
     if device.type == "cpu":
-        pool = huge_pages.zeros((num_blocks, layout.bytes_per_block), torch.uint8)
+        try:
+            pool = huge_pages.zeros((num_blocks, layout.bytes_per_block), torch.uint8)
+        except (OSError, OverflowError) as error:
+            raise _no_memory("kv-memory", num_blocks * layout.bytes_per_block, error) from None
         huge_pages.populate_in_background(pool)
         return pool
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)
@@ -40,9 +44,12 @@ def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device)
 def allocate_host_pool(num_blocks: int, bytes_per_block: int, device: torch.device) -> Tensor:
     """uint8 [num_blocks, bytes_per_block] in host memory, zeroed; pinned if `device` is a GPU.
 
-    Raises InvalidConfig if the driver refuses to pin that much.
+    Raises InvalidConfig if this process cannot have that much memory, or the driver refuses to pin that much.
     """
-    host = torch.empty(num_blocks, bytes_per_block, dtype=torch.uint8).zero_()
+    try:
+        host = torch.empty(num_blocks, bytes_per_block, dtype=torch.uint8).zero_()
+    except RuntimeError:  # torch's message ends with its own stack
+        raise _no_memory("host-kv-memory", num_blocks * bytes_per_block, "Cannot allocate memory") from None
     if device.type == "cuda":
         # torch's own pinned memory would round every size up to a power of two.
         runtime = torch.cuda.cudart()
@@ -53,6 +60,12 @@ def allocate_host_pool(num_blocks: int, bytes_per_block: int, device: torch.devi
             )
         weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
     return host
+
+
+def _no_memory(setting: str, size: int, why: object) -> InvalidConfig:
+    return InvalidConfig(
+        f"{setting}: the system refuses {size:,} bytes ({why}); use less, or raise this process's limit (`ulimit -v`)"
+    )
 
 
 def make_layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:

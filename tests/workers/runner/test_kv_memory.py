@@ -50,6 +50,17 @@ def test_host_memory_is_zeroed_rows() -> None:
     assert memory.shape == (3, 128) and memory.dtype == torch.uint8 and not memory.any()
 
 
+def test_memory_that_the_system_refuses() -> None:
+    """A pool that this process cannot have, as with a small `ulimit -v`, is an error with the setting and the bytes."""
+    layout, cpu = BlockLayout.of([LayerSpec(4, 2, 16)], 4, KvDtype.BFLOAT16), torch.device("cpu")
+    for num_blocks in (1 << 44, 1 << 60):
+        size = num_blocks * layout.bytes_per_block
+        with pytest.raises(InvalidConfig, match=f"^kv-memory: the system refuses {size:,} bytes"):
+            allocate_kv_pool(layout, num_blocks, cpu)
+    with pytest.raises(InvalidConfig, match="^host-kv-memory: the system refuses 1,152,921,504,606,846,976 bytes"):
+        allocate_host_pool(1 << 50, 1024, cpu)
+
+
 @pytest.mark.parametrize("value_dim", [0, 8])
 def test_values_of_another_size_than_keys_are_refused(value_dim: int) -> None:
     """A layer whose values are smaller than its keys raises ValueError: V's view would reach into the next part."""
