@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import (
@@ -20,7 +20,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
 from coatcheck.router.openai.chat_request import Message, to_chat_proto
-from coatcheck.router.openai.completion_request import Prompt, check_prompt_items, split_prompts
+from coatcheck.router.openai.completion_request import MAX_PROMPTS, Prompt, check_prompt_items, split_prompts
 from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
 
 PoolingName = Literal["last", "mean"]
@@ -95,9 +95,17 @@ def _prompt_field(prompt: Prompt | Chat) -> dict[str, Any]:
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": TokenIds(ids=prompt)}
 
 
+_Chat = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+_Chats = Annotated[list[_Chat], Field(fail_fast=True, max_length=MAX_PROMPTS, min_length=1)]
+
+
+def _chats_or_chat(messages: Any) -> str:
+    return "chats" if isinstance(messages, list) and messages and isinstance(messages[0], list) else "chat"
+
+
 class EmbeddingRequest(TruncationFields):
     """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's, and so are
-    `messages`: a chat in place of `input`, and the fields of the chat."""
+    `messages`: a chat, or a list of chats, in place of `input`, and the fields of the chats."""
 
     accepted_values: ClassVar = {
         "embed_dtype": ("float32",),
@@ -113,7 +121,9 @@ class EmbeddingRequest(TruncationFields):
         | None,
         BeforeValidator(check_prompt_items),
     ] = None
-    messages: Annotated[list[Message] | None, Field(fail_fast=True, max_length=MAX_MESSAGES)] = None
+    messages: (
+        Annotated[Annotated[_Chat, Tag("chat")] | Annotated[_Chats, Tag("chats")], Discriminator(_chats_or_chat)] | None
+    ) = None
     add_generation_prompt: bool = False
     add_special_tokens: bool | None = Field(
         None, description="Of texts true, of chats false: they have the template's."
@@ -134,7 +144,8 @@ class EmbeddingRequest(TruncationFields):
             )
         prompts: Sequence[Prompt | Chat]
         if self.messages is not None:
-            prompts = [to_chat_proto(self.messages, [], self.chat_template_kwargs, self.add_generation_prompt)]
+            chats: Any = self.messages if _chats_or_chat(self.messages) == "chats" else [self.messages]
+            prompts = [to_chat_proto(chat, [], self.chat_template_kwargs, self.add_generation_prompt) for chat in chats]
         else:
             prompts = split_prompts(self.input or "")
         if not all(map(bool, prompts)):

@@ -129,6 +129,27 @@ async def test_a_chat_has_an_embedding(start_http_router: StartHttpRouter) -> No
         assert byte_level_tokenizer().decode(ids) == text
 
 
+async def test_several_chats_have_an_embedding_each(start_http_router: StartHttpRouter) -> None:
+    """As vLLM's `messages` of several conversations; the errors of each name its place."""
+    router = await start_http_router(FakeGroup())
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "the fox")]
+    alone = []
+    for chat in chats:
+        found = json.loads((await router.request("POST", "/v1/embeddings", {"messages": chat}))[2])
+        alone.append(found["data"][0]["embedding"])
+    together = json.loads((await router.request("POST", "/v1/embeddings", {"messages": chats}))[2])
+    assert [one["embedding"] for one in together["data"]] == alone and alone[0] != alone[1]
+    assert [one["index"] for one in together["data"]] == [0, 1]
+    for wrong, words in (
+        ([*chats, [{"role": "user", "content": 5}]], "messages.2.0.content"),
+        ([*chats, {"role": "user", "content": "a"}], "messages.2"),
+        ([*chats, []], "no messages"),
+        ([chats[0]] * 1025, "messages"),
+    ):
+        error = await router.expect_refusal("/v1/embeddings", {"messages": wrong})
+        assert words in error["message"], error
+
+
 async def test_an_unknown_model_is_refused(start_http_router: StartHttpRouter) -> None:
     """As at every endpoint."""
     router = await start_http_router(FakeGroup())
