@@ -16,7 +16,7 @@ from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.rank import Rank
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["coatcheck.workers.rank"])
+_context.set_forkserver_preload(["tests.workers.host.preloaded_rank"])
 
 
 class RankGroup:

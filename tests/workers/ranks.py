@@ -15,7 +15,7 @@ from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.workers.distributed.communicator import Communicator
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["coatcheck.workers.rank"])  # as rank_group.py: one fork server serves both
+_context.set_forkserver_preload(["tests.workers.host.preloaded_rank"])  # as rank_group.py: one server for both
 
 Work = Callable[[Communicator, Any], Any]
 
