@@ -59,6 +59,11 @@ class PoolingFields(RequestBody):
     def keeps_last(self) -> bool:
         """Whether a prompt that is cut keeps its last tokens, and not its first."""
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether texts get the special tokens of the tokenizer."""
+        return True
+
     def truncate(self, message: EmbedRequest, token_ids: Sequence[int], count: int, max_tokens: int) -> EmbedRequest:
         """The message with `count` tokens of its prompt, see `kept_tokens`. `max_tokens`: of a prompt."""
         count = max_tokens if count < 0 else min(count, max_tokens)
@@ -134,14 +139,17 @@ class EmbeddingRequest(TruncationFields):
     # vLLM's newer name comes second.
     normalize: Annotated[bool, Field(validation_alias=AliasChoices("normalize", "use_activation"))] = True
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """See PoolingFields."""
+        return self.add_special_tokens is not False
+
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
         """One for each input. Raises InvalidRequest."""
         if (self.input is None) == (self.messages is None):
             raise InvalidRequest("give either input or messages")
-        if self.add_special_tokens is (self.messages is not None):
-            raise InvalidParameter(
-                "add_special_tokens", "cannot be changed: texts get the tokenizer's tokens, chats those of the template"
-            )
+        if self.add_special_tokens and self.messages is not None:
+            raise InvalidParameter("add_special_tokens", "is for texts: chats have those of the template; remove it")
         prompts: Sequence[Prompt | Chat]
         if self.messages is not None:
             chats: Any = self.messages if _chats_or_chat(self.messages) == "chats" else [self.messages]

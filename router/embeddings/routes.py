@@ -91,19 +91,19 @@ class EmbeddingRoutes:
         self, body: PoolingFields, index: int, message: EmbedRequest, options: CallOptions
     ) -> EmbedResponse:
         count = body.kept_tokens(index)
-        if count is not None:
-            message = await self._truncate(body, message, count)
-        return await self._service.embed(message, options)
-
-    async def _truncate(self, body: PoolingFields, message: EmbedRequest, count: int) -> EmbedRequest:
-        """The message with the tokens of its prompt that are kept, in place of its text or chat."""
+        is_plain = message.HasField("text") and not body.adds_special_tokens
+        if count is None and not is_plain:
+            return await self._service.embed(message, options)
         token_ids: Sequence[int] = message.token_ids.ids
         if not message.HasField("token_ids"):
-            prompt = TokenizeRequest(text=message.text)
+            prompt = TokenizeRequest(text=message.text, add_special_tokens=body.adds_special_tokens)
             if message.HasField("chat"):
                 prompt = TokenizeRequest(chat=message.chat)
             token_ids = (await self._generation.tokenize(prompt)).token_ids
         model = self._generation.model
         # A prompt leaves room for one token.
         most = model.max_model_len - 1 if model is not None else len(token_ids)
-        return body.truncate(message, list(token_ids), count, most)
+        if count is None:
+            count = len(token_ids)
+            most = max(most, count)  # a longer prompt is refused below
+        return await self._service.embed(body.truncate(message, list(token_ids), count, most), options)

@@ -9,9 +9,11 @@ import grpc
 import numpy as np
 import pytest
 from openai import BadRequestError
+from tokenizers import processors
 
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.serving.embed_service import _read_pooling
+from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, FakeGroup, fake_embedding
 from tests.router.http_router import StartHttpRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer
@@ -61,8 +63,10 @@ async def test_openai_s_client_gets_embeddings(start_http_router: StartHttpRoute
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "padding": "max_length"}, "Unsupported parameter 'padding'"),
         ({"input": "a " * 900}, "maximum context length"),
-        ({"input": "a", "add_special_tokens": False}, "add_special_tokens cannot be changed"),
-        ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens cannot be"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
+            "add_special_tokens is for texts",
+        ),
         ({"input": "a", "temperature": 1.0}, "Unknown parameter 'temperature'"),
     ],
 )
@@ -127,6 +131,25 @@ async def test_a_chat_has_an_embedding(start_http_router: StartHttpRouter) -> No
         assert (await router.request("POST", "/v1/embeddings", chat | more))[0] == 200
         ids = [token for token in router.groups[0].submits[-1].prompt_token_ids if token != EOS]
         assert byte_level_tokenizer().decode(ids) == text
+
+
+async def test_a_text_may_lack_the_tokenizer_s_special_tokens(start_http_router: StartHttpRouter) -> None:
+    """`add_special_tokens: false`, as /tokenize has it; also with a text that is cut."""
+    tokenizer = byte_level_tokenizer()
+    end = tokenizer.id_to_token(EOS)
+    tokenizer.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, EOS)])
+    router = await start_http_router(FakeGroup(), tokenizer=TokenizerJson(tokenizer, None))
+    for more, kept in (({}, None), ({"truncate_prompt_tokens": 2}, 2), ({"truncate_prompt_tokens": -1}, None)):
+        plain = {"prompt": "hello", "add_special_tokens": False}
+        wanted = json.loads((await router.request("POST", "/tokenize", plain))[2])["tokens"][:kept]
+        body = {"input": "hello", "add_special_tokens": False} | more
+        assert (await router.request("POST", "/v1/embeddings", body))[0] == 200
+        assert list(router.groups[0].submits[-1].prompt_token_ids) == wanted
+    assert (await router.request("POST", "/v1/embeddings", {"input": "hello"}))[0] == 200
+    usual = list(router.groups[0].submits[-1].prompt_token_ids)
+    assert EOS in usual and EOS not in wanted
+    error = await router.expect_refusal("/v1/embeddings", {"input": "a" * 5000, "add_special_tokens": False})
+    assert error["code"] == "context_length_exceeded"
 
 
 async def test_several_chats_have_an_embedding_each(start_http_router: StartHttpRouter) -> None:
