@@ -33,6 +33,25 @@ CASES = [
 ]
 
 
+# By ranks and architecture: (--expert-parallel, --mla-shard). Four ranks run in full.
+_DIVIDED: dict[int, dict[str, tuple[bool, str]]] = {
+    2: {
+        "axk1": (True, "tokens"),
+        "glm4-moe-lite": (True, "replicate"),
+        "longcat-flash": (True, "tokens"),
+        "mimo-v2-flash": (True, "replicate"),
+        "youtu": (False, "tokens"),
+    },
+    4: {
+        "axk1": (False, "tokens"),
+        "glm4-moe-lite": (True, "tokens"),
+        "longcat-flash": (True, "replicate"),
+        "mimo-v2-flash": (True, "replicate"),
+        "youtu": (False, "tokens"),
+    },
+}
+
+
 def prompts_of(arch: str) -> list[list[int]]:
     generator = torch.Generator().manual_seed(len(arch))
     lengths = LONGROPE_LENGTHS if "longrope" in arch else PROMPT_LENGTHS
@@ -111,6 +130,28 @@ def test_weights_and_pool_shrink_with_ranks(tp: int, group_outcomes: Any) -> Non
     replicated = 0 if tp == 2 else 3 * 2 * (2 * 8 * 64 * 4)  # K and V rows, held twice
     total = sum(outcome["llama"]["weight_bytes"] for outcome in ranks)
     assert total == whole["weight_bytes"] + (tp - 1) * norms + replicated
+
+
+def run_divided(communicator: Communicator, paths: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """The work of one rank: the tokens of every architecture with its experts or latents divided."""
+    tokens = {}
+    for arch, path in paths.items():
+        expert_parallel, mla_shard = _DIVIDED[communicator.size][arch]
+        model = load_model(
+            path, communicator=communicator, dtype="float32", device="cpu", expert_parallel=expert_parallel,
+            mla_shard=mla_shard,
+        )  # fmt: skip
+        tokens[arch] = PagedDriver(model).greedy(prompts_of(arch), MAX_TOKENS, chunk=CHUNK)
+    return tokens
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_divided_experts_and_latents_give_the_same_tokens(tp: int, checkpoint_directory: Path) -> None:
+    """Every newer type gives transformers' tokens with whole experts on ranks, and with latents divided by token."""
+    paths = {arch: tiny_checkpoint(arch, checkpoint_directory) for arch in _DIVIDED[tp]}
+    for found in run_ranks(tp, run_divided, paths):
+        for arch, tokens in found.items():
+            assert tokens == expected(paths[arch], arch), arch
 
 
 def test_neighbours_do_not_move_longrope(checkpoint_directory: Path) -> None:
