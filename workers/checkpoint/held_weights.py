@@ -29,7 +29,7 @@ _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
 # Tensors that no dtype rounds (meta_model.py).
 _FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|moe_statics\..+)")
-_ERNIE_ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
+_ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
 # A weight of one expert: (its layer's experts, the weight's name). Gates and ups are held as one.
 _EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
 _DOWN: Final = ("down_proj", "w2")
@@ -75,9 +75,10 @@ def held_bytes(
                 continue
         if key.startswith("model.mtp.") or _is_identity_expert(config, key) or is_indexer_weight(config, key):
             continue
-        is_float32 = _FLOAT32.fullmatch(key) or (
-            config.get("model_type") == "ernie4_5_moe" and key.endswith(_ERNIE_ROUTER)
-        )
+        if config.get("model_type") == "axk1" and key.endswith(_ROUTER):
+            bias = stored_key.removesuffix("weight") + "e_score_correction_bias"
+            total += 0 if bias in stored else 4 * entry.shape[0]  # a rank holds zeros for an absent one
+        is_float32 = _FLOAT32.fullmatch(key) or (config.get("model_type") == "ernie4_5_moe" and key.endswith(_ROUTER))
         as_plain = prod(entry.shape) * (4 if is_float32 else itemsize)
         weight = quantised.weights.get(stored_key)
         codes = None if weight is None else _codes_of(weight, entries, _WORDS[device])

@@ -168,6 +168,18 @@ def test_projections_that_no_layer_uses_are_not_counted(name: str, tmp_path: Pat
     assert plain[0] == plain[1]
 
 
+def test_absent_biases_that_ranks_fill_with_zeros_are_counted(tmp_path: Path) -> None:
+    """A.X-K1 is published without the biases by which routers choose experts; a rank holds zeros for them."""
+    path = tiny_checkpoint("axk1", tmp_path)
+    plain = loaded_and_planned(path)
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+    assert len(kept) < len(tensors)
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    assert loaded_and_planned(path) == plain
+    assert plain[0] == plain[1]
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_stored_head_counts_if_it_differs_from_the_embedding(differs: bool, tmp_path: Path) -> None:
     """A rank holds one tensor if the stored head equals the tied embedding, as in Qwen3-0.6B, and both otherwise."""
