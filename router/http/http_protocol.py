@@ -65,6 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         A client that has closed its socket looks the same until it is sent something: then its kernel resets the
         connection. So the first byte of the response, always an H, goes out at once, and a reset cancels the request.
+        One that reads this byte and closes later is noticed only when the rest is written.
         """
         if not self._is_answering or self.cycle.more_body or self.scheme == "https":  # asyncio's TLS cannot half-close
             return False

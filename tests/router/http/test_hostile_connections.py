@@ -134,7 +134,7 @@ async def test_the_request_of_a_client_that_has_gone_is_aborted(
     whether or not its response has begun."""
     group = FakeGroup(hold_after=0)
     router = await start_http_router(group)
-    reader, writer = await asyncio.open_connection(*router.http_address.split(":"))
+    _, writer = await asyncio.open_connection(*router.http_address.split(":"))
     body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 9, "stream": is_streamed}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
     writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -142,7 +142,6 @@ async def test_the_request_of_a_client_that_has_gone_is_aborted(
         await group.until(lambda: bool(group.submits))
         if ends_first:
             writer.write_eof()
-            assert await reader.read(1) == b"H" and not group.aborts
         writer.close()
         await group.until(lambda: bool(group.aborts))
 
