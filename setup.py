@@ -20,7 +20,16 @@ INCLUDE = "kernels/csrc"
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 
 # A class without a kernel of its own takes that of the class before it.
-KERNELS = ["attention/attention", "experts", "linear", "rows", "sampling", "shared_memory", "transfer_blocks"]
+KERNELS = [
+    "attention/attention",
+    "delta_net",
+    "experts",
+    "linear",
+    "rows",
+    "sampling",
+    "shared_memory",
+    "transfer_blocks",
+]
 CLASSES = {"generic": (KERNELS, [])}
 if platform.machine() in ("x86_64", "AMD64"):
     avx2 = ["-mavx2", "-mfma", "-mf16c"]

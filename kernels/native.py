@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 18
+VERSION = 19
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
@@ -40,6 +40,7 @@ _CLASS_SIGNATURES = {
     "copy_blocks": "pqppqq:v",
     "draw_part": "pqqqpppppqpp:r",
     "filter_floors": "pqqqppppp:r",
+    "gated_delta_net": "p:v",
     "latent_rotary": "p:v",
     "linear_bf16": "p:v",
     "linear_f32": "p:v",
@@ -83,6 +84,7 @@ LINEAR = struct.Struct("@PqqPqPP")  # behind a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
+GATED_DELTA_NET = struct.Struct("@12P11qff")
 LATENT_ROTARY = struct.Struct("@8P11qff")
 HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")
 

@@ -55,6 +55,7 @@ class Driver:
             kernels,
             activations,
             model.note,
+            f"{spec.state_bytes:,} bytes of states a sequence, no prefix cache" if spec.state_layers else "",
             f"{padding:,} bytes of padding beside the weights" if padding else "",
         )
         self.kernels = "; ".join(note for note in notes if note)
@@ -155,4 +156,5 @@ def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: 
         max_batch_tokens=config.max_batch_tokens,
         contract=CONTRACT,
         version=VERSION,
+        no_prefix_cache=not spec.has_prefix_cache,
     )

@@ -91,6 +91,7 @@ def load_rank(
         kv_dtype=config.kv_dtype,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
+    check_host_tier(config, model.spec)
     communicator.barrier()
     update_progress(phase=Phase.WARMING)
 
@@ -109,12 +110,27 @@ def load_rank(
         else host_free_bytes()
     )
     memory = MemoryBudget.allocate(
-        config, layout, communicator, device, ranks_on_host=ranks_on_host, free_device_bytes=free
+        config,
+        layout,
+        communicator,
+        device,
+        ranks_on_host=ranks_on_host,
+        free_device_bytes=free,
+        state_bytes=config.max_num_seqs * spec.state_bytes if device.type == "cpu" else 0,
     )
     runner = _build_runner(config, model, memory, communicator, min(model.spec.max_model_len, memory.tokens), grammars)
     copy_report = _warm_up(config, runner, memory, show_captures)
     compile_watch.mark_ready()
     return LoadedRank(spec, memory, runner, grammars, copy_report)
+
+
+def check_host_tier(config: GroupConfig, spec: ModelSpec) -> None:
+    """Raise InvalidConfig for a host tier that would stay empty."""
+    if config.host_kv_memory and not spec.has_prefix_cache:
+        raise InvalidConfig(
+            "host-kv-memory keeps blocks of the prefix cache, which a model with recurrent layers does not have; leave "
+            "--host-kv-memory out"
+        )
 
 
 def check_attention_library(config: GroupConfig, device: torch.device) -> None:

@@ -93,10 +93,22 @@ class KvCacheSpec:
         )
 
 
-def count_pool_blocks(cache: KvCacheSpec, settings: PlanSettings, rank_weight_bytes: float) -> int:
-    """Blocks in a group's KV pool. Raise InvalidConfig if the weights or one block do not fit."""
+def count_pool_blocks(
+    cache: KvCacheSpec, settings: PlanSettings, rank_weight_bytes: float, rank_state_bytes: int = 0
+) -> int:
+    """Blocks in a group's KV pool, beside the states of `concurrency` sequences.
+
+    `rank_state_bytes`: of one sequence. Raise InvalidConfig if the weights, the states or one block do not fit.
+    """
     gpu_memory = settings.gpu_memory
     free = int(gpu_memory - rank_weight_bytes)
+    states = settings.concurrency * rank_state_bytes
+    if 0 < free <= states:
+        raise InvalidConfig(
+            f"the states of {settings.concurrency:,} sequences take {states / 2**30:,.1f} GiB on each of {cache.tp} "
+            f"ranks, and the weights leave {free / 2**30:,.1f} GiB; lower concurrency, or raise tp or gpu-memory"
+        )
+    free -= states if free > 0 else 0
     if free <= 0:
         least_tp = -(-rank_weight_bytes * cache.tp // gpu_memory)
         raise InvalidConfig(

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
-from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 # Fields of families whose layers keep other state than keys and values.
@@ -33,6 +33,8 @@ _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 
 _SHARED_LAYERS: Final = {"gemma3n_text": 15}
 # Families whose decoder layers hold several attentions.
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
+# Families whose layers of kind linear_attention keep a state of fixed size for each sequence, and that are served.
+_HYBRID: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 # Families with more KV heads in layers with a sliding window, and how many times as many.
 _MORE_KV_HEADS: Final = {"mimo_v2_flash": 2}
 # Families whose values are shorter than their keys. The pool stores such a value with zeros behind it.
@@ -41,7 +43,10 @@ _SHORT_VALUES: Final = frozenset({"mimo_v2_flash"})
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`layers`: as the KV pool stores them, latents for latent attention. `expanded`: keys and values of every head."""
+    """`layers`: as the KV pool stores them, latents for latent attention. `expanded`: keys and values of every head.
+
+    `states`: the layers that keep a state for each sequence instead; they are in neither of the others.
+    """
 
     name: str
     layers: tuple[LayerSpec, ...]
@@ -49,6 +54,7 @@ class ModelShape:
     dtype: str
     max_model_len: int | None
     notes: tuple[str, ...]
+    states: tuple[StateSpec, ...] = ()
     names_dtype: bool = True  # False: config.json has no dtype, and `dtype` is a guess
 
     @classmethod
@@ -64,7 +70,12 @@ class ModelShape:
             )
         heads = config.count("num_attention_heads", "n_head", "num_heads")
         count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
-        windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
+        states = _state_layers(config, count)
+        windows = [0] * (count - len(states))
+        if not states:
+            windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
+        if not windows:
+            raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
         if config.values.get("kv_lora_rank") is not None:
             nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
             latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0, rope_head_dim=rope)
@@ -99,6 +110,7 @@ class ModelShape:
             dtype=dtype,
             max_model_len=longest or None,
             notes=tuple(notes),
+            states=states,
             names_dtype=names_dtype,
         )
 
@@ -182,6 +194,39 @@ def _kv_sources(config: ModelConfig, windows: Sequence[int]) -> list[int | None]
     return [None] * len(storing) + [last[window] for window in windows[len(storing) :]]
 
 
+def _state_layers(config: ModelConfig, num_layers: int) -> tuple[StateSpec, ...]:
+    """The gated delta nets of a hybrid family, with the defaults of its config class."""
+    if config.model_type not in _HYBRID:
+        return ()
+    kinds = config.values.get("layer_types")
+    if not isinstance(kinds, list):
+        interval = config.count("full_attention_interval", default=4)
+        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise InvalidModel(f"{config.name}: config.json has {len(kinds)} layer_types for {num_layers} layers")
+    key_heads, value_heads = (
+        config.count(name, default=default)
+        for name, default in (("linear_num_key_heads", 16), ("linear_num_value_heads", 32))
+    )
+    if value_heads % key_heads:
+        raise InvalidModel(
+            f"{config.name}: config.json has {key_heads} linear_num_key_heads for {value_heads} "
+            "linear_num_value_heads; the key heads must divide the value heads"
+        )
+    return tuple(
+        StateSpec(
+            layer=index,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=config.count("linear_key_head_dim", default=128),
+            value_dim=config.count("linear_value_head_dim", default=128),
+            conv_size=config.count("linear_conv_kernel_dim", default=4),
+        )
+        for index, kind in enumerate(kinds)
+        if kind == "linear_attention"
+    )
+
+
 def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
     """Sliding window of each layer in tokens; 0: full attention."""
     values = config.values
@@ -221,6 +266,8 @@ def _refuse_other_state(config: ModelConfig) -> None:
         )
     kinds = config.values.get("layer_types")
     known = {"full_attention", "sliding_attention", "chunked_attention"}
+    if config.model_type in _HYBRID:
+        known = {"full_attention", "linear_attention"}
     unknown = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if unknown:
         raise InvalidModel(

@@ -16,6 +16,7 @@ from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization,
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries
 from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, backend_name, check_backend_model
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
+from coatcheck.workers.core.model_spec import state_bytes
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 
@@ -26,6 +27,7 @@ _DEFAULT_CONTEXT: Final = 8192
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool.
+    `rank_state_bytes`: states of one sequence on one rank; 0 for a model with attention in every layer.
 
     A method that returns rows returns a list of the JSON object of `coatcheck plan --json`, which is a table too.
     """
@@ -38,6 +40,7 @@ class Sizing:
     weight_bytes: float
     bytes_per_weight: float
     rank_weights: WeightCount
+    rank_state_bytes: int
     num_blocks: int
     lengths: LengthDistribution
     notes: tuple[str, ...]
@@ -61,8 +64,15 @@ class Sizing:
         layers = shape.layers if settings.latent else shape.expanded
         shard = TpShard(0, settings.tp, divides_latents=settings.mla_shard == "tokens")
         cache = KvCacheSpec.of(layers, shard, settings.block_size, kv_dtype)
-        whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
-        part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp), expert_parallel=settings.expert_parallel)
+        whole = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states)
+        part = WeightCount.of(
+            config,
+            shape.expanded,
+            TpShard(0, settings.tp),
+            states=shape.states,
+            expert_parallel=settings.expert_parallel,
+        )
+        rank_states = state_bytes(tuple(shard.shard_state(state) for state in shape.states), dtype)
         weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
@@ -76,9 +86,10 @@ class Sizing:
             weight_bytes=weight_bytes,
             bytes_per_weight=bytes_per_weight,
             rank_weights=part,
-            num_blocks=count_pool_blocks(cache, settings, part.total * bytes_per_weight),
+            rank_state_bytes=rank_states,
+            num_blocks=count_pool_blocks(cache, settings, part.total * bytes_per_weight, rank_states),
             lengths=_lengths(settings.lengths, context),
-            notes=(*shape.notes, *_notes(cache, context, shape.max_model_len)),
+            notes=(*shape.notes, *_state_notes(settings, rank_states), *_notes(cache, context, shape.max_model_len)),
         )
 
     @property
@@ -122,7 +133,7 @@ class Sizing:
         for name, kv_dtype in KV_DTYPES.items():
             cache = KvCacheSpec.of_or_none(self.cache.layers, self.cache.shard, self.cache.block_size, kv_dtype)
             if cache is not None:
-                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes)
+                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
                 rows.append(
                     {
                         "kv_dtype": name,
@@ -157,7 +168,7 @@ class Sizing:
         for size in BLOCK_SIZES:
             try:
                 cache = KvCacheSpec.of(self.cache.layers, self.cache.shard, size, self.cache.whole.kv_dtype)
-                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes)
+                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
             except InvalidConfig:  # no block of this size fits, or its tokens cannot be divided over the ranks
                 num_blocks = 0
             fit = self.lengths.fit_paged(num_blocks, size)
@@ -172,7 +183,8 @@ class Sizing:
     def step_time_row(self, batch: int) -> dict[str, Any]:
         """Lower bound of a decode step's time: the weights and KV that each rank reads, divided by the bandwidth."""
         weights = self.rank_weights.read_per_step(batch) * self.bytes_per_weight / self.settings.bandwidth
-        kv = batch * self.cache.rank_bytes_read(self.context) / self.settings.bandwidth
+        # A step reads and writes a state, which needs no context.
+        kv = batch * (self.cache.rank_bytes_read(self.context) + 2 * self.rank_state_bytes) / self.settings.bandwidth
         return {
             "batch": batch,
             "weights_seconds": weights,
@@ -204,6 +216,7 @@ class Sizing:
             "layers": self.layer_rows(),
             "sequence_bytes": cache.sequence_bytes(context),
             "rank_sequence_bytes": cache.rank_sequence_bytes(context),
+            "rank_state_bytes": self.rank_state_bytes,
             "windowed_sequence_bytes": cache.windowed_sequence_bytes(context),
             "concurrent_bytes": concurrency * cache.sequence_bytes(context),
             "weight_bytes": self.weight_bytes,
@@ -257,6 +270,18 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
         ties_head=ties_head(config),
     )
     return float(held)
+
+
+def _state_notes(settings: PlanSettings, rank_state_bytes: int) -> list[str]:
+    if not rank_state_bytes:
+        return []
+    return [
+        f"layers without attention keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the pool "
+        f"is what those of {settings.concurrency:,} sequences leave (--concurrency): serve with --max-num-seqs "
+        f"{settings.concurrency}",
+        "no prefix cache: every prompt is computed from its first token",
+        "gated delta nets are served on CPUs alone (--device cpu)",
+    ]
 
 
 def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:

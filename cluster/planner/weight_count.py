@@ -10,7 +10,7 @@ from typing import Final, Self
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 # Families whose MLP has two matrices instead of three.
@@ -45,10 +45,16 @@ class WeightCount:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: TpShard, *, expert_parallel: bool = False
+        cls,
+        config: ModelConfig,
+        layers: Sequence[LayerSpec],
+        shard: TpShard,
+        *,
+        states: Sequence[StateSpec] = (),
+        expert_parallel: bool = False,
     ) -> Self:
-        """`layers`: ModelShape.expanded. `expert_parallel`: a rank holds whole experts instead of a part of each.
-        Raise InvalidConfig if the shard's size does not divide a matrix, or the experts."""
+        """`layers`, `states`: ModelShape.expanded and .states. `expert_parallel`: a rank holds whole experts instead of
+        a part of each. Raise InvalidConfig if the shard's size does not divide a matrix, or the experts."""
         if expert_parallel and not _num_experts(config):
             raise InvalidConfig(f"expert-parallel: {config.name} has no experts; leave --expert-parallel out")
         hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
@@ -56,8 +62,15 @@ class WeightCount:
         table = (last - first) * hidden
         tied = ties_head(config)
         dense, experts = table, 0  # every step reads the head
-        for index, layer in enumerate(layers):
-            dense += _attention(config, layer, shard, hidden) + _beside_attention(config, hidden)
+        layer = layers[0]
+        by_layer, attentions = {state.layer: state for state in states}, iter(layers)
+        for index in range(len(layers) + len(states)):
+            if index in by_layer:
+                dense += _delta_net(by_layer[index], shard, hidden) + 2 * hidden
+            else:
+                layer = next(attentions)
+                dense += _attention(config, layer, shard, hidden) + _beside_attention(config, hidden)
+                dense += _output_gate(layers[0], shard, hidden) if states else 0
             has_experts = _has_experts(config, index)
             if has_experts:
                 shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
@@ -110,6 +123,17 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: in
     nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
     queries = hidden * q_rank + q_rank * heads * layer.head_dim if q_rank else hidden * heads * layer.head_dim
     return queries + hidden * (rank + rope) + rank * heads * (nope + layer.value_dim) + heads * layer.value_dim * hidden
+
+
+def _delta_net(state: StateSpec, shard: TpShard, hidden: int) -> int:
+    part = shard.shard_state(state)
+    values = part.value_heads * part.value_dim
+    return hidden * (part.conv_channels + 2 * values + 2 * part.value_heads) + part.conv_channels * part.conv_size
+
+
+def _output_gate(layer: LayerSpec, shard: TpShard, hidden: int) -> int:
+    """The rows of the query projection that hold the gates of a hybrid family's attention."""
+    return hidden * layer.head_dim * shard.local_heads(layer)[0]
 
 
 def _mlp(config: ModelConfig, inner: int, shard: TpShard, hidden: int) -> int:

@@ -114,7 +114,7 @@ class FromGroup(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version")
+    __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version", "no_prefix_cache")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Registration(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     group: str
     epoch: str
     model: _coatcheck_pb2.GetModelResponse
@@ -135,7 +136,8 @@ class Registration(_message.Message):
     host_blocks: int
     contract: int
     version: str
-    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[str] = ..., model: _Optional[_Union[_coatcheck_pb2.GetModelResponse, _Mapping]] = ..., num_blocks: _Optional[int] = ..., tp: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., host_blocks: _Optional[int] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    no_prefix_cache: bool
+    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[str] = ..., model: _Optional[_Union[_coatcheck_pb2.GetModelResponse, _Mapping]] = ..., num_blocks: _Optional[int] = ..., tp: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., host_blocks: _Optional[int] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ..., no_prefix_cache: _Optional[bool] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("step", "outputs")

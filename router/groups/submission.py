@@ -60,7 +60,8 @@ class Submission:
         self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
         self._has_expected_blocks = True  # the index counts the prompt's blocks as expected
-        connection.index.add_expected(self.group, self, request.block_hashes(self.model))
+        if not connection.registration.no_prefix_cache:
+            connection.index.add_expected(self.group, self, request.block_hashes(self.model))
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | SubmissionReturned | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None

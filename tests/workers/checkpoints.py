@@ -117,6 +117,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 _LATENT = {name: value for name, value in _DEEPSEEK.items() if name.endswith(("rank", "dim"))} | dict(
     num_key_value_heads=8
 )
+_DELTA_NETS: dict[str, Any] = dict(  # three layers with a state, then one with attention
+    num_hidden_layers=4,
+    head_dim=32,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+)
+_DELTA_NET_EXPERTS = _DELTA_NETS | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=64
+)
 # Types that only the parity tests and the tests of their peculiarities cover: `serve` verifies them when it starts.
 FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("axk1", _DEEPSEEK | dict(n_group=2, topk_group=1)),
@@ -149,6 +161,9 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             moe_intermediate_size=48,
         ),
     ),
+    "qwen3-next": ("qwen3_next", _DELTA_NET_EXPERTS | dict(mlp_only_layers=[1])),
+    "qwen3.5": ("qwen3_5_text", _DELTA_NETS),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA_NET_EXPERTS),
     "youtu": ("youtu", _LATENT | dict(tie_word_embeddings=True)),
 }
 

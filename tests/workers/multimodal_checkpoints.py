@@ -20,6 +20,10 @@ TEXT_FIELDS: dict[str, Any] = dict(
 )  # fmt: skip
 _MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
 _EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_DELTA_NETS = dict(
+    rope_parameters=_MROPE | dict(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.5),
+    linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
 _SHARED = dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 VISION_FIELDS = dict(hidden_size=32, image_size=28, patch_size=14, **_SHARED)
 _CLIP = dict(model_type="clip_vision_model", **VISION_FIELDS)
@@ -92,6 +96,8 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2_vl": (dict(rope_parameters=_MROPE), _QWEN, {}),
     "qwen2_5_vl": (dict(rope_parameters=_MROPE), _QWEN, {}),
+    "qwen3_5": (_DELTA_NETS, _QWEN, dict(tie_word_embeddings=True)),
+    "qwen3_5_moe": (_DELTA_NETS | _EXPERTS | dict(shared_expert_intermediate_size=32), _QWEN, {}),
     "qwen3_vl": (dict(rope_parameters=_MROPE | dict(mrope_interleaved=True)), _QWEN, dict(tie_word_embeddings=True)),
     "qwen3_vl_moe": (dict(rope_parameters=_MROPE) | _EXPERTS, _QWEN, {}),
     "smolvlm": (dict(model_type="llama"), VISION_FIELDS, {}),

@@ -24,21 +24,27 @@ from coatcheck.kernels.attention.paged_tiles import AttentionPlan
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.kv.store_kv import store_kv
+from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LayerKind, LibraryPlan
 from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
 
-LayerCaches = list[KVCache] | list[LatentCache]  # by layer
+# By layer. A hybrid model's layers without attention have a state.
+LayerCaches = list[KVCache] | list[LatentCache] | list[KVCache | RecurrentState]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer(LayerSpec):
-    """The attention parameters of one layer, found by attention_probe.py. `module`: the attention module's name."""
+    """The attention parameters of one layer, found by attention_probe.py. `module`: the attention module's name.
+
+    `has_gate`: the query projection has a gate behind each head's query (state_layers.py).
+    """
 
     module: str
     scale: float
     has_sinks: bool = False
+    has_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class AttentionMetadata:
     plans: AttentionPlans = field(default_factory=dict)
     local: LocalQueries | None = None  # of these queries; None: not computed
     gathered: GatheredContext | None = None  # None: the ranks exchange queries and results
+    state_slots: Tensor | None = None  # int64 [S]: where a hybrid model keeps each sequence's states
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from coatcheck.workers.attention.attention import NAME, AttentionLayer, layer_in
 from coatcheck.workers.attention.dummy_weights import TokensMixed, use_dummy_weights
 from coatcheck.workers.attention.latent_description import LatentDescription
 from coatcheck.workers.attention.mask_probe import MaskRecorder, UnsupportedMask, find_sliding_window
+from coatcheck.workers.attention.state_layers import find_state_layers, has_output_gate, pass_tokens_alone
 
 _PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is: no mask is built
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
@@ -69,7 +70,8 @@ _recording: ContextVar[_Recording] = ContextVar("probe_recording")  # of the pas
 
 
 def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionLayer]:
-    """The attention parameters of each layer, in layer order. `model` has its parameters on the meta device.
+    """The attention parameters of each layer, in layer order, without layers that keep a state (state_layers.py).
+    `model` has its parameters on the meta device.
 
     `max_model_len`: masks are checked up to this context; None takes the config's. Raises InvalidModel with the reason
     if the model cannot be served. Buffers, config and parameters are unchanged afterwards.
@@ -79,7 +81,7 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
     config: Any = model.config
     length = max_model_len or getattr(config, "max_position_embeddings", None) or 4096
     try:
-        with use_dummy_weights(model):
+        with use_dummy_weights(model), pass_tokens_alone(model):
             layers = _read_layers(model, length)
             _check_tokens_are_independent(model, length)
     except TokensMixed as mixed:
@@ -113,12 +115,15 @@ def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLa
     model.config._attn_implementation = _MASKED_PROBE
     recording = _Recording(_module_names(model), num_tokens, max_model_len, masks)
     _run(model, _Tokens(_some_ids(model, num_tokens), torch.arange(num_tokens)), recording)
-    expected = model.config.get_text_config().num_hidden_layers
-    missing = [str(layer) for layer in range(expected) if layer not in recording.layers]
+    states = {layer.layer for layer in find_state_layers(model)}
+    expected = [layer for layer in range(model.config.get_text_config().num_hidden_layers) if layer not in states]
+    missing = [str(layer) for layer in expected if layer not in recording.layers]
     if missing:
         named = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise _Unsupported(f"layers {named} attend, or keep a state, outside of transformers' attention interface")
-    return [recording.layers[layer] for layer in range(expected)]
+    if not expected:
+        raise _Unsupported("none of its layers has attention")
+    return [recording.layers[layer] for layer in expected]
 
 
 def _check_tokens_are_independent(model: PreTrainedModel, max_model_len: int) -> None:
@@ -272,6 +277,7 @@ def _record_attention(
         sliding_window=window,
         softcap=softcap or 0.0,
         has_sinks=s_aux is not None,
+        has_gate=has_output_gate(module),
     )
     recording.inputs[layer] = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (query, key, value)], dim=1)
     if rope_dim:

@@ -11,6 +11,7 @@ from enum import Enum
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.attention.state_layers import StateLayer
 from coatcheck.workers.distributed.tensor_slice import Range, TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 
@@ -47,6 +48,7 @@ def plan_sharding(
     *,
     expert_parallel: bool = False,
     whole: Collection[str] = (),
+    states: Collection[StateLayer] = (),
 ) -> ShardingPlan:
     """Plan one rank's shard.
 
@@ -54,7 +56,7 @@ def plan_sharding(
     index. Styles are transformers', and two for experts [experts, in, out]: "pairs_of_columns" splits their columns,
     gate and up in turn, and "rows_of_experts" the rows of the second product. `embedding`, `lm_head`: the names of
     those modules. `expert_parallel`: a rank holds whole experts instead of a part of each. `whole`: modules that every
-    rank computes whole, whatever `tp_plan` says.
+    rank computes whole, whatever `tp_plan` says. `states`: the layers that keep a state, split by key heads.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
@@ -70,7 +72,9 @@ def plan_sharding(
     for layer in layers:
         shard_one = _shard_latent_attention if layer.is_latent else _shard_attention
         shard_one(plan, shapes, layer, shard)
-    attention = {layer.module for layer in layers}
+    for state in states:
+        _shard_delta_net(plan, shapes, state, shard)
+    attention = {layer.module for layer in layers} | {state.module for state in states}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
     if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan leaves the shared expert out
         styles += [(re.compile(rf".*\.shared_experts?\.{name}_proj"), style) for name, style in _SHARED_EXPERT]
@@ -117,6 +121,8 @@ def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: Attent
         "v_proj": (v_rows, (v,)),
         "qkv_proj": (q_rows + 2 * kv_rows, (q, k_in_qkv, v_in_qkv)),
     }
+    if layer.has_gate:  # each head's query, then its gate
+        column_parallel["q_proj"] = (2 * q_rows, (_rescale(q, layer.head_dim, 2 * layer.head_dim),))
     for name in [name for name in shapes if name.startswith(f"{layer.module}.")]:
         shape, (module, leaf) = shapes[name], name.removeprefix(f"{layer.module}.").rpartition(".")[::2]
         if module in column_parallel and shape[0] == column_parallel[module][0]:
@@ -146,6 +152,37 @@ def _shard_latent_attention(
         if name in shapes:
             plan.slices[name] = TensorSlice(dim, (shard.split_evenly(shapes[name][dim], name),))
     plan.roles[f"{layer.module}.o_proj"] = ParallelRole.ROW
+
+
+def _shard_delta_net(plan: ShardingPlan, shapes: dict[str, Shape], layer: StateLayer, shard: TpShard) -> None:
+    """Split one gated delta net by key heads, each with the value heads that it serves. Refuse unknown tensors."""
+    first, last = shard.split_evenly(layer.key_heads, "the key heads of linear attention")
+    group = layer.value_heads // layer.key_heads
+    keys, values = layer.key_heads * layer.key_dim, layer.value_heads * layer.value_dim
+
+    def part(size: int, start: int = 0) -> Range:
+        """This rank's rows of a tensor with `size` rows for each key head, from row `start` on."""
+        return start + first * size, start + last * size
+
+    k, v = layer.key_dim, group * layer.value_dim
+    channels = (part(k), part(k, keys), part(v, 2 * keys))
+    ranges: dict[str, tuple[int, int, tuple[Range, ...]]] = {  # (dimension, its size, this rank's part)
+        "in_proj_qkv.weight": (0, 2 * keys + values, channels),
+        "in_proj_z.weight": (0, values, (part(v),)),
+        "in_proj_qkvz.weight": (0, 2 * keys + 2 * values, (part(2 * k + 2 * v),)),
+        "in_proj_ba.weight": (0, 2 * layer.value_heads, (part(2 * group),)),
+        "conv1d.weight": (0, 2 * keys + values, channels),
+        "out_proj.weight": (1, values, (part(v),)),
+        **dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight"), (0, layer.value_heads, (part(group),))),
+        **dict.fromkeys(("A_log", "dt_bias"), (0, layer.value_heads, (part(group),))),
+    }
+    for name in [name for name in shapes if name.startswith(f"{layer.module}.")]:
+        leaf, shape = name.removeprefix(f"{layer.module}."), shapes[name]
+        if leaf in ranges and shape[ranges[leaf][0]] == ranges[leaf][1]:
+            plan.slices[name] = TensorSlice(ranges[leaf][0], ranges[leaf][2])
+        elif leaf != "norm.weight" or shape != (layer.value_dim,):  # a norm of single heads is the same on every rank
+            raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
+    plan.roles[f"{layer.module}.out_proj"] = ParallelRole.ROW
 
 
 def _rescale(rows: Range, head_dim: int, size: int) -> Range:

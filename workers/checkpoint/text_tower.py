@@ -48,6 +48,8 @@ _TOWERS: Final = {
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_omni_moe": "qwen3_omni_moe_text",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "qwen3_vl": "qwen3_vl_text",

@@ -174,14 +174,16 @@ def _resolve_ties(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[
 
 
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:
-    """Whether a linear keeps its quality with few bits: not the head and routers."""
+    """Whether a linear keeps its quality with few bits: not the head, routers, and the decays of gated delta nets."""
     get_lm_head: Any = model.get_output_embeddings
     module = name.rpartition(".")[0]
-    return _owner(model, name) is not get_lm_head() and module.rpartition(".")[2] not in _ROUTERS
+    return _owner(model, name) is not get_lm_head() and module.rpartition(".")[2] not in (*_ROUTERS, *_DECAYS)
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTERS = ("gate", "router", "shared_expert_gate")
+# Of gated delta nets: the decay of a state and the strength of its updates, on which every later token depends.
+_DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: dict[str, Tensor]) -> list[_Target]:

@@ -1,6 +1,9 @@
 """ModelSpec: what the scheduler, the KV pool and the router need to know about a model."""
 
 from dataclasses import dataclass
+from typing import Final
+
+_STATE_ITEMSIZE: Final = 4  # recurrent states are float32, whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,38 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One gated delta net: a layer that keeps a state of fixed size for each sequence, in place of keys and values.
+
+    With the heads of one rank, or of all ranks together. `layer`: the layer's index in the model. A key head serves
+    value_heads / key_heads consecutive value heads. `conv_size`: tokens that the convolution before the recurrence
+    reads.
+    """
+
+    layer: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def bytes_per_sequence(self, itemsize: int) -> int:
+        """Bytes of one sequence's state. `itemsize`: bytes of an element of the model's dtype."""
+        window = (self.conv_size - 1) * self.conv_channels * itemsize
+        return window + self.value_heads * self.key_dim * self.value_dim * _STATE_ITEMSIZE
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as one of `tp` ranks holds it.
 
     `fingerprint`: identifies the weights, for block hashes and for failover between equal groups.
+    `layers`: those with attention. `state_layers`: the others, which keep a state for each sequence.
     `num_weights`, `weight_bytes`: of this rank.
     """
 
@@ -71,6 +102,18 @@ class ModelSpec:
     tp: int
     num_weights: int
     weight_bytes: int
+    state_layers: tuple[StateSpec, ...] = ()
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether a prompt may begin at a cached block. A state exists only where the sequence has computed to, so a
+        model with states computes every prompt from its first token."""
+        return not self.state_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence on one rank; 0 for a model with attention in every layer."""
+        return state_bytes(self.state_layers, self.dtype)
 
     @property
     def attention_crossover(self) -> int:
@@ -80,3 +123,8 @@ class ModelSpec:
         the linears 2 FLOPs a weight.
         """
         return max(1, int(self.num_weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))
+
+
+def state_bytes(layers: tuple[StateSpec, ...], dtype: str) -> int:
+    """Bytes of one sequence's states in all `layers`. `dtype`: of the model, by torch's name."""
+    return sum(layer.bytes_per_sequence(4 if dtype == "float32" else 2) for layer in layers)

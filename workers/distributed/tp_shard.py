@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 
 _Layer = TypeVar("_Layer", bound=LayerSpec)
+_State = TypeVar("_State", bound=StateSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,12 @@ class TpShard:
         heads, kv_heads = self.local_heads(layer)
         shards, shard = (self.size, self.rank) if self.divides_latents and layer.is_latent else (1, 0)
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads, token_shards=shards, token_shard=shard)
+
+    def shard_state(self, layer: _State) -> _State:
+        """`layer` with this rank's key heads and the value heads that they serve."""
+        first, last = self.split_evenly(layer.key_heads, "the key heads of linear attention")
+        group = layer.value_heads // layer.key_heads
+        return replace(layer, key_heads=last - first, value_heads=(last - first) * group)
 
     def vocab_rows(self, rows: int) -> Range:
         """This rank's part of a vocabulary: ceil(rows / size) rows, the last rank possibly fewer."""

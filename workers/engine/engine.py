@@ -211,7 +211,7 @@ class Engine:
         if now < self._next_deadline:
             return
         waiting = itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences())
-        unstarted = [s for s in waiting if s.prompt_source is None and not s.started_at and not s.num_preemptions]
+        unstarted = [s for s in waiting if not s.choice and not s.started_at and not s.num_preemptions]
         self._next_deadline = min((s.deadline for s in unstarted if s.deadline > now), default=math.inf)
         for sequence in unstarted:
             if sequence.deadline <= now:

@@ -39,8 +39,8 @@ class InputProcessor:
         self._num_sequences = 0  # since the start
 
     def make_sequences(self, request: EngineRequest, grammar_id: int | None) -> list[Sequence]:
-        """One sequence for each choice. The first computes the prompt for the others. The prefix registry records the
-        request's prefix.
+        """One sequence for each choice. The first computes the prompt for the others, and the prefix registry records
+        the request's prefix; without a prefix cache each choice computes the prompt.
 
         `grammar_id`: of the request's grammar, if every rank has compiled the grammar. Raises InvalidRequest, and
         ContextLengthExceeded for more than max_model_len tokens, and then changes nothing.
@@ -48,6 +48,8 @@ class InputProcessor:
         self._check_request(request)
         if grammar_id is not None:
             self.check_grammar(request, grammar_id)
+        if not self._spec.has_prefix_cache:  # without hashes no block is looked up, registered or reported
+            return [self._make_sequence(request, choice, None, []) for choice in range(request.sampling.n)]
         chain = hash_chain(self._block_key(request.cache_salt), request.prompt_token_ids, self._block_size)
         self._prefixes.advance_clock(self._clock())
         contents = content_chain(request.prompt_token_ids, self._block_size)
@@ -64,7 +66,10 @@ class InputProcessor:
             self._grammars.check_resume(grammar_id, token_ids)
 
     def hash_full_blocks(self, sequence: Sequence) -> None:
-        """Hash the blocks that the sequence's computed tokens have filled since the last call."""
+        """Hash the blocks that the sequence's computed tokens have filled since the last call. Without a prefix cache,
+        no effect."""
+        if not self._spec.has_prefix_cache:
+            return
         size = self._block_size
         while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
             parent = sequence.block_hashes[-1] if sequence.block_hashes else b""
@@ -112,6 +117,8 @@ class InputProcessor:
             submitted_at=now,
             deadline=math.inf if request.seconds_left is None else now + request.seconds_left,
         )
+        if not self._spec.has_prefix_cache:
+            return sequence
         # Resumed tokens may fill further blocks.
         key, hashed = self._block_key(request.cache_salt), len(chain) * self._block_size
         resumed = hash_chain(key, sequence.token_ids[hashed:], self._block_size, chain[-1] if chain else b"")

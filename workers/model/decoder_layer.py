@@ -25,10 +25,13 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
+from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.state_layers import StateLayer
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.latent_attention import LatentAttention
+from coatcheck.workers.model.linear_attention import LinearAttention
 from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
 from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
 from coatcheck.workers.model.parallel_layers import RankSum, add_and_norm, norm_for_linear
@@ -45,7 +48,7 @@ class DecoderLayer:
     def __init__(
         self,
         layer: Any,
-        spec: AttentionLayer,
+        spec: AttentionLayer | StateLayer,
         family: Family,
         communicator: Communicator,
         *,
@@ -58,8 +61,10 @@ class DecoderLayer:
         `starts`, `adds`: the experts that this half of a LongCat layer starts, or whose output it adds.
         """
         self.starts, self.adds = starts, adds
-        attention = layer.self_attn
-        self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
+        has_state = isinstance(spec, StateLayer)
+        attention = layer.linear_attn if has_state else layer.self_attn
+        projection = attention.out_proj if has_state else attention.o_proj
+        self.output, self.reduce = pack_row_parallel(projection, batch_invariant=batch_invariant)
         self.first_norm = read_norm(layer.input_layernorm, family)
         self.attention_norm = self.mlp_norm = None
         second_norm = layer.post_attention_layernorm
@@ -79,7 +84,10 @@ class DecoderLayer:
         # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x has `_row_format`.
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
-        if spec.is_latent:
+        if isinstance(spec, StateLayer):
+            self.attend = net = LinearAttention(attention, spec, batch_invariant=batch_invariant)
+            self._attention_linears = net.linears()
+        elif spec.is_latent:
             self.attend = latent = LatentAttention(attention, spec, communicator, batch_invariant=batch_invariant)
             self._attention_linears = latent.linears()
         else:
@@ -105,7 +113,7 @@ class DecoderLayer:
         residual: Tensor | None,
         rotary: RotaryTables,
         metadata: AttentionMetadata,
-        cache: KVCache | LatentCache,
+        cache: KVCache | LatentCache | RecurrentState,
         logits_indices: LogitsIndices | None,
         owed: RankSum | None,
     ) -> tuple[Tensor, Tensor]:
@@ -114,7 +122,7 @@ class DecoderLayer:
         `residual` is None in the first layer. `owed`: the sum over ranks that `x` still lacks; see `owe_sum`.
         """
         if self.attention_sublayer is not None and rotary.native is not None and logits_indices is None:
-            assert isinstance(cache, KVCache), "latent attention has no such sublayer"
+            assert isinstance(cache, KVCache), "neither latent nor linear attention has such a sublayer"
             x = x if owed is None else owed(x)
             x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:

@@ -18,6 +18,7 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.state_layers import StateLayer, interleave
 from coatcheck.workers.attention.token_shards import localise
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.decoder_layer import (
@@ -32,6 +33,8 @@ from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
 # Types with latent attention (MLA).
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
+# Types with gated delta nets, which keep a state, in most layers.
+HYBRID_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3"), Family()),
@@ -39,6 +42,7 @@ _FAMILIES = {
     **dict.fromkeys(LATENT_TYPES, Family()),
     "mimo_v2_flash": Family(),
     "gpt_oss": Family(has_half_tables=True),
+    **dict.fromkeys(HYBRID_TYPES, Family(norm_offset=1.0)),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }
 
@@ -93,7 +97,7 @@ class FusedBody:
         if self._fused_layers is not None and native_tables and last > 0:
             # One call into C for all layers, except for a last layer that computes fewer rows.
             done = last if logits_indices is not None else last + 1
-            caches = cast("list[KVCache]", layer_caches)  # no fused layer has latent attention
+            caches = cast("list[KVCache]", layer_caches)  # no fused layer has latents or a state
             hidden, residual = self._fused_layers(hidden, done, native_tables, caches)
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
@@ -134,28 +138,36 @@ def is_fusable(model: PreTrainedModel) -> bool:
     base: Any = model.base_model
     if config.model_type not in _FAMILIES or activation_name(config) not in ACTIVATIONS:
         return False
+    if config.model_type in HYBRID_TYPES and activation_name(config) != "silu":  # it is that of the convolutions too
+        return False
     mlps = (layer.mlp for layer in base.layers)  # of LongCat's layers the experts; their MLPs are dense
     return all(hasattr(mlp, "down_proj") or is_known_block(mlp) for mlp in mlps)
 
 
 def fuse(
-    model: PreTrainedModel, layers: Sequence[AttentionLayer], communicator: Communicator, *, batch_invariant: bool
+    model: PreTrainedModel,
+    layers: Sequence[AttentionLayer],
+    states: Sequence[StateLayer],
+    communicator: Communicator,
+    *,
+    batch_invariant: bool,
 ) -> FusedBody | None:
     """Move the model's weights into a FusedBody. Returns None for an architecture that is not fusable.
 
-    `layers`: with this rank's heads.
+    `layers`, `states`: with this rank's heads.
     """
     config: Any = model.config
     if not is_fusable(model):
         return None
     family = _FAMILIES[config.model_type]
     base: Any = model.base_model
-    rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(layers)
+    mixers = interleave([*layers], [(state.layer, state) for state in states])
+    rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(mixers)
     fused: list[DecoderLayer] = []
     for index, module in enumerate(base.layers):
         halves = halves_of(module, batch_invariant=batch_invariant) if has_halves(module) else [(module, None, None)]
         for part, starts, adds in halves:
-            spec = layers[len(fused)]
+            spec = mixers[len(fused)]
             fused.append(
                 DecoderLayer(
                     part, spec, family, communicator, batch_invariant=batch_invariant, starts=starts, adds=adds

@@ -23,6 +23,7 @@ from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.attention import attention
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.attention.state_layers import StateLayer, find_state_layers
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.model_alias import is_alias, resolve_alias
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
@@ -33,6 +34,7 @@ from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
+    check_deterministic_states,
     check_latent_attention,
     check_model_kind,
     deterministic_experts_error,
@@ -55,12 +57,14 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 class PreparedModel:
     """A model without weights that this rank can serve.
 
-    `layers`: attention parameters, with all ranks' heads. `plan`: this rank's slice of each parameter.
+    `layers`: attention parameters, with all ranks' heads. `states`: the layers that keep a state instead.
+    `plan`: this rank's slice of each parameter.
     `unpackable_linears`: linears whose weight or sizes the model's own code reads, or latent attention splits.
     """
 
     causal: PreTrainedModel
     layers: list[AttentionLayer]
+    states: list[StateLayer]
     unpackable_linears: Collection[nn.Module]
     plan: ShardingPlan
     dtype: torch.dtype
@@ -91,6 +95,12 @@ def prepare_model(
     with record_weight_reads(causal) as unpackable_linears:
         layers = probe_attention(causal, length)
         probe_head(causal)
+    states = find_state_layers(causal)
+    if states and not is_fusable(causal):
+        raise InvalidModel(
+            f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
+            "with silu; set hidden_act, if config.json is wrong"
+        )
     if any(layer.is_latent for layer in layers) and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
@@ -98,6 +108,7 @@ def prepare_model(
         )
     if deterministic_on is not None:
         check_deterministic(causal, layers, model_dtype, deterministic_on)
+        check_deterministic_states(states)
         if unpackable_linears - router_linears(causal):
             raise InvalidConfig(
                 f"deterministic: the code of {config.model_type} reads weights of its linears directly, so our "
@@ -117,6 +128,7 @@ def prepare_model(
         expert_parallel=expert_parallel,
         # Gemma 3n's sparse MLPs compare each gate with all gates of the token, so a rank needs all of them.
         whole=[name for module, name in names.items() if getattr(module, "activation_sparsity", 0)],
+        states=states,
     )
     for name in (names[linear] for linear in unpackable_linears):
         if f"{name}.weight" in plan.slices:
@@ -133,7 +145,7 @@ def prepare_model(
                 for name, linear in attention.named_children()
                 if isinstance(linear, nn.Linear) and name != "o_proj"
             }
-    return PreparedModel(causal, layers, unpackable_linears, plan, model_dtype, length)
+    return PreparedModel(causal, layers, states, unpackable_linears, plan, model_dtype, length)
 
 
 def read_config(directory: Path) -> Any:
@@ -259,8 +271,10 @@ def _move_to_meta(model: nn.Module) -> None:
 
 def _keep_in_float32(model: Any) -> None:
     """Give the parameters and buffers that transformers never rounds to 16 bits their dtype. One is the bias by which
-    DeepSeek-V3 and its kin choose experts: its differences are smaller than bfloat16's steps."""
-    kept = {"e_score_correction_bias", *(model._keep_in_fp32_modules_strict or ())}  # longcat_flash does not name it
+    DeepSeek-V3 and its kin choose experts: its differences are smaller than bfloat16's steps. Another is the decay of
+    gated delta nets, of which each token takes the exponential."""
+    # longcat_flash does not name the first, and no type names the second.
+    kept = {"e_score_correction_bias", "A_log", *(model._keep_in_fp32_modules_strict or ())}
     patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in kept]
     for name in list(model.state_dict()):
         owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]

@@ -34,7 +34,7 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import check_complete, prepare_model
-from coatcheck.workers.model.model_rules import check_mla_shard
+from coatcheck.workers.model.model_rules import check_mla_shard, check_state_device
 from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
@@ -193,6 +193,7 @@ def load_model(
         causal, config = prepared.causal, prepared.causal.config
         if mla_shard == "tokens":
             check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
+        check_state_device(config.model_type, device.type, has_states=bool(prepared.states))
         dtype_name = str(prepared.dtype).removeprefix("torch.")
         check_backend_model(
             attention_backend,
@@ -219,9 +220,10 @@ def load_model(
         eos_token_ids = _eos_token_ids(directory, config)
     check_complete(causal)
     layers = tuple(shard.shard_layer(layer) for layer in prepared.layers)
+    states = tuple(shard.shard_state(layer) for layer in prepared.states)
     if shard.size > 1:
         apply_tensor_parallel(causal, prepared.plan, layers, config.vocab_size, communicator)
-    body = fuse(causal, layers, communicator, batch_invariant=deterministic) or TransformersBody(
+    body = fuse(causal, layers, states, communicator, batch_invariant=deterministic) or TransformersBody(
         causal.base_model, layers, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
     )
     head = LmHead(causal)
@@ -238,6 +240,7 @@ def load_model(
         tp=shard.size,
         num_weights=weights.count,
         weight_bytes=weights.bytes,
+        state_layers=states,
     )
     with torch.inference_mode():
         hidden = torch.linspace(-2, 2, config.hidden_size, dtype=prepared.dtype, device=device)[None]

@@ -3,12 +3,12 @@
 `coatcheck serve` applies them before anything starts, the ranks again to transformers' config objects.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
-from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
 
 # Fields of DeepSeek's own code that transformers' classes do not read, and the values that they compute.
 _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
@@ -129,4 +129,23 @@ def check_deterministic_heads(layer: LayerSpec) -> None:
         raise InvalidConfig(
             "deterministic on CPU needs a head_dim that is a multiple of 16 and at most 256 (here: "
             f"{layer.head_dim}); leave --deterministic out"
+        )
+
+
+def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
+    """Raise InvalidConfig for heads of linear attention that the C library does not compute."""
+    for layer in layers:
+        if any(dim % 16 or dim > 256 for dim in (layer.key_dim, layer.value_dim)):
+            raise InvalidConfig(
+                "deterministic on CPU needs a linear_key_head_dim and a linear_value_head_dim that are multiples of 16 "
+                f"and at most 256 (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
+            )
+
+
+def check_state_device(model_type: str, device: str, *, has_states: bool) -> None:
+    """Raise InvalidConfig for a model with gated delta nets on a GPU. `device`: torch's type of device."""
+    if has_states and device != "cpu":
+        raise InvalidConfig(
+            f"{model_type} has gated delta nets, which are computed on CPUs alone; set --device cpu, or choose a model "
+            "with attention in every layer"
         )

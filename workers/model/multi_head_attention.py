@@ -6,6 +6,7 @@ One linear for Q, K and V, one operation for RoPE and the KV store. latent_atten
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.rotary import rotary_and_store
@@ -16,7 +17,7 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.model.packed_linears import pack_merged
+from coatcheck.workers.model.packed_linears import PlainLinear, pack_merged, select_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,15 @@ class MultiHeadAttention:
     def __init__(self, attention: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
         """`attention`: transformers' module. `spec`: with this rank's heads."""
         self.spec = spec
-        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        # Of a gated attention the rows are those of q, k, v and the gates.
+        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, *([spec.num_heads] * spec.has_gate))
         keys = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         self._key_and_value_columns = keys, spec.num_kv_heads * spec.output_dim
         self._value_scale = float(getattr(attention, "v_scale", 1.0))
-        self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
+        if spec.has_gate:
+            _separate_gates(attention, spec)
+        names = ("q_proj", "k_proj", "v_proj", *(["gate_proj"] if spec.has_gate else []))
+        self.qkv = pack_merged(attention, "qkv_proj", names, batch_invariant=batch_invariant)
         self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
         has_qk_norm = hasattr(attention, "q_norm")
         self.q_norm = read_norm(attention.q_norm, family) if has_qk_norm else None
@@ -67,16 +72,21 @@ class MultiHeadAttention:
     ) -> Tensor:
         """Returns only the rows of `logits_indices`, if given."""
         spec, qkv = self.spec, self.qkv(x)
+        gate = None
         if spec.unpadded_v_dim:
             q, k, v = self._split_and_pad(qkv)
         else:
-            q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
+            q, k, v, *gates = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
+            gate = gates[0] if gates else None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
         if logits_indices is not None:
             q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
+            gate = None if gate is None else gate[logits_indices.tokens]
         out = attend_cache(q, cache, spec, metadata, self.sinks)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
         return out[..., : spec.output_dim].flatten(1)
 
     def _split_and_pad(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +105,9 @@ class MultiHeadAttention:
     def native_sublayer(self, norm: RmsNorm, output: PackedLinear) -> AttentionSublayer | None:
         """Norm, attention and output projection in one call into C; None if linears, head sizes or sinks forbid it."""
         spec = self.spec
-        if self.sinks is not None or spec.unpadded_v_dim or not is_native(self.qkv, output, head_dim=spec.head_dim):
+        if self.sinks is not None or spec.has_gate or spec.unpadded_v_dim:
+            return None
+        if not is_native(self.qkv, output, head_dim=spec.head_dim):
             return None
         return AttentionSublayer(
             norm,
@@ -110,6 +122,16 @@ class MultiHeadAttention:
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
         )
+
+
+def _separate_gates(attention: Any, spec: AttentionLayer) -> None:
+    """Divide a query projection, whose rows are each head's query and then its gate, into two linears."""
+    dim, whole = spec.head_dim, attention.q_proj
+    del attention.q_proj
+    for name, first in (("q_proj", 0), ("gate_proj", dim)):
+        rows = [(start + first, start + first + dim) for start in range(0, 2 * dim * spec.num_heads, 2 * dim)]
+        bias = None if whole.bias is None else select_rows(whole.bias, rows)
+        setattr(attention, name, PlainLinear(select_rows(whole.weight, rows), bias))
 
 
 def read_norm(module: Any, family: Family) -> RmsNorm:

@@ -8,6 +8,7 @@ model's own code reads cannot be replaced; `record_weight_reads` finds such line
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice
+from coatcheck.workers.distributed.tensor_slice import Range
 from coatcheck.workers.model.parallel_layers import RankSum
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """The weight and bias of a part of a linear, to be packed."""
+
+    weight: Tensor | QuantisedWeight
+    bias: Tensor | None
 
 
 def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collection[nn.Module] = ()) -> None:
@@ -40,6 +50,19 @@ def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invari
     linears = [getattr(owner, name) for name in parts]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return PackedLinear(_merge([linear.weight for linear in linears]), bias, batch_invariant=batch_invariant)
+
+
+def pack_reordered(linear: Any, rows: Sequence[Range], *, batch_invariant: bool) -> PackedLinear:
+    """A linear with these ranges of its rows, one after the other."""
+    bias = None if linear.bias is None else select_rows(linear.bias, rows)
+    return PackedLinear(select_rows(linear.weight, rows), bias, batch_invariant=batch_invariant)
+
+
+def select_rows(weight: Tensor | QuantisedWeight, rows: Sequence[Range]) -> Any:
+    """These ranges of the rows of a weight or bias, one after the other."""
+    if isinstance(weight, QuantisedWeight):
+        return weight.select_rows(rows)
+    return torch.cat([weight.detach()[start:stop] for start, stop in rows])
 
 
 def _merge(weights: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight:

@@ -317,6 +317,8 @@ _BLOCKS = frozenset(
         "OlmoeSparseMoeBlock",
         "Qwen2MoeSparseMoeBlock",
         "Qwen3MoeSparseMoeBlock",
+        "Qwen3NextSparseMoeBlock",
+        "Qwen3_5MoeSparseMoeBlock",
     }
 )
 _SHARED = ("shared_expert", "shared_experts")
@@ -365,7 +367,15 @@ def _longcat(router: Any) -> Routing:
 # By the class of transformers' router: how it chooses, and whether it computes its logits in float32.
 _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     **dict.fromkeys(
-        ("MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"), (_softmax, False)
+        (
+            "MixtralTopKRouter",
+            "OlmoeTopKRouter",
+            "Qwen2MoeTopKRouter",
+            "Qwen3MoeTopKRouter",
+            "Qwen3NextTopKRouter",
+            "Qwen3_5MoeTopKRouter",
+        ),
+        (_softmax, False),
     ),
     "GptOssTopKRouter": (_softmax_of_chosen, False),
     "DeepseekV2TopkRouter": (_deepseek_v2, True),

@@ -293,6 +293,7 @@ class CudaGraphs:
             cu_seqlens_q=inputs.cu_seqlens,
             batch_invariant=self._model.deterministic,
             plans=inputs.plans,
+            state_slots=inputs.sequence_slots.long(),
         )
         hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
         if self._hidden is None:  # the first call is not captured

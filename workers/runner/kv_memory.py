@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +11,12 @@ from torch import Tensor
 from coatcheck.kernels import huge_pages
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
+from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.attention.attention import LayerCaches
+from coatcheck.workers.attention.state_layers import interleave
 from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.kv.block_layout import BlockLayout, LayerOffsets
 
 _TORCH_DTYPES: Final = {
@@ -89,6 +94,32 @@ def make_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache] | list[Laten
     """Those of `make_latent_caches` if the layers are latent, else those of `make_layer_caches`."""
     is_latent = layout.layers[0].spec.is_latent
     return make_latent_caches(layout, pool) if is_latent else make_layer_caches(layout, pool)
+
+
+def make_states(spec: ModelSpec, num_slots: int, device: torch.device) -> list[RecurrentState]:
+    """The state of each layer of `spec.state_layers`, for `num_slots` sequences. On CPU the kernel allocates the pages
+    of a slot at its first use."""
+    return [
+        RecurrentState.zeros(
+            num_slots,
+            channels=layer.conv_channels,
+            conv_size=layer.conv_size,
+            value_heads=layer.value_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            dtype=getattr(torch, spec.dtype),
+            device=device,
+        )
+        for layer in spec.state_layers
+    ]
+
+
+def add_states(spec: ModelSpec, caches: LayerCaches, states: Sequence[RecurrentState]) -> LayerCaches:
+    """The caches of the layers with attention and the states of the others, in the order of the model's layers."""
+    if not states:
+        return caches
+    placed = [(layer.layer, state) for layer, state in zip(spec.state_layers, states, strict=True)]
+    return cast("LayerCaches", interleave([*caches], placed))
 
 
 def _layer_views(layout: BlockLayout, layer: LayerOffsets, pool: Tensor) -> list[Tensor]:

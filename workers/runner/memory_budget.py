@@ -37,17 +37,19 @@ class MemoryBudget:
         *,
         ranks_on_host: int,
         free_device_bytes: int,
+        state_bytes: int = 0,
     ) -> Self:
         """Agree on the numbers of blocks with all ranks, and allocate them. All ranks call this together.
 
-        `free_device_bytes`: of which `config.kv_memory` may be a share.
+        `free_device_bytes`: of which `config.kv_memory` may be a share. `state_bytes`: that this rank's states will
+        take of the free bytes of a CPU.
 
         Raises InvalidConfig if the configured memory is not free, or is too little for one request.
         """
         num_blocks, host_blocks = choose_block_counts(
             config,
             layout,
-            device_bytes=free_device_bytes,
+            device_bytes=subtract_states(config, free_device_bytes, state_bytes, ranks_on_host),
             host_bytes=host_free_bytes(),
             on_cpu=device.type == "cpu",
             ranks_on_host=ranks_on_host,
@@ -69,6 +71,17 @@ class MemoryBudget:
     def tokens(self) -> int:
         """Capacity of the device pool in tokens."""
         return self.num_blocks * self.layout.block_size
+
+
+def subtract_states(config: GroupConfig, free: int, state_bytes: int, ranks_on_host: int) -> int:
+    """The bytes of `free` that the states of all ranks on this host leave. Raises InvalidConfig if none are left."""
+    left = free - state_bytes * ranks_on_host
+    if state_bytes and left <= 0:
+        raise InvalidConfig(
+            f"max-num-seqs {config.max_num_seqs} sequences keep {state_bytes:,} bytes of state on each of "
+            f"{ranks_on_host} ranks, and {free:,} are free; lower max-num-seqs"
+        )
+    return left
 
 
 def free_gpu_bytes(config: GroupConfig, *, in_use: int, total: int) -> int:

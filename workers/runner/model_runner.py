@@ -38,7 +38,7 @@ from coatcheck.workers.runner.device_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.graph_shapes import GraphSizes
 from coatcheck.workers.runner.host_transfer import HostCopy, upload
-from coatcheck.workers.runner.kv_memory import make_caches
+from coatcheck.workers.runner.kv_memory import add_states, make_caches, make_states
 from coatcheck.workers.runner.pooler import Pooler
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
@@ -77,7 +77,10 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.steps = 0
         self._layout = layout
-        self._layer_caches = make_caches(layout, pool)
+        self._kv_caches = make_caches(layout, pool)
+        # A sequence's states have its slot; those of a sequence that starts are zero, whatever the slot holds.
+        states = make_states(model.spec, max_num_seqs, pool.device)
+        self._layer_caches = add_states(model.spec, self._kv_caches, states)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
         # The batch state, one row per slot. The extra token column is for a token sampled after the last position, and
@@ -101,7 +104,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _make_backend(self, name: str) -> AttentionBackend:
-        layers, caches, dtype = self.model.spec.layers, self._layer_caches, getattr(torch, self.model.spec.dtype)
+        layers, caches, dtype = self.model.spec.layers, self._kv_caches, getattr(torch, self.model.spec.dtype)
         if name == "fa3":
             return Fa3Backend(layers)
         if name == "flashinfer":  # check_backend_model refuses latent layers
@@ -214,6 +217,7 @@ class ModelRunner:
             batch_invariant=self.model.deterministic,
             plans={} if gathered else self._backend.make_plans(lens, _seq_lens(rows)),
             gathered=gathered,
+            state_slots=slots.contiguous() if self.model.spec.state_layers else None,
         )
         input_ids = self._token_ids[token_slots, positions].long()
         return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)

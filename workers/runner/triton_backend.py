@@ -18,7 +18,7 @@ from coatcheck.kernels.attention.tile_launch import Tiles, pick_tiles
 from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
-from coatcheck.workers.attention.attention import LayerCaches, kind_of
+from coatcheck.workers.attention.attention import kind_of
 from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.attention.attention_metadata import GatheredContext, LayerKind
 from coatcheck.workers.attention.token_shards import count_local_keys, gathers_context, list_blocks
@@ -39,7 +39,12 @@ class TritonBackend:
     unmeasured_bytes = 0
 
     def __init__(
-        self, layers: Sequence[LayerSpec], caches: LayerCaches, element_size: int, *, batch_invariant: bool
+        self,
+        layers: Sequence[LayerSpec],
+        caches: list[KVCache] | list[LatentCache],
+        element_size: int,
+        *,
+        batch_invariant: bool,
     ) -> None:
         self._device = caches[0].device
         self._kinds: dict[LayerKind, Tiles] = {}

@@ -6,6 +6,7 @@ The caller decides what each step computes. There is no scheduler, and nothing i
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,15 +15,19 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_caches
+from coatcheck.workers.runner.kv_memory import add_states, allocate_kv_pool, make_caches, make_states
+
+_MAX_SEQUENCES: Final = 64  # of one driver, each with a slot of its own
 
 
 @dataclass(slots=True)
 class PagedSequence:
-    """One sequence. `computed`: how many of its tokens are in the pool. `output`: the tokens that `greedy` added."""
+    """One sequence. `slot`: of its states, if the model has some. `computed`: how many of its tokens are in the pool.
+    `output`: the tokens that `greedy` added."""
 
     tokens: list[int]
     blocks: list[int]
+    slot: int = 0
     computed: int = 0
     output: list[int] = field(default_factory=list)
 
@@ -36,7 +41,12 @@ class PagedDriver:
         # All bits set is a NaN of every float type: a read outside of a sequence's own tokens shows in the result.
         pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
-        self.layer_caches = make_caches(self.layout, pool)
+        states = make_states(model.spec, _MAX_SEQUENCES, torch.device("cpu"))
+        for state in states:  # as the pool: only a sequence's own state may be read
+            state.window.fill_(torch.nan)
+            state.matrix.fill_(torch.nan)
+        self.layer_caches = add_states(model.spec, make_caches(self.layout, pool), states)
+        self._num_sequences = 0
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 
@@ -48,15 +58,17 @@ class PagedDriver:
         """
         size = self.layout.block_size
         shared = 0
-        if prefix_of is not None:
+        if prefix_of is not None and self.model.spec.has_prefix_cache:
             most = min(prefix_of.computed, len(tokens) - 1) // size
             while shared < most and prefix_of.tokens[: (shared + 1) * size] == list(tokens[: (shared + 1) * size]):
                 shared += 1
         count = -(-(len(tokens) + max_tokens) // size) - shared
         blocks, self._free = self._free[:count], self._free[count:]
         assert len(blocks) == count, "num_blocks is too small for these sequences"
+        assert self._num_sequences < _MAX_SEQUENCES or self.model.spec.has_prefix_cache, "no slot is left"
         inherited = prefix_of.blocks[:shared] if prefix_of is not None else []
-        return PagedSequence(list(tokens), [*inherited, *blocks], computed=shared * size)
+        self._num_sequences += 1
+        return PagedSequence(list(tokens), [*inherited, *blocks], self._num_sequences - 1, computed=shared * size)
 
     def step(self, work: list[tuple[PagedSequence, int]], *, sample_chunks: bool = True) -> Tensor:
         """Logits [R, vocab_size] of one forward pass over the next `n` tokens of each sequence.
@@ -84,6 +96,7 @@ class PagedDriver:
             block_tables=tables,
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
+            state_slots=torch.tensor([sequence.slot for sequence, _ in work]),
         )
         whole = [sample_chunks or sequence.computed == len(sequence.tokens) for sequence, _ in work]
         wanted = LogitsIndices(
@@ -103,6 +116,7 @@ class PagedDriver:
             block_tables=torch.tensor([sequence.blocks], dtype=torch.int32),
             seq_lens=torch.tensor([span.stop], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
+            state_slots=torch.tensor([sequence.slot]),
         )
         ids = torch.tensor(sequence.tokens[span.start : span.stop])
         return self.model.forward(ids, torch.tensor(list(span)), metadata, self.layer_caches)

@@ -20,12 +20,13 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -101,6 +102,29 @@ def test_weights_of_other_families(arch: str) -> None:
     config = read(arch)
     counted = WeightCount.of(config, ModelShape.of(config).expanded, TpShard(0, 1)).total
     assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
+
+
+@pytest.mark.parametrize("arch", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, tmp_path: Path) -> None:
+    """Layers with attention, states and their bytes are those of the loaded model, and weights are within 2%."""
+    path = tiny_checkpoint(arch, tmp_path)
+    spec = load_model(path, communicator=Communicator(), dtype="float32", device="cpu").spec
+    config = ModelConfig.open(str(path))
+    shape = ModelShape.of(config)
+    names = [field.name for field in fields(StateSpec)]
+    assert shape.states == tuple(StateSpec(*(getattr(layer, name) for name in names)) for layer in spec.state_layers)
+    assert [(one.num_heads, one.num_kv_heads, one.head_dim) for one in shape.layers] == [
+        (one.num_heads, one.num_kv_heads, one.head_dim) for one in spec.layers
+    ]
+    sizing = Sizing.of(PlanSettings(model=str(path), concurrency=7))
+    assert sizing.rank_state_bytes == spec.state_bytes
+    without = Sizing.of(PlanSettings(model=str(path), concurrency=7, gpu_memory=sizing.settings.gpu_memory - 2**30))
+    assert sizing.num_blocks > without.num_blocks
+    assert "--max-num-seqs 7" in " ".join(sizing.notes)
+    counted = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states).total
+    assert counted == pytest.approx(spec.num_weights, rel=0.02)
+    with pytest.raises(InvalidConfig, match="the states of 1,000,000 sequences take .* lower concurrency"):
+        Sizing.of(PlanSettings(model=str(path), concurrency=1_000_000, gpu_memory=8 * 2**30))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4"])

@@ -91,7 +91,7 @@ REFUSED = {
     "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
     "llama4_text": "its attention mask is neither causal nor a sliding window .*; set --max-model-len to at most 16",
     "mamba": "a convolution over 4 tokens",
-    "qwen3_next": "layers.0.linear_attn.conv1d .a convolution over 4 tokens. computes a token's result from other",
+    "recurrent_gemma": "temporal_block.conv_1d .a convolution over 4 tokens. computes a token's result from other",
     "zaya": "qkv_proj.conv_qk_depthwise .a convolution over 2 tokens. computes a token's result from other tokens",
 }
 

@@ -1,0 +1,207 @@
+/* A gated delta net between its projections (formulas and shapes: kernels/linear_attention/gated_delta_net.py). An item
+ * is one key head of one sequence, with its value heads: no two items share a channel or a part of the state. */
+#include "delta_net.h"
+
+#include "simd/activation.h"
+#include "simd/cpu_class.h"
+#include "team.h"
+
+#define TOKENS 16   /* that pass at once */
+#define MAX_DIM 256 /* of a head */
+#define COLUMNS 32  /* of the state that stay in the L1 cache while the tokens pass */
+#define MAX_TAPS 8
+#define NORM_EPS 1e-6f
+#define PARALLEL_FROM 65536 /* elements of states, times tokens, of a call that wakes other threads */
+
+/* Where the inputs of a sequence's convolution lie: the window before its first token, then this call's rows. */
+typedef struct {
+    const char *rows, *window; /* window: null at the sequence's first token */
+    int64_t row_bytes, window_bytes, taps;
+} Inputs;
+
+/* Row `token` of the sequence; negative: of the window. Null before the first token. */
+INLINE const char *input_row(const Inputs *in, int64_t token) {
+    if (token >= 0) return in->rows + token * in->row_bytes;
+    return in->window ? in->window + (in->taps - 1 + token) * in->window_bytes : 0;
+}
+
+/* to[i] = silu(convolution) of channels [first, first + count) at `token`, rounded twice as torch does. */
+INLINE void convolve(const DeltaNet *d, const Inputs *in, int64_t token, int64_t first, int64_t count, float *to,
+                     int type) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        Floats sum = {0};
+        for (int64_t tap = 0; tap < in->taps; tap++) {
+            const char *row = input_row(in, token - in->taps + 1 + tap);
+            if (row) sum += load_floats(d->taps + tap * d->channels + first + i) * load_vector(row, first + i, type);
+        }
+        store_floats(to + i, rounded_vector(activation(rounded_vector(sum, type), 0), type));
+    }
+}
+
+/* x = x * scale / |x| */
+static void normalise(float *x, int64_t dim, float scale) {
+    Floats squares = {0};
+    for (int64_t i = 0; i < dim; i += LANES) squares += load_floats(x + i) * load_floats(x + i);
+    const float factor = scale / sqrtf(sum_of_lanes(squares) + NORM_EPS);
+    for (int64_t i = 0; i < dim; i += LANES) store_floats(x + i, load_floats(x + i) * factor);
+}
+
+/* One token over `width` columns of the state, rows `stride` apart. Never inlined, so that decodes and chunks of prompts
+ * run the same instructions. */
+__attribute__((noinline)) static void step_columns(float *state, int64_t stride, int64_t width, int64_t rows,
+                                                   const float *q, const float *k, const float *v, float decay,
+                                                   float beta, float *out) {
+    enum { MOST = COLUMNS / LANES };
+    Floats sums[MOST] = {{0}}, deltas[MOST] = {{0}};
+    const int64_t vectors = width / LANES;
+    if (vectors == MOST) {
+        for (int64_t i = 0; i < rows; i++)
+#pragma GCC unroll 8
+            for (int c = 0; c < MOST; c++) sums[c] += load_floats(state + i * stride + c * LANES) * k[i];
+    } else {
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t c = 0; c < vectors; c++) sums[c] += load_floats(state + i * stride + c * LANES) * k[i];
+    }
+    for (int64_t c = 0; c < vectors; c++) {
+        deltas[c] = beta * (load_floats(v + c * LANES) - decay * sums[c]);
+        sums[c] = (Floats){0};
+    }
+    if (vectors == MOST) {
+        for (int64_t i = 0; i < rows; i++)
+#pragma GCC unroll 8
+            for (int c = 0; c < MOST; c++) {
+                float *at = state + i * stride + c * LANES;
+                const Floats next = load_floats(at) * decay + deltas[c] * k[i];
+                store_floats(at, next);
+                sums[c] += next * q[i];
+            }
+    } else {
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t c = 0; c < vectors; c++) {
+                float *at = state + i * stride + c * LANES;
+                const Floats next = load_floats(at) * decay + deltas[c] * k[i];
+                store_floats(at, next);
+                sums[c] += next * q[i];
+            }
+    }
+    for (int64_t c = 0; c < vectors; c++) store_floats(out + c * LANES, sums[c]);
+}
+
+/* `count` tokens over a head's state [rows][dim]. Several tokens copy the columns together, because rows that are a
+ * power of two apart would displace each other in the L1 cache. */
+static void step_head(float *state, int64_t rows, int64_t dim, int64_t count, const float *q, const float *k,
+                      const float *v, const float *decay, const float *beta, float *out) {
+    float tile[MAX_DIM * COLUMNS];
+    for (int64_t first = 0; first < dim; first += COLUMNS) {
+        const int64_t width = min_i64(COLUMNS, dim - first);
+        float *part = state + first;
+        int64_t stride = dim;
+        if (count > 1) {
+            for (int64_t i = 0; i < rows; i++) memcpy(tile + i * COLUMNS, part + i * dim, (size_t)width * 4);
+            part = tile, stride = COLUMNS;
+        }
+        for (int64_t t = 0; t < count; t++)
+            step_columns(part, stride, width, rows, q + t * MAX_DIM, k + t * MAX_DIM, v + t * MAX_DIM + first, decay[t],
+                         beta[t], out + t * MAX_DIM + first);
+        if (count > 1)
+            for (int64_t i = 0; i < rows; i++) memcpy(state + first + i * dim, tile + i * COLUMNS, (size_t)width * 4);
+    }
+}
+
+/* out = weight * (o / rms(o)) * silu(z) */
+INLINE void norm_and_gate(const DeltaNet *d, float *o, const void *z, void *out, int type) {
+    Floats squares = {0};
+    for (int64_t i = 0; i < d->value_dim; i += LANES) {
+        const Floats one = rounded_vector(load_floats(o + i), type);
+        store_floats(o + i, one);
+        squares += one * one;
+    }
+    const float factor = 1.0f / sqrtf(sum_of_lanes(squares) / (float)d->value_dim + d->eps);
+    for (int64_t i = 0; i < d->value_dim; i += LANES) {
+        const Floats normed = rounded_vector(load_floats(o + i) * factor, type);
+        const Floats scaled = rounded_vector(load_floats(d->norm + i) * normed, type);
+        store_vector(out, i, scaled * activation(load_vector(z, i, type), 0), type);
+    }
+}
+
+/* The window after `count` tokens: the last inputs of these channels. */
+INLINE void keep_window(const Inputs *in, char *window, int64_t count, int64_t first, int64_t channels, int size) {
+    for (int64_t row = 0; row < in->taps - 1; row++) {
+        const char *from = input_row(in, count + row - in->taps + 1);
+        char *to = window + row * in->window_bytes + first * size;
+        if (from) memmove(to, from + first * size, (size_t)(channels * size));
+        else memset(to, 0, (size_t)(channels * size));
+    }
+}
+
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+INLINE void compute_head(const DeltaNet *d, int64_t sequence, int64_t key_head, int type) {
+    const int64_t first = d->cu_seqlens[sequence], count = d->cu_seqlens[sequence + 1] - first;
+    const int64_t slot = d->slots[sequence], length = d->seq_lens[sequence], group = d->value_heads / d->key_heads;
+    const int64_t key_dim = d->key_dim, value_dim = d->value_dim, keys = d->key_heads * key_dim;
+    const int64_t out_row = d->value_heads * value_dim, q_first = key_head * key_dim, k_first = keys + q_first;
+    const int64_t value_head = key_head * group, v_first = 2 * keys + value_head * value_dim;
+    const int size = type == BF16 ? 2 : 4, is_new = length == count;
+    if (!length) { /* padding */
+        for (int64_t t = first; t < first + count; t++)
+            memset(at(d->out, t * out_row + value_head * value_dim, type), 0, (size_t)(group * value_dim * size));
+        return;
+    }
+    char *window = at(d->window, slot * (d->taps_count - 1) * d->channels, type);
+    const Inputs in = {at(d->qkvz, first * d->qkvz_stride, type), is_new ? 0 : window, d->qkvz_stride * size,
+                       d->channels * size, d->taps_count};
+    float *states = d->matrix + (slot * d->value_heads + value_head) * key_dim * value_dim;
+    if (is_new) memset(states, 0, (size_t)(group * key_dim * value_dim) * 4);
+    float q[TOKENS * MAX_DIM], k[TOKENS * MAX_DIM], v[TOKENS * MAX_DIM], o[TOKENS * MAX_DIM];
+    float decay[TOKENS], beta[TOKENS];
+    for (int64_t begin = 0; begin < count; begin += TOKENS) {
+        const int64_t n = min_i64(TOKENS, count - begin);
+        for (int64_t t = 0; t < n; t++) {
+            convolve(d, &in, begin + t, q_first, key_dim, q + t * MAX_DIM, type);
+            convolve(d, &in, begin + t, k_first, key_dim, k + t * MAX_DIM, type);
+            normalise(q + t * MAX_DIM, key_dim, 1.0f / sqrtf((float)key_dim));
+            normalise(k + t * MAX_DIM, key_dim, 1.0f);
+        }
+        for (int64_t h = 0; h < group; h++) {
+            const int64_t head = value_head + h;
+            for (int64_t t = 0; t < n; t++) {
+                const void *ba = at(d->ba, (first + begin + t) * d->ba_stride, type);
+                const float b = get(ba, head, type), a = get(ba, d->value_heads + head, type);
+                convolve(d, &in, begin + t, v_first + h * value_dim, value_dim, v + t * MAX_DIM, type);
+                decay[t] = expf(d->rates[head] * softplus(a + d->biases[head]));
+                beta[t] = rounded(1.0f / (1.0f + expf(-b)), type);
+            }
+            step_head(states + h * key_dim * value_dim, key_dim, value_dim, n, q, k, v, decay, beta, o);
+            for (int64_t t = 0; t < n; t++) {
+                const int64_t row = first + begin + t;
+                norm_and_gate(d, o + t * MAX_DIM, at(d->qkvz, row * d->qkvz_stride + d->channels + head * value_dim, type),
+                              at(d->out, row * out_row + head * value_dim, type), type);
+            }
+        }
+    }
+    if (count) {
+        keep_window(&in, window, count, q_first, key_dim, size);
+        keep_window(&in, window, count, k_first, key_dim, size);
+        keep_window(&in, window, count, v_first, group * value_dim, size);
+    }
+}
+
+static void compute_heads(const void *context, int64_t from, int64_t to) {
+    const DeltaNet *d = context;
+    for (int64_t item = from; item < to; item++) {
+        const int64_t sequence = item / d->key_heads, key_head = item % d->key_heads;
+        if (d->type == BF16) compute_head(d, sequence, key_head, BF16);
+        else compute_head(d, sequence, key_head, F32);
+    }
+}
+
+static void compute_all(const void *context) {
+    const DeltaNet *d = context;
+    share_items(d->sequences * d->key_heads, 1, compute_heads, d);
+}
+
+void FOR_CLASS(gated_delta_net)(const DeltaNet *d) {
+    const int64_t work = d->tokens * d->value_heads * d->key_dim * d->value_dim;
+    run_team_if(work >= PARALLEL_FROM, compute_all, d);
+}

@@ -1,0 +1,189 @@
+"""A gated delta net between its projections: convolution, gated delta rule, gated norm (Yang et al., 2024, 2412.06464).
+
+For each token, with x = [q | k | v] of its row, per value head h with the q and k of its key head:
+
+    y = silu(sum_j conv[j] * x[t - conv_size + 1 + j])                  each channel by itself, rounded to the dtype
+    q, k = q / |q| / sqrt(key_dim), k / |k|                             float32, |x| = sqrt(sum x^2 + 1e-6)
+    d = exp(-exp(a_log) * softplus(a + dt_bias)),  b' = sigmoid(b)
+    S = d * S;  S = S + k (b' * (v - S^T k))^T;  o = S^T q              float32, S [key_dim, value_dim]
+    out = norm_weight * (o / sqrt(mean o^2 + eps)) * silu(z)
+
+Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (channels) and z; ba [T, 2 * value_heads] with
+columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
+
+Every form takes the tokens of a sequence one after the other, so a result has the same bits in any chunks and beside
+any other sequences. In the C form a thread computes the heads of one key head of one sequence; the state's columns do
+not depend on each other, so 32 of them at once stay in the L1 cache while a chunk's tokens pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.launch_check import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_rows,
+    check_shape,
+    once_per_geometry,
+    refuse,
+)
+from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState, StateRows
+
+_NORM_EPS = 1e-6  # of q and k
+_MAX_DIM = 256  # of a head in the C form
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDeltaNet:
+    """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log and dt_bias [value_heads].
+
+    `eps`: of the norm behind the recurrence.
+    """
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    key_heads: int
+    key_dim: int
+    # As the kernels read them: conv [conv_size, channels], and -exp(a_log).
+    _taps: Tensor = field(init=False)
+    _rates: Tensor = field(init=False)
+    _biases: Tensor = field(init=False)
+    _scales: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        heads, channels = self.a_log.shape[0], self.conv.shape[0]
+        check_shape("conv", self.conv, (None, None))
+        check_shape("dt_bias", self.dt_bias, (heads,))
+        check_shape("norm", self.norm, (None,))
+        if not 1 <= self.conv.shape[1] <= 8:
+            refuse("conv", "1 to 8 taps", self.conv.shape[1])
+        if heads % self.key_heads:
+            refuse("a_log", f"a multiple of {self.key_heads} value heads", heads)
+        if channels != 2 * self.key_heads * self.key_dim + heads * self.value_dim:
+            refuse("conv", "a channel for each element of q, k and v", channels)
+        for name, tensor in (
+            ("_taps", self.conv.detach().float().t()),
+            ("_rates", -self.a_log.detach().float().exp()),
+            ("_biases", self.dt_bias.detach().float()),
+            ("_scales", self.norm.detach().float()),
+        ):
+            object.__setattr__(self, name, tensor.contiguous())
+
+    @property
+    def value_heads(self) -> int:
+        return self.a_log.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        return self.norm.shape[0]
+
+    @property
+    def channels(self) -> int:
+        return self.conv.shape[0]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the C library computes it, in each of its dtypes."""
+        return native.library() is not None and fits_native(self.key_dim, self.value_dim)
+
+    def __call__(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
+        """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
+        _check(qkvz, ba, self.channels, self.value_heads, self.value_dim)
+        rows.check(qkvz.device)
+        check_shape("window", state.window, (None, self.conv.shape[1] - 1, self.channels))
+        check_dtype("window", state.window, qkvz.dtype)
+        check_device("window", state.window, qkvz.device)
+        check_shape("matrix", state.matrix, (None, self.value_heads, self.key_dim, self.value_dim))
+        library = native.library_for(qkvz)
+        if library is None or not fits_native(self.key_dim, self.value_dim):
+            return self.reference(qkvz, ba, state, rows)
+        out = qkvz.new_empty((qkvz.shape[0], self.value_heads * self.value_dim))
+        library.gated_delta_net(
+            native.GATED_DELTA_NET.pack(
+                qkvz.data_ptr(), ba.data_ptr(), self._taps.data_ptr(), self._rates.data_ptr(), self._biases.data_ptr(),
+                self._scales.data_ptr(), state.window.data_ptr(), state.matrix.data_ptr(), rows.slots.data_ptr(),
+                rows.seq_lens.data_ptr(), rows.cu_seqlens.data_ptr(), out.data_ptr(),
+                qkvz.stride(0), ba.stride(0), rows.slots.shape[0], qkvz.shape[0], self.key_heads, self.value_heads,
+                self.key_dim, self.value_dim, self.conv.shape[1], native.TYPES[qkvz.dtype], self.channels,
+                self.eps, 0.0,
+            )
+        )  # fmt: skip
+        return out
+
+    def reference(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
+        """The formula in torch, token by token."""
+        out = qkvz.new_zeros((qkvz.shape[0], self.value_heads * self.value_dim))
+        starts = rows.cu_seqlens.tolist()
+        for index, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.seq_lens.tolist(), strict=True)):
+            first, last = starts[index], starts[index + 1]
+            if not length or first == last:
+                continue
+            is_new = length == last - first
+            out[first:last] = self._compute_sequence(qkvz[first:last], ba[first:last], state, slot, is_new=is_new)
+        return out
+
+    def _compute_sequence(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, slot: int, *, is_new: bool) -> Tensor:
+        dtype, count, taps = qkvz.dtype, qkvz.shape[0], self.conv.shape[1]
+        heads, value_dim = self.value_heads, self.value_dim
+        if is_new:
+            state.window[slot].zero_()
+            state.matrix[slot].zero_()
+        x, z = qkvz.split_with_sizes((self.channels, heads * value_dim), dim=1)
+        inputs = torch.cat((state.window[slot], x))
+        state.window[slot] = inputs[count:]
+        y = sum(inputs[tap : tap + count].float() * self._taps[tap] for tap in range(taps))
+        assert isinstance(y, Tensor)
+        y = F.silu(y.to(dtype)).float()
+        keys = self.key_heads * self.key_dim
+        q, k, v = y.split_with_sizes((keys, keys, heads * value_dim), dim=1)
+        q, k = (
+            _normalise(part.view(count, self.key_heads, self.key_dim)).repeat_interleave(heads // self.key_heads, 1)
+            for part in (q, k)
+        )
+        q = q * self.key_dim**-0.5
+        v = v.view(count, heads, value_dim)
+        b, a = ba.split_with_sizes((heads, heads), dim=1)
+        decay = (self._rates * F.softplus(a.float() + self._biases)).exp()
+        beta = b.sigmoid().float()
+        matrix = state.matrix[slot]
+        outs = []
+        for t in range(count):
+            matrix = matrix * decay[t, :, None, None]
+            delta = beta[t, :, None] * (v[t] - (matrix * k[t, :, :, None]).sum(1))
+            matrix = matrix + k[t, :, :, None] * delta[:, None, :]
+            outs.append((matrix * q[t, :, :, None]).sum(1))
+        state.matrix[slot] = matrix
+        core = torch.stack(outs).to(dtype).float()
+        normed = (core * torch.rsqrt(core.pow(2).mean(-1, keepdim=True) + self.eps)).to(dtype)
+        gate = F.silu(z.float()).view(count, heads, value_dim)
+        return ((self.norm * normed).float() * gate).to(dtype).flatten(1)
+
+
+def fits_native(key_dim: int, value_dim: int) -> bool:
+    """Whether the C form computes heads of these sizes."""
+    return all(dim % 16 == 0 and dim <= _MAX_DIM for dim in (key_dim, value_dim))
+
+
+def _normalise(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _NORM_EPS)
+
+
+@once_per_geometry
+def _check(qkvz: Tensor, ba: Tensor, channels: int, value_heads: int, value_dim: int) -> None:
+    check_shape("qkvz", qkvz, (None, channels + value_heads * value_dim))
+    check_dtype("qkvz", qkvz, *FLOATS)
+    check_rows("qkvz", qkvz)
+    check_shape("ba", ba, (qkvz.shape[0], 2 * value_heads))
+    check_dtype("ba", ba, qkvz.dtype)
+    check_device("ba", ba, qkvz.device)
+    check_rows("ba", ba)

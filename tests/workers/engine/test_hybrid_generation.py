@@ -1,0 +1,191 @@
+"""The engine over models whose layers keep a state: a request's tokens depend on the request alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tp_shard import TpShard
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.model.model_rules import check_deterministic_states, check_state_device
+from coatcheck.workers.rank_loading import check_host_tier
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_states
+from coatcheck.workers.runner.memory_budget import subtract_states
+from coatcheck.workers.runner.model_runner import ModelRunner
+from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+
+PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]
+GREEDY = SamplingParams(max_tokens=200, seed=1, ignore_eos=True, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=40, seed=7, ignore_eos=True, temperature=0.9, top_k=40)
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Model:
+    return load_model(checkpoint, communicator=Communicator(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def make(model: Model) -> Make:
+    """Creates engines, each with a new pool and new states."""
+
+    def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0, slots: int = 16) -> Engine:
+        layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+        pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
+        runner = ModelRunner(model, layout, pool, max_num_seqs=slots, max_model_len=256)
+        return Engine(
+            model.spec, runner, num_blocks=num_blocks, block_size=8, max_num_seqs=slots, max_batch_tokens=budget,
+            pipeline_depth=depth,
+        )  # fmt: skip
+
+    return make_engine
+
+
+def ask(name: str = "a", prompt: list[int] = PROMPT, sampling: SamplingParams = DRAWN, **more: Any) -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), sampling, **more)
+
+
+def run(engine: Engine, *requests: EngineRequest) -> dict[tuple[str, int], list[int]]:
+    """The tokens of every choice."""
+    for request in requests:
+        engine.submit_request(request)
+    said: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            said.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+        engine.check()
+    return said
+
+
+@pytest.fixture(scope="module")
+def alone(make: Make) -> list[int]:
+    """The request's tokens alone on a new engine, its prompt in one chunk."""
+    return run(make(), ask())["a", 0]
+
+
+def test_200_greedy_tokens_are_transformers_own(make: Make, checkpoint: Path) -> None:
+    """In float32 the 200 token ids after a prompt of 45, computed in chunks of 16, are those of its `generate`."""
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    reference.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=200, do_sample=False)  # type: ignore[misc]
+    assert run(make(budget=16), ask(sampling=GREEDY))["a", 0] == out[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("budget", [3, 16, 44])
+def test_tokens_do_not_depend_on_chunks(make: Make, alone: list[int], budget: int) -> None:
+    """The state goes from chunk to chunk of a prompt."""
+    assert run(make(budget=budget), ask())["a", 0] == alone
+
+
+def test_tokens_do_not_depend_on_the_batch(make: Make, alone: list[int]) -> None:
+    """Neighbours with other prompts, of which one is the same request, change no token."""
+    others = [ask(f"other{n}", PROMPT[n:] + PROMPT[:n]) for n in (3, 9, 20)]
+    said = run(make(budget=20), others[0], ask(), others[1], ask("again"), others[2])
+    assert said["a", 0] == said["again", 0] == alone
+
+
+def test_tokens_do_not_depend_on_pipelining(make: Make, alone: list[int]) -> None:
+    """A step that is launched before the last one is confirmed reads the state that the last one leaves."""
+    assert run(make(depth=1, budget=20), ask(), ask("b", PROMPT[5:]))["a", 0] == alone
+
+
+def test_a_slot_that_was_used_changes_no_token(make: Make, alone: list[int]) -> None:
+    """With one slot, each sequence starts anew where another one has ended."""
+    engine = make(slots=1)
+    said = run(engine, ask("b", PROMPT[5:]), ask(), ask("c", PROMPT[7:]))
+    assert said["a", 0] == alone
+    assert run(engine, ask("again"))["again", 0] == alone
+
+
+def test_tokens_do_not_depend_on_preemption(make: Make, alone: list[int]) -> None:
+    """A preempted sequence gives up its state and computes it again."""
+    engine = make(num_blocks=24)
+    requests = [ask("first"), ask(), ask("third")]
+    said = run(engine, *requests)
+    assert engine.stats().preemptions > 0
+    assert said["first", 0] == said["a", 0] == said["third", 0] == alone
+
+
+def test_a_resumed_request_goes_on_exactly(make: Make, alone: list[int]) -> None:
+    """Another group computes the prompt and the delivered tokens, and goes on with the token that follows them."""
+    for delivered in (1, 11, 39):
+        assert run(make(budget=16), ask(resume={0: tuple(alone[:delivered])}))["a", 0] == alone[delivered:]
+
+
+def test_no_prompt_is_found_in_the_cache(make: Make, alone: list[int]) -> None:
+    """A prompt that was computed before is computed whole, and no block is reported as cached."""
+    engine = make()
+    assert run(engine, ask())["a", 0] == run(engine, ask("b"))["b", 0] == alone
+    assert engine.stats().cached_device_tokens == engine.stats().blocks_cached == 0
+    assert engine.stats().prompt_tokens == 2 * len(PROMPT)
+
+
+def test_choices_compute_their_own_prompts(make: Make, alone: list[int]) -> None:
+    """Each of n choices has the tokens that it has beside no other choice."""
+    sampling = SamplingParams(max_tokens=40, seed=7, ignore_eos=True, temperature=0.9, top_k=40, n=3)
+    said = run(make(budget=50), ask(sampling=sampling))
+    assert said["a", 0] == alone
+    assert len({tuple(tokens) for tokens in said.values()}) == 3
+    assert run(make(), ask(sampling=sampling, resume={0: tuple(alone[:39])}))["a", 2] == said["a", 2]
+
+
+def test_int8_weights_are_served(checkpoint: Path, make: Make, alone: list[int]) -> None:
+    """Linears quantised at load: decays and routers stay plain, and chunks change no token."""
+    model = load_model(checkpoint, communicator=Communicator(), device="cpu", quantization="int8")
+    layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+
+    def tokens(budget: int) -> list[int]:
+        pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
+        runner = ModelRunner(model, layout, pool, max_num_seqs=4, max_model_len=256)
+        engine = Engine(model.spec, runner, num_blocks=60, block_size=8, max_num_seqs=4, max_batch_tokens=budget)
+        return run(engine, ask())["a", 0]
+
+    assert tokens(256) == tokens(7)
+    assert model.spec.weight_bytes < load_model(checkpoint, communicator=Communicator(), device="cpu").spec.weight_bytes
+
+
+def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
+    """Each refusal says what to change: GPUs, a host tier, too many sequences, a tp that does not divide the heads."""
+    config, layer = (
+        GroupConfig(name="g", model="m", served_model_name="m", host_kv_memory=0.5),
+        model.spec.state_layers[0],
+    )
+    with pytest.raises(InvalidConfig, match="set --device cpu"):
+        check_state_device("qwen3_next", "cuda", has_states=True)
+    with pytest.raises(InvalidConfig, match="leave --host-kv-memory out"):
+        check_host_tier(config, model.spec)
+    wanted = config.max_num_seqs * model.spec.state_bytes
+    assert subtract_states(config, 2 * wanted + 5, wanted, 2) == 5
+    with pytest.raises(InvalidConfig, match="max-num-seqs 256 .* lower max-num-seqs"):
+        subtract_states(config, 2 * wanted, wanted, 2)
+    with pytest.raises(
+        InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
+    ):
+        TpShard(0, 3).shard_state(layer)
+    check_deterministic_states([layer])
+    with pytest.raises(InvalidConfig, match="multiples of 16 and at most 256 .here: 24, 32."):
+        check_deterministic_states([replace(layer, key_dim=24)])
+
+
+def test_states_take_the_bytes_that_are_counted(model: Model) -> None:
+    """The bytes of the states of a runner's slots are those that its spec says."""
+    states = make_states(model.spec, 5, torch.device("cpu"))
+    assert sum(state.window.nbytes + state.matrix.nbytes for state in states) == 5 * model.spec.state_bytes

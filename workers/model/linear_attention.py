@@ -1,0 +1,78 @@
+"""LinearAttention: the gated delta net of a fused decoder layer, called as multi_head_attention.py is.
+
+Two linears read the normalised hidden states: one for q, k, v and z, one for the b and a of each value head. Qwen3.5
+has four linears for these, Qwen3-Next two whose rows are in order of the key heads; their rows are put in order here.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
+from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState, StateRows
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.core.model_spec import StateSpec
+from coatcheck.workers.distributed.tensor_slice import Range
+from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
+
+
+class LinearAttention:
+    """From the normalised hidden states [T, hidden] to every value head's output, [T, value_heads * value_dim]."""
+
+    def __init__(self, module: Any, spec: StateSpec, *, batch_invariant: bool) -> None:
+        """`module`: transformers' gated delta net with this rank's weights. `spec`: with this rank's heads."""
+        if hasattr(module, "in_proj_qkvz"):
+            self._qkvz = pack_reordered(module.in_proj_qkvz, _qkvz_rows(spec), batch_invariant=batch_invariant)
+            self._ba = pack_reordered(module.in_proj_ba, _ba_rows(spec), batch_invariant=batch_invariant)
+        else:
+            self._qkvz = pack_merged(
+                module, "in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), batch_invariant=batch_invariant
+            )
+            self._ba = pack_merged(module, "in_proj_ba", ("in_proj_b", "in_proj_a"), batch_invariant=batch_invariant)
+        self._net = GatedDeltaNet(
+            conv=module.conv1d.weight.detach().squeeze(1),
+            a_log=module.A_log.detach(),
+            dt_bias=module.dt_bias.detach(),
+            norm=module.norm.weight.detach(),
+            eps=module.norm.variance_epsilon,
+            key_heads=spec.key_heads,
+            key_dim=spec.key_dim,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: object,
+        metadata: AttentionMetadata,
+        state: RecurrentState,
+        logits_indices: LogitsIndices | None,
+    ) -> Tensor:
+        """Returns only the rows of `logits_indices`, if given: the state needs all tokens. `rotary` is not used."""
+        assert metadata.state_slots is not None, "the step of a hybrid model has slots"
+        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q)
+        out = self._net(self._qkvz(x), self._ba(x), state, rows)
+        return out if logits_indices is None else out[logits_indices.tokens]
+
+    def linears(self) -> list[PackedLinear]:
+        return [self._qkvz, self._ba]
+
+
+def _qkvz_rows(spec: StateSpec) -> list[Range]:
+    """Qwen3-Next has the rows of q, k, v and z of one key head after the other."""
+    k, v = spec.key_dim, spec.value_heads // spec.key_heads * spec.value_dim
+    return list(_grouped_rows(spec.key_heads, (k, k, v, v)))
+
+
+def _ba_rows(spec: StateSpec) -> list[Range]:
+    group = spec.value_heads // spec.key_heads
+    return list(_grouped_rows(spec.key_heads, (group, group)))
+
+
+def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
+    """Rows that are in order of the groups, each with parts of `sizes`, in order of the parts."""
+    for part, size in enumerate(sizes):
+        for group in range(groups):
+            start = group * sum(sizes) + sum(sizes[:part])
+            yield start, start + size
