@@ -65,13 +65,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         A client that has closed its socket looks the same until it is sent something: then its kernel resets the
         connection. So the first byte of the response, always an H, goes out at once, and a reset cancels the request.
-        One that reads this byte and closes later is noticed only when the rest is written.
+        One that reads this byte and closes later is noticed only when the rest is written. Once a response has begun,
+        a client that ends its half is taken for gone: a stream may stay silent, and nothing else would tell.
         """
-        if not self._is_answering or self.cycle.more_body or self.scheme == "https":  # asyncio's TLS cannot half-close
+        if not self._is_answering or self.cycle.more_body or self.cycle.response_started:
+            return False
+        if self.scheme == "https":  # asyncio's TLS cannot half-close
             return False
         self._stop_head_timer()
         self.cycle.keep_alive = False
-        if not self.cycle.response_started and not self.pipeline:
+        if not self.pipeline:
             self.transport.write(b"H")
             transport: Any = _AfterFirstByte(self.transport)
             self.cycle.transport = transport
