@@ -32,8 +32,7 @@ REASONS = (
     (
         r"convolution over|delayed state",
         "a convolution or a recurrent state over tokens",
-        "choose a model with attention in every layer; serving these would take a pool of states, one for each "
-        "sequence and for each block of the prefix cache",
+        "choose a model with attention in every layer, or a [hybrid](#hybrid-models) of another type",
     ),
     (
         r"outside of transformers' attention interface|through transformers' attention interface",

@@ -30,25 +30,6 @@ class RecurrentState:
         if not self.window.is_contiguous():
             refuse("window", "a contiguous tensor", f"strides {self.window.stride()}")
 
-    @classmethod
-    def zeros(
-        cls,
-        slots: int,
-        *,
-        channels: int,
-        conv_size: int,
-        value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> RecurrentState:
-        """A state for `slots` sequences. `dtype`: of the model."""
-        return cls(
-            torch.zeros(slots, conv_size - 1, channels, dtype=dtype, device=device),
-            torch.zeros(slots, value_heads, key_dim, value_dim, dtype=torch.float32, device=device),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class StateRows:

@@ -97,21 +97,43 @@ def make_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache] | list[Laten
 
 
 def make_states(spec: ModelSpec, num_slots: int, device: torch.device) -> list[RecurrentState]:
-    """The state of each layer of `spec.state_layers`, for `num_slots` sequences. On CPU the kernel allocates the pages
-    of a slot at its first use."""
-    return [
-        RecurrentState.zeros(
-            num_slots,
-            channels=layer.conv_channels,
-            conv_size=layer.conv_size,
-            value_heads=layer.value_heads,
-            key_dim=layer.key_dim,
-            value_dim=layer.value_dim,
-            dtype=getattr(torch, spec.dtype),
-            device=device,
+    """The state of each layer of `spec.state_layers`, for `num_slots` sequences, zeroed.
+
+    On CPU they lie in one range of huge pages, which a thread allocates as it does the pool's: pages that were
+    allocated at a slot's first use would look free to a group that starts later on this host. Raises InvalidConfig if
+    this process cannot have that much memory.
+    """
+    if not spec.state_layers:
+        return []
+    size = num_slots * spec.state_bytes
+    try:
+        memory = (
+            huge_pages.zeros((size,), torch.uint8)
+            if device.type == "cpu"
+            else torch.zeros(size, dtype=torch.uint8, device=device)
         )
-        for layer in spec.state_layers
-    ]
+    except (OSError, OverflowError) as error:
+        raise _no_memory("max-num-seqs", size, error) from None
+    if device.type == "cpu":
+        huge_pages.populate_in_background(memory)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    # The matrices first: their sizes keep the alignment.
+    shapes = [(num_slots, s.value_heads, s.key_dim, s.value_dim) for s in spec.state_layers]
+    matrices, memory = _take_tensors(memory, shapes, torch.float32)
+    windows, _ = _take_tensors(
+        memory, [(num_slots, s.conv_size - 1, s.conv_channels) for s in spec.state_layers], dtype
+    )
+    return [RecurrentState(window, matrix) for window, matrix in zip(windows, matrices, strict=True)]
+
+
+def _take_tensors(memory: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Tensors of `shapes` from the front of `memory`, uint8 [n], and what is left of it."""
+    tensors: list[Tensor] = []
+    for shape in shapes:
+        size = math.prod(shape) * dtype.itemsize
+        tensors.append(memory[:size].view(dtype).view(shape))
+        memory = memory[size:]
+    return tensors, memory
 
 
 def add_states(spec: ModelSpec, caches: LayerCaches, states: Sequence[RecurrentState]) -> LayerCaches:

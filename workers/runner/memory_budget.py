@@ -74,12 +74,19 @@ class MemoryBudget:
 
 
 def subtract_states(config: GroupConfig, free: int, state_bytes: int, ranks_on_host: int) -> int:
-    """The bytes of `free` that the states of all ranks on this host leave. Raises InvalidConfig if none are left."""
-    left = free - state_bytes * ranks_on_host
+    """The bytes of `free` that the states leave. `state_bytes`: of one rank.
+
+    A share of the free memory is divided by all ranks on the host, so the states of all of them are subtracted. Beside
+    a `kv_memory` in bytes only those of this group's ranks are: if this group restarts beside others, these have
+    allocated theirs already. Raises InvalidConfig if nothing is left.
+    """
+    ranks = ranks_on_host if is_share(config.kv_memory) else min(config.tp, ranks_on_host)
+    left = free - state_bytes * ranks
     if state_bytes and left <= 0:
+        others = "; if other groups already run on this host, set kv-memory in bytes" if ranks > config.tp else ""
         raise InvalidConfig(
-            f"max-num-seqs {config.max_num_seqs} sequences keep {state_bytes:,} bytes of state on each of "
-            f"{ranks_on_host} ranks, and {free:,} are free; lower max-num-seqs"
+            f"the states of {config.max_num_seqs} sequences take {state_bytes:,} bytes on each of {ranks} ranks, and "
+            f"{free:,} are free; lower max-num-seqs{others}"
         )
     return left
 

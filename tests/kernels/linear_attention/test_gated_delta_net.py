@@ -32,13 +32,10 @@ def make_net(dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int,
 
 def make_state(net: GatedDeltaNet, slots: int, dtype: torch.dtype) -> RecurrentState:
     """Slots full of what an earlier sequence may have left."""
-    state = RecurrentState.zeros(
-        slots, channels=net.channels, conv_size=net.conv.shape[1], value_heads=net.value_heads, key_dim=net.key_dim,
-        value_dim=net.value_dim, dtype=dtype, device=torch.device("cpu"),
-    )  # fmt: skip
-    state.window.fill_(3.0)
-    state.matrix.fill_(5.0)
-    return state
+    return RecurrentState(
+        torch.full((slots, net.conv.shape[1] - 1, net.channels), 3.0, dtype=dtype),
+        torch.full((slots, net.value_heads, net.key_dim, net.value_dim), 5.0),
+    )
 
 
 def make_inputs(net: GatedDeltaNet, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:

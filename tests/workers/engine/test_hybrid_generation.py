@@ -24,6 +24,7 @@ from coatcheck.workers.rank_loading import check_host_tier
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_states
 from coatcheck.workers.runner.memory_budget import subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
+from tests.kernels.test_huge_pages import resident_bytes, wait_until_populated
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
 PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]
@@ -174,7 +175,7 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
         check_host_tier(config, model.spec)
     wanted = config.max_num_seqs * model.spec.state_bytes
     assert subtract_states(config, 2 * wanted + 5, wanted, 2) == 5
-    with pytest.raises(InvalidConfig, match="max-num-seqs 256 .* lower max-num-seqs"):
+    with pytest.raises(InvalidConfig, match="states of 256 sequences take .* on each of 2 ranks.*; lower max-num-seqs"):
         subtract_states(config, 2 * wanted, wanted, 2)
     with pytest.raises(
         InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
@@ -183,6 +184,33 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     check_deterministic_states([layer])
     with pytest.raises(InvalidConfig, match="multiples of 16 and at most 256 .here: 24, 32."):
         check_deterministic_states([replace(layer, key_dim=24)])
+
+
+def test_a_group_starts_again_beside_groups_that_have_their_states(model: Model) -> None:
+    """With kv-memory in bytes, only the states of the group's own ranks must be free: those of others are allocated."""
+    wanted = 256 * model.spec.state_bytes
+    config = GroupConfig(name="g", model="m", served_model_name="m", kv_memory=1e6)
+    assert subtract_states(config, wanted + 5, wanted, 2) == 5
+    share = GroupConfig(name="g", model="m", served_model_name="m", kv_memory=0.3)
+    with pytest.raises(InvalidConfig, match="if other groups already run on this host, set kv-memory in bytes"):
+        subtract_states(share, wanted + 5, wanted, 2)
+
+
+def test_states_are_allocated_before_their_first_use(model: Model) -> None:
+    """The pages of slots that no sequence had are taken from the host, so that a later group does not count them as
+    free."""
+    count = (64 << 20) // model.spec.state_bytes
+    before = resident_bytes()
+    states = make_states(model.spec, count, torch.device("cpu"))
+    wait_until_populated()
+    assert resident_bytes() - before > 60 << 20
+    assert not any(state.matrix[-1].any() or state.window[-1].any() for state in states)
+
+
+def test_states_that_the_system_refuses(model: Model) -> None:
+    """States that this process cannot have, as with a small `ulimit -v`, are an error with the setting."""
+    with pytest.raises(InvalidConfig, match="^max-num-seqs: the system refuses"):
+        make_states(model.spec, 1 << 40, torch.device("cpu"))
 
 
 def test_states_take_the_bytes_that_are_counted(model: Model) -> None:
