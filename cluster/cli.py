@@ -75,11 +75,16 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null in the place of a standard stream that the caller has closed, as `>&-` does. Python has None there,
-    and a file or socket that is opened later would take the stream's number."""
+    """Open /dev/null as each standard stream that the caller has closed, as `>&-` does.
+
+    Such a stream is None in Python, and a file or socket that is opened later would get its file descriptor, here and
+    in child processes.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open until the process ends
+            stream = open(os.devnull, mode)  # noqa: SIM115  # open until the process ends
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _show_version(wanted: bool) -> None:

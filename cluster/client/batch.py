@@ -33,10 +33,11 @@ from coatcheck.proto.host_port import is_loopback
 _URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_SENDS: Final = 8  # of a request that finds the server full or gone
 _MAX_WAIT_SECONDS: Final = 30.0
-# An answer may take minutes. While none comes, the server is asked for its health; after this many times without a word
-# it hangs. A server that is suspended for some seconds does not.
+# An answer may take minutes. After each _CHECK_SECONDS without one, the server is asked for its health, and has
+# _CHECK_SECONDS to reply. A server that misses this many checks in a row hangs: it is silent for 30 s. A router may be
+# suspended for less.
 _CHECK_SECONDS: Final = 5.0
-_MAX_CHECKS: Final = 3
+_MAX_MISSED_CHECKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +86,37 @@ def batch(
 
 
 def _send_all(sender: "Sender", requests: list[BatchRequest], concurrency: int) -> Iterator[dict[str, Any]]:
-    """The line of each request, in the order of the answers. Raises Unavailable if there is no server, or if it answers
-    nothing, not even its health."""
+    """The line of each request, in the order of the answers. Raises Unavailable if there is no server, or if the server
+    hangs."""
     waiting = deque(requests)
     sent: Queue[dict[str, Any] | Exception] = Queue()
 
     def send() -> None:
-        while waiting:
+        while True:
             try:
-                sent.put(sender.send(waiting.popleft()))
-            except IndexError:  # another thread has taken the last one
+                request = waiting.popleft()
+            except IndexError:  # no request is left
                 return
+            try:
+                sent.put(sender.send(request))
             except Exception as error:
                 sent.put(error)
 
-    # A thread that reads from a server that hangs cannot be stopped. The process ends without daemon threads.
+    # A thread that reads from a server that hangs cannot be stopped. The process does not wait for daemon threads.
     for _ in range(min(concurrency, len(requests))):
         threading.Thread(target=send, daemon=True).start()
-    checks = 0  # that the server has not answered, in a row
     for _ in requests:
+        missed_checks = 0  # since the last answer to a request or a check
         while True:
             try:
                 line = sent.get(timeout=_CHECK_SECONDS)
                 break
             except Empty:
-                checks = 0 if sender.is_answering() else checks + 1
-            if checks == _MAX_CHECKS:
+                missed_checks = 0 if sender.is_answering() else missed_checks + 1
+            if missed_checks == _MAX_MISSED_CHECKS:
                 raise Unavailable(
-                    f"{sender.server} accepts connections but answers nothing: its router hangs, or another program "
-                    "listens there; the answers so far are kept, and the same command goes on"
+                    f"{sender.server} answers neither requests nor GET /health: its router hangs, or another program "
+                    "listens there; the answers so far are kept; run the same command again to send the other requests"
                 )
         if isinstance(line, Exception):
             raise line
@@ -184,8 +187,8 @@ class Sender:
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *proxies)
 
     def is_answering(self) -> bool:
-        """False if the server accepts a connection but answers nothing in time. A server that is gone counts as
-        answering: `send` tries again."""
+        """Whether the server replies to GET /health within _CHECK_SECONDS. Also True if the connection fails at once:
+        then `send` tries again, and raises Unavailable after the last time."""
         try:
             with self._open(urllib.request.Request(f"{self.server}/health", headers=self._headers), _CHECK_SECONDS):
                 return True

@@ -15,8 +15,9 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import is_loopback
 
 _SYSTEM: Final = "system"
-# How long a channel tries to connect before a call fails. gRPC's own 20 s are long for a person who waits for a router
-# that is suspended: its host accepts the connection, and nothing answers. A busy router's gRPC answers without Python.
+# How long a channel tries to connect before a call fails. gRPC's default of 20 s is long for a user of a suspended
+# router: the router's host accepts the connection, and nothing answers. A busy router answers in time, because gRPC's
+# own threads complete the connection, without Python.
 CONNECT_SECONDS: Final = 8.0
 
 _ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
@@ -83,10 +84,12 @@ class Credentials:
 
 
 def _options(address: str) -> list[tuple[str, Any]]:
-    """Options of a channel to `address`. gRPC would send calls to a loopback address through the proxy of http_proxy,
-    which cannot reach this host's loopback interface."""
+    """Options of a channel to `address`.
+
+    They turn http_proxy off for a loopback address: a proxy cannot reach this host's loopback interface.
+    """
     host = address.rpartition(":")[0]
-    options = [("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_SECONDS))]  # gRPC's name of the time to connect
+    options = [("grpc.min_reconnect_backoff_ms", round(1000 * CONNECT_SECONDS))]  # gRPC's limit for connecting
     return [*options, ("grpc.enable_http_proxy", 0)] if is_loopback(host) else options
 
 

@@ -5,7 +5,6 @@ import resource
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.client import batch
 from coatcheck.cluster.client.batch import Sender, keep_answers, read_requests
 from coatcheck.proto.errors import InvalidConfig
@@ -23,14 +23,18 @@ from tests.cluster.running_server import COMMAND
 
 class Server(ThreadingHTTPServer):
     """Answers with the prompt in capitals; refuses the prompt `bad`; is full for the first `full` requests; ends the
-    connection amid the first `cut` answers; takes `slow_seconds` for each. `checks`: of its health."""
+    connection amid the first `cut` answers; answers a request after `checks_per_request` checks of its health.
+    `checks`: how often its health was asked for. While `hides_health` is set, no check is answered."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.full = 0
         self.cut = 0
-        self.slow_seconds = 0.0
+        self.checks_per_request = 0
         self.checks = 0
+        self.checked = threading.Condition()
+        self.hides_health = False
+        self.ended = threading.Event()
         self.seen: list[tuple[str, dict[str, Any], str]] = []
 
     @property
@@ -45,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
         """As a router would."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.seen.append((self.path, body, self.headers.get("authorization", "")))
-        time.sleep(self.server.slow_seconds)
+        with self.server.checked:
+            until = self.server.checks + self.server.checks_per_request
+            assert self.server.checked.wait_for(lambda: self.server.checks >= until, MAX_WAIT_SECONDS)
         status = 400 if body["prompt"] == "bad" else 200
         if self.server.full:
             self.server.full -= 1
@@ -62,7 +68,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The health."""
-        self.server.checks += 1
+        with self.server.checked:
+            self.server.checks += 1
+            self.server.checked.notify_all()
+        if self.server.hides_health:
+            self.server.ended.wait()
         self.send_response(200)
         self.end_headers()
 
@@ -77,6 +87,7 @@ def server() -> Iterator[Server]:
     thread = threading.Thread(target=made.serve_forever)
     thread.start()
     yield made
+    made.ended.set()
     made.shutdown()
     thread.join()
     made.server_close()
@@ -144,7 +155,7 @@ def test_a_server_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         done = run_here("batch", str(source), "-o", str(output), "--server", url)
-    assert done.code == 1 and f"{url} accepts connections but answers nothing" in done.err and not answers(output)
+    assert done.code == 1 and f"{url} answers neither requests nor GET /health" in done.err and not answers(output)
 
 
 def test_an_output_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
@@ -162,11 +173,36 @@ def test_an_answer_that_takes_long_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, server: Server, tmp_path: Path
 ) -> None:
     """While an answer is computed, a server that answers for its health is not given up."""
-    monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.05)
-    server.slow_seconds = 1.0
+    monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.5)
+    server.checks_per_request = batch._MAX_MISSED_CHECKS + 1
     source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
     assert run_here("batch", str(source), "-o", str(output), "--server", server.url).code == 0
-    assert answers(output) == {"q0": (200, {"text": "A"})} and server.checks > 3
+    assert answers(output) == {"q0": (200, {"text": "A"})}
+
+
+def test_a_server_that_answers_requests_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, server: Server, tmp_path: Path
+) -> None:
+    """Checks that a busy server misses do not add up over the answers that it gives between them."""
+    monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.5)
+    server.checks_per_request, server.hides_health = 1, True
+    prompts = "abcde"[: batch._MAX_MISSED_CHECKS + 1]
+    source, output = write_requests(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
+    done = run_here("batch", str(source), "-o", str(output), "--server", server.url, "--concurrency", "1")
+    assert (done.code, len(answers(output))) == (0, len(prompts)), done.err
+
+
+def test_an_error_of_any_type_ends_the_run(monkeypatch: pytest.MonkeyPatch, server: Server, tmp_path: Path) -> None:
+    """An IndexError while a request is sent is raised. The run does not wait for that request."""
+
+    def fail(*_: Any) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(Sender, "send", fail)
+    monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.1)
+    request = batch.BatchRequest("q0", "/v1/completions", {"prompt": "a"})
+    with pytest.raises(IndexError):
+        list(batch._send_all(Sender(server.url, None, None), [request], 1))
 
 
 @pytest.mark.parametrize(

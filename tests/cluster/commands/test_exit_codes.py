@@ -6,6 +6,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent import futures
@@ -201,6 +202,19 @@ def test_a_closed_stream_changes_nothing(closed: str) -> None:
     command = f"exec {shlex.join([*COMMAND, 'plan', MODEL])} {closed}"
     done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and bool(done.stdout) == (closed != ">&-")
+
+
+@pytest.mark.parametrize(("closed", "name"), [("<&-", "stdin"), (">&-", "stdout"), ("2>&-", "stderr")])
+def test_child_processes_inherit_a_stream_that_was_closed(closed: str, name: str) -> None:
+    """The stream is open in a child process too: no file that the child opens gets its file descriptor."""
+    child = f"import sys; raise SystemExit(sys.{name} is None)"
+    code = (
+        "import subprocess, sys; from coatcheck.cluster.cli import _open_closed_streams; _open_closed_streams(); "
+        f"raise SystemExit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    )
+    command = f"exec {shlex.join([sys.executable, '-c', code])} {closed}"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_reader_that_leaves_is_1_and_silent() -> None:
