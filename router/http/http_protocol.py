@@ -22,9 +22,11 @@ HEAD_BYTES: Final = 64 << 10  # checked after each read from the socket
 _LINGER_SECONDS: Final = 1.0
 _REASONS: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
                    503: b"Service Unavailable"}  # fmt: skip
-# How often a connection whose client sends no more is checked for whether the client still reads.
-_HALF_CLOSED_SECONDS: Final = 0.25
-_TCP_CLOSE: Final = 7  # tcpi_state in <netinet/tcp.h>: the connection was reset
+# How often the state of a connection is checked while nothing is read from it.
+_STATE_SECONDS: Final = 0.25
+# Values of tcpi_state in <netinet/tcp.h>.
+_TCP_CLOSE: Final = 7  # the connection was reset
+_TCP_CLOSE_WAIT: Final = 8  # the client has closed the connection, or its half
 # Headers that offer an upgrade to HTTP/2, which a server may decline.
 _UPGRADE_HEADERS: Final = {b"upgrade", b"http2-settings"}
 
@@ -45,7 +47,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_upgrade_declined = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._half_closed_timer: asyncio.TimerHandle | None = None
+        self._state_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+        # The request that is being answered, or the last that was. `cycle` is the last request that was received.
+        self._running: RequestResponseCycle | None = None
         super().connection_made(transport)
         if len(self.connections) > max_connections(HTTP_SHARE):
             self._refuse(503, "connections", "this server has reached its limit of connections; try again later")
@@ -56,8 +61,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
-        if self._half_closed_timer is not None:
-            self._half_closed_timer.cancel()
+        if self._state_timer is not None:
+            self._state_timer.cancel()
+        # uvicorn itself tells only the last request that was received, which may wait behind the one that runs.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio closes the connection unless this returns True
@@ -68,25 +77,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         One that reads this byte and closes later is noticed only when the rest is written. Once a response has begun,
         a client that ends its half is taken for gone: a stream may stay silent, and nothing else would tell.
         """
-        if not self._is_answering or self.cycle.more_body or self.cycle.response_started:
+        running = self._running
+        if running is None or running.response_complete or running.response_started or self.cycle.more_body:
             return False
         if self.scheme == "https":  # asyncio's TLS cannot half-close
             return False
         self._stop_head_timer()
         self.cycle.keep_alive = False
-        if not self.pipeline:
-            self.transport.write(b"H")
-            transport: Any = _AfterFirstByte(self.transport)
-            self.cycle.transport = transport
-        self._check_half_closed()
+        self.transport.write(b"H")
+        transport: Any = _AfterFirstByte(self.transport)
+        running.transport = transport
+        self._is_half_closed = True
+        self._start_state_timer()
         return True
 
-    def _check_half_closed(self) -> None:
+    def _start_state_timer(self) -> None:
+        if self._state_timer is None:
+            self._state_timer = self.loop.call_later(_STATE_SECONDS, self._check_state)
+
+    def _check_state(self) -> None:
+        """Aborts a connection that the client has reset. While a request waits behind another, uvicorn reads nothing,
+        so that the client's end would not be noticed: what the client sent before its end is read then."""
+        self._state_timer = None
         info: bytes = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if info[0] == _TCP_CLOSE:
             self.transport.abort()
-        else:
-            self._half_closed_timer = self.loop.call_later(_HALF_CLOSED_SECONDS, self._check_half_closed)
+            return
+        if info[0] == _TCP_CLOSE_WAIT:
+            self.flow.resume_reading()
+        if self._is_half_closed or self.pipeline:
+            self._start_state_timer()
 
     def data_received(self, data: bytes) -> None:
         """Parses; declines upgrades to HTTP/2; drops what a refused client still sends."""
@@ -127,6 +147,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self.scope["http_version"] == "1.0":
                 cycle: Any = self.cycle
                 cycle.send = _without_chunks(cycle, cycle.send)
+            if self.pipeline:
+                self._start_state_timer()
+            else:
+                self._running = self.cycle
+
+    def on_response_complete(self) -> None:
+        """Starts the next request that waits."""
+        if self.pipeline and not self.transport.is_closing():
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def on_message_complete(self) -> None:
         if not self._is_upgrade_declined:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import resource
+import socket
+import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol
@@ -144,6 +146,33 @@ async def test_the_request_of_a_client_that_has_gone_is_aborted(
             writer.write_eof()
         writer.close()
         await group.until(lambda: bool(group.aborts))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("comes_later", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+async def test_the_first_request_of_a_client_that_has_gone_is_aborted(
+    start_http_router: StartHttpRouter, is_streamed: bool, comes_later: bool, resets: bool
+) -> None:
+    """A client that sends a second request behind the first, and goes away by an end or a reset, gets no more tokens of
+    the first computed. The second never begins."""
+    group = FakeGroup(hold_after=0)
+    router = await start_http_router(group)
+    _, writer = await asyncio.open_connection(*router.http_address.split(":"))
+    body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 9, "stream": is_streamed}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    one = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    writer.write(one if comes_later else 2 * one)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        await group.until(lambda: bool(group.submits))
+        if comes_later:
+            writer.write(one)
+        if resets:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.close()
+        await group.until(lambda: bool(group.aborts))
+    assert len(group.submits) == 1
 
 
 @pytest.mark.parametrize("more", [b"", b"keep-alive, "])
