@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
-import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +11,7 @@ from hypothesis import strategies as st
 
 from coatcheck.kernels import huge_pages
 from tests.examples import examples
-
-
-def wait_until_populated() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "populate":
-            thread.join()
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+from tests.resident_memory import resident_bytes, wait_until_populated
 
 
 @settings(max_examples=examples(50))

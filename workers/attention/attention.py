@@ -23,8 +23,8 @@ from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.paged_tiles import AttentionPlan
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
+from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.kernels.kv.store_kv import store_kv
-from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LayerKind, LibraryPlan
 from coatcheck.workers.core.model_spec import LayerSpec
 

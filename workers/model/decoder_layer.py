@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
+from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.kernels.layers.decoder_layers import (
     AttentionSublayer,
     FusedLayer,
@@ -25,7 +26,6 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
-from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.state_layers import StateLayer

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
+from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.layers.linear import PackedLinear
-from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
-from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState, StateRows
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.model_spec import StateSpec
 from coatcheck.workers.distributed.tensor_slice import Range

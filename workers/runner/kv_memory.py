@@ -11,7 +11,7 @@ from torch import Tensor
 from coatcheck.kernels import huge_pages
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.latent_cache import LatentCache
-from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState
+from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import LayerCaches
 from coatcheck.workers.attention.state_layers import interleave

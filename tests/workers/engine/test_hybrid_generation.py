@@ -24,7 +24,7 @@ from coatcheck.workers.rank_loading import check_host_tier
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_states
 from coatcheck.workers.runner.memory_budget import subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
-from tests.kernels.test_huge_pages import resident_bytes, wait_until_populated
+from tests.resident_memory import resident_bytes, wait_until_populated
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
 PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]

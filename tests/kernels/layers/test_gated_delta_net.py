@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
+from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
-from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState, StateRows
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import (
     FLOATS,
     check_device,
@@ -34,7 +35,6 @@ from coatcheck.kernels.launch_check import (
     once_per_geometry,
     refuse,
 )
-from coatcheck.kernels.linear_attention.recurrent_state import RecurrentState, StateRows
 
 _NORM_EPS = 1e-6  # of q and k
 _MAX_DIM = 256  # of a head in the C form
