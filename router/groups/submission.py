@@ -32,9 +32,10 @@ class SubmissionReturned(Exception):
 class Submission:
     """`async for outputs in submission` reads it, and `close` ends it.
 
-    `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute. `suspicion`:
-    see PoisonSuspicion.level. `woken_in_round`: the round of OpenSubmissions in which the reader was woken. When the
-    reader waits again, `on_waiting_again` is called with this round, and `woken_in_round` becomes 0.
+    `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute; without a
+    prefix cache, for each choice. `suspicion`: see PoisonSuspicion.level. `woken_in_round`: the round of
+    OpenSubmissions in which the reader was woken. When the reader waits again, `on_waiting_again` is called with this
+    round, and `woken_in_round` becomes 0.
     """
 
     def __init__(
@@ -57,10 +58,13 @@ class Submission:
         self.on_waiting_again: Callable[[int], None] | None = None
         self._connection = connection
         self._load = connection.load
-        self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
+        caches = not connection.registration.no_prefix_cache
+        # Without a prefix cache each choice computes the prompt.
+        computed = self.uncached_tokens if caches else self.uncached_tokens * self.choices
+        self._load_number = self._load.add_submission(computed, self.choices)
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
         self._has_expected_blocks = True  # the index counts the prompt's blocks as expected
-        if not connection.registration.no_prefix_cache:
+        if caches:
             connection.index.add_expected(self.group, self, request.block_hashes(self.model))
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | SubmissionReturned | CoatcheckError | None = None

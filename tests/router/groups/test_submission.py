@@ -42,6 +42,20 @@ async def test_its_prompt_is_expected_until_the_group_has_computed_it() -> None:
     assert connection.index.hit_prediction.audits["g"].prompts == 1
 
 
+async def test_each_choice_computes_the_prompt_without_a_prefix_cache() -> None:
+    """The load of such a group has the prompt once for each choice, and the index expects none of its blocks."""
+    connection = OfflineConnection()
+    connection.registration.no_prefix_cache = True
+    submission = connection.open(1, choices=3, prompt_tokens=13)
+    assert connection.load.candidate("g").queued_prefill_tokens == 3 * 13
+    assert submission.uncached_tokens == 13, "of each choice"
+    assert len(connection.index.expected_blocks) == 0
+    submission.record_first_output(FirstOutput())
+    assert connection.load.candidate("g").queued_prefill_tokens == 0
+    submission.close(finished=True)
+    connection.load.check()
+
+
 async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() -> None:
     """The group attaches again before the submission is closed: the new load and the new index entry stay."""
     connection = OfflineConnection()
