@@ -242,9 +242,12 @@ class CountTokensRequest(RequestBody):
 
 
 def _join_system(system: str | Sequence[TextBlock]) -> str:
-    """The system prompt without the block in which Claude Code states its version and a hash: the hash may differ in
-    each request, which would then share no prefix with the others."""
-    return _join(system if isinstance(system, str) else [one for one in system if not one.text.startswith(_BILLING)])
+    """The system prompt without the line in which Claude Code states its version and a hash. The line is a block of its
+    own. The hash may differ in each request, which would then share no prefix with the others."""
+    if isinstance(system, str):
+        return system
+    texts = [one.text.partition("\n")[2] if one.text.startswith(_BILLING) else one.text for one in system]
+    return "\n".join(text for text, one in zip(texts, system, strict=True) if text or not one.text)
 
 
 class MessagesRequest(CountTokensRequest):

@@ -109,13 +109,14 @@ class ThinkingSwitch(RequestBody):
 
 
 class ReasoningFields(RequestBody):
-    """How much the model reasons, as clients of OpenRouter say it."""
+    """How much the model reasons, as clients of OpenRouter say it. `exclude`: the response lacks the reasoning."""
 
     drops_unknown_fields: ClassVar = True
 
     effort: str | None = None
     enabled: bool | None = None
     max_tokens: Count | None = None
+    exclude: bool = False
 
 
 class ChatRequest(SamplingFields):
@@ -198,6 +199,7 @@ class ChatRequest(SamplingFields):
             self.max_reasoning_tokens = switch.budget_tokens if switch is not None else None
         if self.max_reasoning_tokens is None:
             self.max_reasoning_tokens = asked.max_tokens
+        self.include_reasoning = self.include_reasoning and not asked.exclude
         return self
 
     @property

@@ -4,9 +4,10 @@ The template comes with a checkpoint and is not trusted, so it runs in jinja's s
 """
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -45,23 +46,36 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
     tools = [_parse_object("tools", tool) for tool in chat.tools]
     arguments = _parse_object("template_arguments", chat.template_arguments or "{}")
     messages = with_known_roles([_template_message(message, template) for message in chat.messages], template.source)
-    try:
-        text = template.render(messages, adds, tools, arguments)
-    except RefusedConversation as error:
-        text = _render_simpler(messages, error, lambda form: template.render(form, adds, tools, arguments))
+    text = _render_messages(messages, lambda form: template.render(form, adds, tools, arguments))
     return _cut_after(text, chat.messages[-1].content) if is_continued else text
 
 
-def _render_simpler(
-    messages: list[dict[str, Any]], error: "RefusedConversation", render: Callable[[list[dict[str, Any]]], str]
-) -> str:
-    """The prompt of the first simpler form that the template accepts. Raises `error` if there is none."""
-    for form in simpler_forms(messages):
+def _render_messages(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
+    """The prompt of the messages, or of the first simpler form that the template accepts, and of which it leaves out no
+    system message, if there are several. Raises RefusedConversation, for the messages as they are."""
+    refusal: RefusedConversation | None = None
+    accepted: str | None = None
+    for form in itertools.chain((messages,), simpler_forms(messages)):
         try:
-            return render(form)
-        except RefusedConversation:
+            text = render(form)
+        except RefusedConversation as error:
+            refusal = refusal or error
             continue
-    raise error
+        if _shows_system_messages(form, text):
+            return text
+        accepted = text if accepted is None else accepted
+    if accepted is not None:
+        return accepted
+    assert refusal is not None, "at least the messages as they are have been rendered"
+    raise refusal
+
+
+def _shows_system_messages(messages: Sequence[dict[str, Any]], text: str) -> bool:
+    """Whether the prompt has each of several system messages. vLLM's templates for Alpaca and Baichuan show only the
+    last, without an error. A single one at the beginning is not looked for: a template may have no system messages."""
+    if all(message["role"] != "system" for message in messages[1:]):
+        return True
+    return all(message["content"].strip() in text for message in messages if message["role"] == "system")
 
 
 def _cut_after(text: str, content: str) -> str:

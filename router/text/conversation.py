@@ -21,9 +21,13 @@ def with_known_roles(messages: Sequence[TemplateMessage], source: str) -> _Messa
 
 
 def simpler_forms(messages: Sequence[TemplateMessage]) -> Iterator[_Messages]:
-    """The conversation in ever simpler forms, each with all of its texts, without those that change nothing. A text
-    stays where it is, so that the prompt of the next turn begins as this one: only the first system message moves."""
+    """Forms with all texts of the conversation: after each step alone, then after the first two steps, the first three,
+    and so on. A step alone comes first, so that a template that refuses one thing does not change the others, which
+    earlier turns showed as they were. Steps that change nothing are left out. Only the first system message moves."""
     form = list(messages)
+    for simplify in _STEPS:
+        if (simpler := simplify(form)) != form:
+            yield simpler
     for simplify in _STEPS:
         simpler = simplify(form)
         if simpler != form:
@@ -105,10 +109,14 @@ def _join_runs(messages: _Messages, role: str) -> _Messages:
 
 
 def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
-    """Both messages as one: texts one after the other, then the calls of both."""
+    """Both messages as one: texts one after the other, then the calls of both. The joined message has a name only if
+    both have the same: one speaker must not get the words of another."""
     joined = {**first, **second, "content": _join_texts(first["content"], second["content"])}
-    if "reasoning_content" in first and "reasoning_content" in second:
-        joined["reasoning_content"] = _join_texts(first["reasoning_content"], second["reasoning_content"])
+    for field in ("reasoning_content", "thinking"):
+        if field in first and field in second:
+            joined[field] = _join_texts(first[field], second[field])
+    if first.get("name") != second.get("name"):
+        del joined["name"]
     if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
         joined["tool_calls"] = calls
     return joined

@@ -130,7 +130,7 @@ async def test_history_reaches_the_template(start_http_router: StartHttpRouter, 
         await client.messages.create(**asked, max_tokens=5, thinking=OFF, extra_body=sampling)
         assert router.groups[0].submits[-1].sampling.top_k == 5
         prompt = await prompt_of(router)
-        assert "<system>be brief<user>hello<assistant><think>hm</think>so<tool_call>" in prompt
+        assert "<system>speak French\nbe brief<user>hello<assistant><think>hm</think>so<tool_call>" in prompt
         assert '{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call><tool>rain<user>and now?' in prompt
         assert prompt.endswith("<think></think>") and '"parameters": {"type": "object"' in prompt
         counted = await client.messages.count_tokens(**asked, thinking=OFF)
@@ -144,6 +144,7 @@ async def test_claude_code_s_version_is_no_part_of_the_prompt(
     router = await start_http_router(saying("yes"), tokenizer=model)
     system: list[Any] = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.84c; cch=a1b2c;"},
+        {"type": "text", "text": "x-anthropic-billing-header: cch=a1b2c;\nspeak French"},
         {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
     ]
     messages: list[Any] = [
@@ -173,7 +174,7 @@ async def test_claude_code_s_version_is_no_part_of_the_prompt(
     assert router.groups[0].submits[-1].cache_salt == "mine"
     prompt = await prompt_of(router)
     assert "<tool>Read" in prompt
-    assert "cc_version" not in prompt and "<system>be brief<user>hello<system>there are agents" in prompt
+    assert "cc_version" not in prompt and "<system>speak French\nbe brief<user>hello<system>there are agents" in prompt
 
 
 async def test_tool_choice_and_structured_output(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:

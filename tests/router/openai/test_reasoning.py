@@ -48,8 +48,13 @@ async def test_reasoning_is_split_off(start_http_router: StartHttpRouter, thinke
     assert "".join(getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks) == "hm"
     assert "".join(getattr(chunk.delta, "reasoning", None) or "" for chunk in chunks) == "hm"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "yes"
-    for option, content in (("include_reasoning", "yes"), ("separate_reasoning", THOUGHT)):
-        answer = await router.openai.chat.completions.create(**asked, extra_body={option: False})
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"include_reasoning": False}, "yes"),
+        ({"reasoning": {"exclude": True}}, "yes"),  # OpenRouter's name
+        ({"separate_reasoning": False}, THOUGHT),
+    ]
+    for option, content in options:
+        answer = await router.openai.chat.completions.create(**asked, extra_body=option)
         message = answer.choices[0].message
         assert (message.content, message.reasoning_content) == (content, None)  # type: ignore[attr-defined]
 

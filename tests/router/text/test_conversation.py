@@ -25,6 +25,11 @@ LLAMA = (
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
 ) + SHOWN
 SILENT = "{% for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}" + SHOWN
+# As vLLM's for Alpaca: only the last system message is shown, and the others are left out without an error.
+LAST_SYSTEM = (
+    "<system>{{ (messages | selectattr('role', 'equalto', 'system') | list | last).content }}"
+    "{% for m in messages if m.role != 'system' %}"
+) + SHOWN
 KNOWING = "{# system, developer #}{% for m in messages %}" + SHOWN
 
 
@@ -61,6 +66,12 @@ PARALLEL = [
         (SILENT, AFTER_RESULT, "<user>u<assistant>[f0]<tool>r<user>v"),
         (LLAMA, PARALLEL, "<user>u<assistant>a[f0]<tool>r<assistant>[f1]<tool>s"),
         (SILENT, PARALLEL, "<user>u<assistant>a[f0][f1]<tool>r<tool>s"),
+        (LAST_SYSTEM, [said("system", "first"), *LATE[1:]], "<system>first<user>u<assistant>a<user>t<user>v"),
+        (
+            LLAMA,
+            LATE + PARALLEL,
+            "<system>s<user>u<assistant>a<system>t<user>v<user>u<assistant>a[f0]<tool>r<assistant>[f1]<tool>s",
+        ),
     ],
 )
 def test_a_refused_conversation_is_rendered_in_a_simpler_form(
@@ -88,6 +99,15 @@ def test_joined_messages_keep_their_calls_and_reasoning() -> None:
     ]
     source = GEMMA.replace("{{ m.content }}", "({{ m.reasoning_content }}){{ m.content }}")
     assert prompt_of(source, *messages) == "<user>()u<assistant>(x\n\ny)[f][g]"
+
+
+def test_joined_messages_of_two_speakers_have_no_name() -> None:
+    """The words of one are not said to be the other's; a name that both have stays."""
+    source = GEMMA.replace("<{{ m.role }}>", "<{{ m.role }} {{ m.name }}>")
+    ann, bob = (ChatMessage(role="user", content=name, name=name) for name in ("ann", "bob"))
+    assert prompt_of(source, ann, bob) == "<user >ann\n\nbob"
+    assert prompt_of(source, ann, ann) == "<user ann>ann\n\nann"
+    assert prompt_of(source, ann, said("user", "x")) == "<user >ann\n\nx"
 
 
 def test_what_no_form_mends_is_refused_with_the_template_s_words() -> None:
