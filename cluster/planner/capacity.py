@@ -96,9 +96,10 @@ class KvCacheSpec:
 def count_pool_blocks(
     cache: KvCacheSpec, settings: PlanSettings, rank_weight_bytes: float, rank_state_bytes: int = 0
 ) -> int:
-    """Blocks in a group's KV pool, beside the states of `concurrency` sequences.
+    """Blocks in a group's KV pool, if each rank also holds the states of `concurrency` sequences.
 
-    `rank_state_bytes`: of one sequence. Raise InvalidConfig if the weights, the states or one block do not fit.
+    `rank_state_bytes`: the states of one sequence on one rank. Raise InvalidConfig if the weights, the states or one
+    block do not fit.
     """
     gpu_memory = settings.gpu_memory
     free = int(gpu_memory - rank_weight_bytes)

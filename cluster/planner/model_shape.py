@@ -179,7 +179,8 @@ def _shapes_by_layer(config: ModelConfig, num_layers: int) -> list[dict[str, Any
 def _kv_sources(config: ModelConfig, windows: Sequence[int]) -> list[int | None]:
     """For each layer, the earlier layer whose keys and values it reads; None: the layer stores its own.
 
-    Of Gemma 3n and 4 the last num_kv_shared_layers layers read those of the last layer of their kind before them.
+    In Gemma 3n and 4 each of the last num_kv_shared_layers layers reads the keys and values of the last layer of the
+    same kind (sliding or full attention) that stores its own.
     """
     shared = config.number("num_kv_shared_layers", default=_SHARED_LAYERS.get(config.model_type, 0))
     if not shared:

@@ -183,7 +183,7 @@ class Sizing:
     def step_time_row(self, batch: int) -> dict[str, Any]:
         """Lower bound of a decode step's time: the weights and KV that each rank reads, divided by the bandwidth."""
         weights = self.rank_weights.read_per_step(batch) * self.bytes_per_weight / self.settings.bandwidth
-        # A step reads and writes a state, which needs no context.
+        # A step reads and writes the state of each sequence, whose size does not depend on the context.
         kv = batch * (self.cache.rank_bytes_read(self.context) + 2 * self.rank_state_bytes) / self.settings.bandwidth
         return {
             "batch": batch,
@@ -276,9 +276,9 @@ def _state_notes(settings: PlanSettings, rank_state_bytes: int) -> list[str]:
     if not rank_state_bytes:
         return []
     return [
-        f"layers without attention keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the pool "
-        f"is what those of {settings.concurrency:,} sequences leave (--concurrency): serve with --max-num-seqs "
-        f"{settings.concurrency}",
+        f"layers without attention keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the states "
+        f"of {settings.concurrency:,} sequences (--concurrency) are subtracted from the pool's memory: serve with "
+        f"--max-num-seqs {settings.concurrency}",
         "no prefix cache: every prompt is computed from its first token",
         "gated delta nets are served on CPUs alone (--device cpu)",
     ]

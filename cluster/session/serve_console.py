@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 class ServeConsole(Console):
-    """A console on stderr whose lines may be lost."""
+    """A console on stderr. A line that cannot be written is dropped, and serving goes on."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True, highlight=False)

@@ -1,7 +1,8 @@
 """GroupStream: one Attach stream to a group, from its beginning to its end.
 
-It also detects a silent group: a lost host closes no TCP connection, and a suspended process keeps its connections, so
-gRPC reports no error. The host's kernel tells the two apart: it accepts connections for a process that does not run.
+It also detects a silent group. gRPC reports no error for one: a lost host closes no TCP connection, and a suspended
+process keeps its connections. A new TCP connection tells the two apart: a host's kernel accepts connections for a
+process that is suspended, and a lost host accepts none.
 """
 
 import asyncio
@@ -24,9 +25,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # else a new stream inherits the backoff of the last one
 ]
 
-# How long a host may take to accept a connection. Its kernel does that however busy its processes are; in this time the
-# first packet is sent three times.
+# How long a host may take to accept a connection. The kernel accepts connections however busy the processes are. In
+# this time TCP sends the first packet three times.
 _CONNECT_SECONDS: Final = 4.0
+# The errors of a connection to a host that is lost, or that has no such process any more.
 _GONE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
@@ -50,7 +52,7 @@ class GroupStream:
         self._certificate = certificate
         self._silence_seconds = silence_seconds
         self._hang_seconds = hang_seconds
-        self._silence = ""  # why the group counts as silent
+        self._silence = ""  # the reason to end the stream, once the group counts as silent
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._last_message_at = 0.0
 
@@ -99,14 +101,18 @@ class GroupStream:
             silence = clock() - last_message_at - late
             if silence > self._hang_seconds:
                 self._silence = f"the group has said nothing for {self._hang_seconds:g} s"
-            elif silence > self._silence_seconds and not await self._accepts_connection():
-                is_silent = self._last_message_at == last_message_at
-                silence_text = f"the group has said nothing for {self._silence_seconds:g} s"
-                self._silence = f"{silence_text}, and its host accepts no connection" if is_silent else ""
+            elif (
+                silence > self._silence_seconds
+                and not await self._accepts_connection()
+                and self._last_message_at == last_message_at  # no message has come during the attempt to connect
+            ):
+                seconds = f"{self._silence_seconds:g} s"
+                self._silence = f"the group has said nothing for {seconds}, and its host accepts no connection"
         call.cancel()
 
     async def _accepts_connection(self) -> bool:
-        """Whether the group's host accepts a connection, or this router was too busy to find out."""
+        """False if the group's host accepts no connection. True also if this router could not find out, because it was
+        too busy or has no free file descriptor."""
         clock = asyncio.get_running_loop().time
         host, _, port = self._endpoint.address.rpartition(":")
         began = clock()
@@ -114,8 +120,9 @@ class GroupStream:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 _, writer = await asyncio.open_connection(bare_host(host), int(port))
         except TimeoutError:
-            return clock() - began > 1.5 * _CONNECT_SECONDS
+            return clock() - began > 1.5 * _CONNECT_SECONDS  # this router was too busy to read the reply
         except OSError as error:
-            return error.errno not in _GONE  # others, such as no free file, say nothing about the host
+            # asyncio raises an error without errno if each of several addresses of the host has failed.
+            return error.errno is not None and error.errno not in _GONE
         writer.close()
         return True

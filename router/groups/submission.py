@@ -63,7 +63,7 @@ class Submission:
         computed = self.uncached_tokens if caches else self.uncached_tokens * self.choices
         self._load_number = self._load.add_submission(computed, self.choices)
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
-        self._has_expected_blocks = True  # the index counts the prompt's blocks as expected
+        self._has_expected_blocks = caches  # the index counts the prompt's blocks as expected
         if caches:
             connection.index.add_expected(self.group, self, request.block_hashes(self.model))
         self._outputs: list[SequenceOutput] = []

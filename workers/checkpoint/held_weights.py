@@ -25,7 +25,8 @@ _GROUP: Final = 128  # that share a scale, with quantization int4
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 _UNQUANTISED: Final = frozenset(("lm_head", "embed_out", "gate", "router", "shared_expert_gate"))
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
-# Of layers that read the keys and values of an earlier layer: published checkpoints have these tensors, no code does.
+# Published checkpoints have these tensors also for layers that read the keys and values of an earlier layer. No code
+# reads them there.
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
 # Tensors that no dtype rounds (meta_model.py).
 _FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|moe_statics\..+)")

@@ -3,8 +3,8 @@
 Kimi K2's repository names a config class in its own code, which is DeepSeek V3's, and so are its model and tensors.
 
 DeepSeek V3.2 and GLM-5 are DeepSeek V3 with an indexer, which chooses `index_topk` tokens of the context for each
-query. Up to `index_topk` tokens it chooses all of them, so that attention is DeepSeek V3's. They are served with a
-context of at most that, without the indexer's weights.
+query. In a context of at most `index_topk` tokens the indexer chooses every token, so attention is DeepSeek V3's. The
+two models are served with at most such a context, without the indexer's weights.
 """
 
 import re
@@ -27,8 +27,8 @@ def is_alias(config: Mapping[str, Any]) -> bool:
 def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of config.json with the type that is served, without references to the checkpoint's code.
 
-    A type with an indexer keeps `index_topk`, the longest context at which it is served. Raises InvalidModel for one
-    whose dense layers are not its first.
+    The config of a type with an indexer keeps `index_topk`, the longest context at which the model is served. Raises
+    InvalidModel for an `index_topk` that is no positive whole number, and for dense layers behind sparse ones.
     """
     if not is_alias(config):
         return dict(config)
@@ -39,6 +39,9 @@ def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
     if kept.get("index_topk") is None:
         kept["index_topk"] = _INDEX_TOPK[model_type]
+    index_topk = kept["index_topk"]
+    if isinstance(index_topk, bool) or not isinstance(index_topk, int) or index_topk < 1:
+        raise InvalidModel(f"config.json has index_topk {index_topk!r}; it must be a whole number of at least 1")
     if isinstance(kinds := config.get("mlp_layer_types"), list):
         dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
         if "dense" in kinds[dense:]:

@@ -122,8 +122,8 @@ class WorkerService(WorkerServicer):
         return first.hello
 
     async def _start_server(self, listen: str) -> None:
-        # Keepalive detects within 35 s that a router has ended without closing its connection. A router that does not
-        # run for some seconds, as on a host that is paused or swaps, keeps its requests.
+        # Keepalive detects within 35 s that a router's host was lost without closing the connection. A router that is
+        # suspended or swapped out for a shorter time keeps its requests.
         self._server = grpc.aio.server(
             options=[
                 ("grpc.keepalive_time_ms", 10_000),

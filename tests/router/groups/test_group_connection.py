@@ -1,8 +1,10 @@
 """GroupConnection: which registrations are accepted, what ejects a group, and how a connection closes."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from coatcheck.router.groups import group_connection
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupFailures
+from coatcheck.router.groups.group_stream import GroupStream
 from coatcheck.router.groups.load_table import LoadTable
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from tests.router.fake_group import FakeGroup
@@ -197,6 +200,25 @@ async def test_a_silent_group_whose_host_is_gone_is_lost() -> None:
     for writer in writers:
         writer.close()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("has_two_addresses", [False, True])
+async def test_a_host_that_refuses_a_connection_accepts_none(
+    monkeypatch: pytest.MonkeyPatch, has_two_addresses: bool
+) -> None:
+    """Also if the host's name has several addresses, and each refuses."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    find = socket.getaddrinfo
+
+    def find_all(_: object, *more: Any, **named: Any) -> list[Any]:
+        return [found for n in range(1, 2 + has_two_addresses) for found in find(f"127.0.0.{n}", *more, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_all)
+    stream = GroupStream(GroupEndpoint("g0", f"two.example:{port}"), None, silence_seconds=1.0, hang_seconds=1.0)
+    assert await stream._accepts_connection()
+    listener.close()
+    assert not await stream._accepts_connection()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

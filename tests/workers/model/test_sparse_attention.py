@@ -65,6 +65,15 @@ def test_a_config_without_index_topk_has_the_classs_default(model_type: str, tmp
     assert read_config(tmp_path).index_topk == config.index_topk
 
 
+@pytest.mark.parametrize("index_topk", [0, -1, "64", 64.0, True])
+def test_an_index_topk_that_is_no_length_is_refused(index_topk: Any, tmp_path: Path) -> None:
+    """The error names the field and its value."""
+    fields = config_of("glm_moe_dsa").to_dict() | dict(index_topk=index_topk)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(InvalidModel, match=re.escape(f"index_topk {index_topk!r}; it must be a whole number")):
+        read_config(tmp_path)
+
+
 def test_dense_layers_behind_sparse_ones_are_refused(tmp_path: Path) -> None:
     """mlp_layer_types of a form that DeepSeek V3's class cannot have is refused by name."""
     fields = config_of("glm_moe_dsa").to_dict() | dict(mlp_layer_types=["dense", "sparse", "dense", "sparse"])
