@@ -96,8 +96,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._state_timer = self.loop.call_later(_STATE_SECONDS, self._check_state)
 
     def _check_state(self) -> None:
-        """Aborts a connection that the client has reset. While a request waits behind another, uvicorn reads nothing,
-        so that the client's end would not be noticed: what the client sent before its end is read then."""
+        """Aborts a connection that the client has reset. Resumes reading if the client has sent its end: uvicorn pauses
+        reading while a request waits behind another, and would not notice the end."""
         self._state_timer = None
         info: bytes = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if info[0] == _TCP_CLOSE:

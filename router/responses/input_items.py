@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
 from coatcheck.router.openai.sampling_fields import RequestBody
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
-from coatcheck.router.responses.tools import flat_name
+from coatcheck.router.responses.responses_tools import flat_name
 
 ChatFields = dict[str, Any]  # of a chat message
 

@@ -12,7 +12,13 @@ from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.request_body import validate_fields
 from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody, TokenId
 from coatcheck.router.responses.input_items import ChatFields, InputItem, with_instructions
-from coatcheck.router.responses.tools import AnyTool, HostedTool, flat_name, names_in_namespaces, tools_of_chat
+from coatcheck.router.responses.responses_tools import (
+    AnyTool,
+    HostedTool,
+    flat_name,
+    names_in_namespaces,
+    tools_of_chat,
+)
 
 
 class NamedFunctionChoice(RequestBody):
