@@ -128,8 +128,8 @@ def check_host_tier(config: GroupConfig, spec: ModelSpec) -> None:
     """Raise InvalidConfig for a host tier that would stay empty."""
     if config.host_kv_memory and not spec.has_prefix_cache:
         raise InvalidConfig(
-            "host-kv-memory keeps blocks of the prefix cache, which a model with recurrent layers does not have; leave "
-            "--host-kv-memory out"
+            f"host-kv-memory keeps blocks of the prefix cache, and {spec.architecture} has none, because some of its "
+            "layers keep states; leave --host-kv-memory out"
         )
 
 

@@ -6,7 +6,7 @@
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define TOKENS 16   /* that pass at once */
+#define TOKENS 16   /* of a sequence that are computed together */
 #define MAX_DIM 256 /* of a head */
 #define COLUMNS 32  /* of the state that stay in the L1 cache while the tokens pass */
 #define MAX_TAPS 8

@@ -1,8 +1,8 @@
 """The layers of a hybrid model that keep a state in place of keys and values: transformers' gated delta nets.
 
-The probe of attention_probe.py refuses layers whose tokens interact outside of attention. Of these layers our own code
-computes the interaction (workers/model/linear_attention.py), so `pass_tokens_alone` takes it out while the probe runs,
-and the probe checks everything else.
+Our own code computes these layers (workers/model/linear_attention.py). The probe of attention_probe.py refuses layers
+whose tokens interact outside of attention. So `pass_tokens_alone` removes the interaction of these layers while the
+probe runs, and the probe checks everything else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ def pass_tokens_alone(model: nn.Module) -> Iterator[None]:
     """While inside, every gated delta net of `model` computes each token from itself alone, with the same linears."""
     modules: list[Any] = [module for _, module in _delta_nets(model)]
     for module in modules:
-        module.forward = _Alone(module)
+        module.forward = _TokenwiseForward(module)
     try:
         yield
     finally:
@@ -72,7 +72,9 @@ def pass_tokens_alone(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-class _Alone:
+class _TokenwiseForward:
+    """The forward of a gated delta net without its recurrence: the linears of each token, with tanh between them."""
+
     def __init__(self, module: Any) -> None:
         self._module = module
 

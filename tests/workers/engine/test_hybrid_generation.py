@@ -13,7 +13,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.engine.engine import Engine
@@ -146,6 +146,30 @@ def test_choices_compute_their_own_prompts(make: Make, alone: list[int]) -> None
     assert said["a", 0] == alone
     assert len({tuple(tokens) for tokens in said.values()}) == 3
     assert run(make(), ask(sampling=sampling, resume={0: tuple(alone[:39])}))["a", 2] == said["a", 2]
+
+
+def test_prompt_logprobs_and_embeddings_are_of_the_whole_prompt(make: Make) -> None:
+    """In chunks, on a slot that was used, and with two choices: the prompt is scored once, and the mean of its hidden
+    states stays."""
+    sampling = SamplingParams(max_tokens=4, seed=7, ignore_eos=True, prompt_logprobs=1, n=2)
+    scored: list[list[float]] = []
+    embedded: list[torch.Tensor] = []
+    for budget in (256, 7):
+        engine = make(budget=budget, slots=2)
+        run(engine, ask("before", PROMPT[5:]))
+        engine.submit_request(ask(sampling=sampling))
+        engine.submit_request(ask("e", sampling=SamplingParams(max_tokens=1, seed=1), pooling=Pooling.MEAN))
+        scores: list[float] = []
+        while engine.has_work:
+            for output in engine.step().outputs:
+                assert not output.prompt_logprobs or (output.request_id, output.choice) == ("a", 0)
+                scores.extend(entry.logprob for entry in output.prompt_logprobs)
+                if output.embedding:
+                    embedded.append(torch.tensor(output.embedding))
+        scored.append(scores)
+    assert len(scored[0]) == len(scored[1]) == len(PROMPT) - 1
+    assert torch.allclose(torch.tensor(scored[0]), torch.tensor(scored[1]), atol=1e-4)
+    assert len(embedded) == 2 and torch.allclose(embedded[0], embedded[1], atol=1e-4)
 
 
 def test_int8_weights_are_served(checkpoint: Path, make: Make, alone: list[int]) -> None:
