@@ -23,13 +23,16 @@ _SIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 _WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # that share a scale, with quantization int4
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
-_UNQUANTISED: Final = frozenset(("lm_head", "embed_out", "gate", "router", "shared_expert_gate"))
+# As _may_quantise of weight_loader.py: heads, routers, and the decays of gated delta nets.
+_UNQUANTISED: Final = frozenset(
+    ("lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+)
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
 # Published checkpoints have these tensors also for layers that read the keys and values of an earlier layer. No code
 # reads them there.
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
 # Tensors that no dtype rounds (meta_model.py).
-_FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|moe_statics\..+)")
+_FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|A_log|moe_statics\..+)")
 _ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
 # A weight of one expert: (its layer's experts, the weight's name). Gates and ups are held as one.
 _EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
@@ -168,7 +171,7 @@ def _is_scattered(order: TensorEntry) -> bool:
 
 
 def _is_quantised_at_load(key: str, entry: TensorEntry) -> bool:
-    """By its name: experts, or a linear inside a layer that is no router."""
+    """By its name: experts, or a linear inside a layer, without those of _UNQUANTISED."""
     if len(entry.shape) == 3:
         return _FUSED.fullmatch(key) is not None
     module, _, leaf = key.rpartition(".")

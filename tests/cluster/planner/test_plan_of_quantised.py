@@ -87,6 +87,16 @@ def test_experts_are_quantised_at_load(kind: str, tmp_path: Path) -> None:
     assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes < 2 * model.spec.num_weights
 
 
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["qwen3-next", "qwen3.5-moe"])
+def test_gated_delta_nets_are_counted_as_held(kind: str, quantization: str, tmp_path: Path) -> None:
+    """The projections to decays stay plain, and A_log is float32, in the plan and on the rank."""
+    path = tiny_checkpoint(kind, tmp_path)
+    model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization=quantization)
+    settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization=quantization)  # type: ignore[arg-type]
+    assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes
+
+
 def test_latent_attention_keeps_its_projections_plain(tmp_path: Path) -> None:
     """With latent attention only the output projections and MLPs are quantised, in the plan and on the rank."""
     path = tiny_checkpoint("deepseek-v3", tmp_path, first_k_dense_replace=9)
