@@ -91,11 +91,6 @@ class GatedDeltaNet:
     def channels(self) -> int:
         return self.conv.shape[0]
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the C library computes it, in each of its dtypes."""
-        return native.library() is not None and fits_native(self.key_dim, self.value_dim)
-
     def __call__(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
         _check(qkvz, ba, self.channels, self.value_heads, self.value_dim)
