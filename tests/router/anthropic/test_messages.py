@@ -130,7 +130,7 @@ async def test_history_reaches_the_template(start_http_router: StartHttpRouter, 
         await client.messages.create(**asked, max_tokens=5, thinking=OFF, extra_body=sampling)
         assert router.groups[0].submits[-1].sampling.top_k == 5
         prompt = await prompt_of(router)
-        assert "<system>speak French\nbe brief<user>hello<assistant><think>hm</think>so<tool_call>" in prompt
+        assert "<system>be brief<user>hello<assistant><think>hm</think>so<tool_call>" in prompt
         assert '{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call><tool>rain<user>and now?' in prompt
         assert prompt.endswith("<think></think>") and '"parameters": {"type": "object"' in prompt
         counted = await client.messages.count_tokens(**asked, thinking=OFF)
