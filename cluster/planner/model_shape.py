@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
-from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 # Fields of families whose layers keep other state than keys and values.
@@ -215,7 +215,7 @@ def _state_layers(config: ModelConfig, num_layers: int) -> tuple[StateSpec, ...]
             "linear_num_value_heads; the key heads must divide the value heads"
         )
     return tuple(
-        StateSpec(
+        DeltaNetSpec(
             layer=index,
             key_heads=key_heads,
             value_heads=value_heads,

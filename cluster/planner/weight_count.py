@@ -10,7 +10,7 @@ from typing import Final, Self
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 # Families whose MLP has two matrices instead of three.
@@ -126,6 +126,7 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: in
 
 
 def _delta_net(state: StateSpec, shard: TpShard, hidden: int) -> int:
+    assert isinstance(state, DeltaNetSpec)
     part = shard.shard_state(state)
     values = part.value_heads * part.value_dim
     return hidden * (part.conv_channels + 2 * values + 2 * part.value_heads) + part.conv_channels * part.conv_size

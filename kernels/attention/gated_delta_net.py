@@ -95,10 +95,9 @@ class GatedDeltaNet:
         """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
         _check(qkvz, ba, self.channels, self.value_heads, self.value_dim)
         rows.check(qkvz.device)
-        check_shape("window", state.window, (None, self.conv.shape[1] - 1, self.channels))
-        check_dtype("window", state.window, qkvz.dtype)
-        check_device("window", state.window, qkvz.device)
-        check_shape("matrix", state.matrix, (None, self.value_heads, self.key_dim, self.value_dim))
+        window, matrix = (self.conv.shape[1] - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
+        state.check_shapes(window, matrix, qkvz)
+        assert state.matrix is not None
         library = native.library_for(qkvz)
         if library is None or not fits_native(self.key_dim, self.value_dim):
             return self.reference(qkvz, ba, state, rows)
@@ -128,6 +127,7 @@ class GatedDeltaNet:
         return out
 
     def _compute_sequence(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, slot: int, *, is_new: bool) -> Tensor:
+        assert state.matrix is not None
         dtype, count, taps = qkvz.dtype, qkvz.shape[0], self.conv.shape[1]
         heads, value_dim = self.value_heads, self.value_dim
         if is_new:

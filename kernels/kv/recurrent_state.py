@@ -1,7 +1,9 @@
-"""RecurrentState: what one gated delta net remembers of each sequence, in slots of fixed size.
+"""RecurrentState: what one layer remembers of each sequence, in slots of fixed size.
 
-    window [slots, conv_size - 1, channels]              the last inputs of the convolution, oldest first
-    matrix [slots, value_heads, key_dim, value_dim]      float32: sums over all tokens round too much in 16 bits
+    window [slots, conv_size - 1, channels]   the last inputs of the convolution, oldest first
+    matrix [slots, heads, rows, columns]      float32: sums over all tokens round too much in 16 bits
+
+A layer without recurrence (LFM2's gated convolution) has no matrix.
 
 A sequence whose next token is its first one starts from zeros, whatever its slot holds. So nobody has to clear a slot.
 """
@@ -13,22 +15,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_shape, refuse
+from coatcheck.kernels.launch_check import (
+    FLOATS,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_shape,
+    refuse,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentState:
-    """`window` has the model's dtype."""
+    """`window` has the model's dtype. `matrix`: None for a layer without recurrence."""
 
     window: Tensor
-    matrix: Tensor
+    matrix: Tensor | None
 
     def __post_init__(self) -> None:
         check_shape("window", self.window, (None, None, None))
         check_dtype("window", self.window, *FLOATS)
-        check_dense("matrix", self.matrix, (self.window.shape[0], None, None, None), torch.float32, self.window.device)
+        if self.matrix is not None:
+            slots, device = self.window.shape[0], self.window.device
+            check_dense("matrix", self.matrix, (slots, None, None, None), torch.float32, device)
         if not self.window.is_contiguous():
             refuse("window", "a contiguous tensor", f"strides {self.window.stride()}")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a slot holds: [slots, ...] each, contiguous."""
+        return [self.window] if self.matrix is None else [self.window, self.matrix]
+
+    def check_shapes(self, window: tuple[int, int], matrix: tuple[int, int, int] | None, like: Tensor) -> None:
+        """Raise LaunchRefused unless a slot has these shapes, with the dtype and device of the rows `like`."""
+        check_shape("window", self.window, (None, *window))
+        check_dtype("window", self.window, like.dtype)
+        check_device("window", self.window, like.device)
+        if (self.matrix is None) != (matrix is None):
+            refuse("matrix", "a state" if matrix else "none", "none" if matrix else "a state")
+        if self.matrix is not None and matrix is not None:
+            check_shape("matrix", self.matrix, (None, *matrix))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
 
-# By layer. A hybrid model's layers without attention have a state.
+# Of the layers with attention, and then the states of the layers that keep one.
 LayerCaches = list[KVCache] | list[LatentCache] | list[KVCache | RecurrentState]
 
 

@@ -115,7 +115,7 @@ def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLa
     model.config._attn_implementation = _MASKED_PROBE
     recording = _Recording(_module_names(model), num_tokens, max_model_len, masks)
     _run(model, _Tokens(_some_ids(model, num_tokens), torch.arange(num_tokens)), recording)
-    states = {layer.layer for layer in find_state_layers(model)}
+    states = {state.spec.layer for state in find_state_layers(model)}
     expected = [layer for layer in range(model.config.get_text_config().num_hidden_layers) if layer not in states]
     missing = [str(layer) for layer in expected if layer not in recording.layers]
     if missing:

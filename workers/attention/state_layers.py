@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from coatcheck.workers.core.model_spec import StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, StateSpec
 
 _DELTA_NETS: Final = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 # Attention whose query projection has each head's query and then its gate, by which the head's output is multiplied.
@@ -23,28 +23,31 @@ _Other = TypeVar("_Other")
 _State = TypeVar("_State")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateLayer(StateSpec):
-    """`module`: the name of transformers' module."""
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A layer that keeps a state. `module`: the name of transformers' module."""
 
     module: str
+    spec: StateSpec
 
 
 def find_state_layers(model: nn.Module) -> list[StateLayer]:
     """The gated delta nets of `model` with the heads of all ranks, in the order of the layers."""
     found = [
         StateLayer(
-            layer=module.layer_idx,
-            key_heads=module.num_k_heads,
-            value_heads=module.num_v_heads,
-            key_dim=module.head_k_dim,
-            value_dim=module.head_v_dim,
-            conv_size=module.conv_kernel_size,
-            module=name,
+            name,
+            DeltaNetSpec(
+                layer=module.layer_idx,
+                key_heads=module.num_k_heads,
+                value_heads=module.num_v_heads,
+                key_dim=module.head_k_dim,
+                value_dim=module.head_v_dim,
+                conv_size=module.conv_kernel_size,
+            ),
         )
         for name, module in _delta_nets(model)
     ]
-    return sorted(found, key=lambda layer: layer.layer)
+    return sorted(found, key=lambda state: state.spec.layer)
 
 
 def has_output_gate(attention: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from enum import Enum
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.state_layers import StateLayer
+from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.tensor_slice import Range, TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 
@@ -73,7 +74,8 @@ def plan_sharding(
         shard_one = _shard_latent_attention if layer.is_latent else _shard_attention
         shard_one(plan, shapes, layer, shard)
     for state in states:
-        _shard_delta_net(plan, shapes, state, shard)
+        assert isinstance(state.spec, DeltaNetSpec)
+        _shard_delta_net(plan, shapes, state.module, state.spec, shard)
     attention = {layer.module for layer in layers} | {state.module for state in states}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
     if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan leaves the shared expert out
@@ -154,7 +156,9 @@ def _shard_latent_attention(
     plan.roles[f"{layer.module}.o_proj"] = ParallelRole.ROW
 
 
-def _shard_delta_net(plan: ShardingPlan, shapes: dict[str, Shape], layer: StateLayer, shard: TpShard) -> None:
+def _shard_delta_net(
+    plan: ShardingPlan, shapes: dict[str, Shape], module: str, layer: DeltaNetSpec, shard: TpShard
+) -> None:
     """Split one gated delta net by key heads, each with the value heads that it serves. Refuse unknown tensors."""
     first, last = shard.split_evenly(layer.key_heads, "the key heads of linear attention")
     group = layer.value_heads // layer.key_heads
@@ -176,13 +180,13 @@ def _shard_delta_net(plan: ShardingPlan, shapes: dict[str, Shape], layer: StateL
         **dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight"), (0, layer.value_heads, (part(group),))),
         **dict.fromkeys(("A_log", "dt_bias"), (0, layer.value_heads, (part(group),))),
     }
-    for name in [name for name in shapes if name.startswith(f"{layer.module}.")]:
-        leaf, shape = name.removeprefix(f"{layer.module}."), shapes[name]
+    for name in [name for name in shapes if name.startswith(f"{module}.")]:
+        leaf, shape = name.removeprefix(f"{module}."), shapes[name]
         if leaf in ranges and shape[ranges[leaf][0]] == ranges[leaf][1]:
             plan.slices[name] = TensorSlice(ranges[leaf][0], ranges[leaf][2])
         elif leaf != "norm.weight" or shape != (layer.value_dim,):  # a norm of single heads is the same on every rank
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
-    plan.roles[f"{layer.module}.out_proj"] = ParallelRole.ROW
+    plan.roles[f"{module}.out_proj"] = ParallelRole.ROW
 
 
 def _rescale(rows: Range, head_dim: int, size: int) -> Range:

@@ -1,9 +1,11 @@
 """ModelSpec: what the scheduler, the KV pool and the router need to know about a model."""
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
-_STATE_ITEMSIZE: Final = 4  # recurrent states are float32, whatever the model's dtype
+_MATRIX_ITEMSIZE: Final = 4  # matrices of states are float32, whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,37 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpec:
-    """One gated delta net: a layer that keeps a state of fixed size for each sequence, in place of keys and values.
+class StateSpec(ABC):
+    """A layer that keeps a state of fixed size for each sequence, in place of keys and values or beside them.
 
-    With the heads of one rank, or of all ranks together. `layer`: the layer's index in the model. A key head serves
-    value_heads / key_heads consecutive value heads. `conv_size`: tokens that the convolution before the recurrence
-    reads.
+    With the heads or channels of one rank, or of all ranks together. `layer`: the layer's index in the model.
     """
 
     layer: int
+
+    @property
+    @abstractmethod
+    def window(self) -> tuple[int, int]:
+        """(inputs, channels): the last inputs of the layer's convolution, in the model's dtype."""
+
+    @property
+    @abstractmethod
+    def matrix(self) -> tuple[int, int, int] | None:
+        """(heads, rows, columns) of the recurrence's state in float32; None for a layer without recurrence."""
+
+    def bytes_per_sequence(self, itemsize: int) -> int:
+        """Bytes of one sequence's state. `itemsize`: bytes of an element of the model's dtype."""
+        matrix = 0 if self.matrix is None else math.prod(self.matrix)
+        return math.prod(self.window) * itemsize + matrix * _MATRIX_ITEMSIZE
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec(StateSpec):
+    """One gated delta net. A key head serves value_heads / key_heads consecutive value heads.
+
+    `conv_size`: tokens that the convolution before the recurrence reads.
+    """
+
     key_heads: int
     value_heads: int
     key_dim: int
@@ -76,10 +100,13 @@ class StateSpec:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def bytes_per_sequence(self, itemsize: int) -> int:
-        """Bytes of one sequence's state. `itemsize`: bytes of an element of the model's dtype."""
-        window = (self.conv_size - 1) * self.conv_channels * itemsize
-        return window + self.value_heads * self.key_dim * self.value_dim * _STATE_ITEMSIZE
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.conv_size - 1, self.conv_channels
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        return self.value_heads, self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +114,7 @@ class ModelSpec:
     """A model as one of `tp` ranks holds it.
 
     `fingerprint`: identifies the weights, for block hashes and for failover between equal groups.
-    `layers`: those with attention. `state_layers`: the others, which keep a state for each sequence.
+    `layers`: those with attention. `state_layers`: those that keep a state for each sequence.
     `num_weights`, `weight_bytes`: of this rank.
     """
 

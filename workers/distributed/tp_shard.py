@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 
 _Layer = TypeVar("_Layer", bound=LayerSpec)
@@ -66,6 +66,8 @@ class TpShard:
 
     def shard_state(self, layer: _State) -> _State:
         """`layer` with this rank's key heads and the value heads that they serve."""
+        if not isinstance(layer, DeltaNetSpec):
+            raise TypeError(f"no rule for {type(layer).__name__}")
         first, last = self.split_evenly(layer.key_heads, "the key heads of linear attention")
         group = layer.value_heads // layer.key_heads
         return replace(layer, key_heads=last - first, value_heads=(last - first) * group)

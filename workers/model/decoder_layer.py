@@ -29,6 +29,7 @@ from coatcheck.kernels.layers.silu_mul import silu_mul_for_linear
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.state_layers import StateLayer
+from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.linear_attention import LinearAttention
@@ -85,7 +86,8 @@ class DecoderLayer:
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
         if isinstance(spec, StateLayer):
-            self.attend = net = LinearAttention(attention, spec, batch_invariant=batch_invariant)
+            assert isinstance(spec.spec, DeltaNetSpec), "prepare_model leaves other kinds to transformers' layers"
+            self.attend = net = LinearAttention(attention, spec.spec, batch_invariant=batch_invariant)
             self._attention_linears = net.linears()
         elif spec.is_latent:
             self.attend = latent = LatentAttention(attention, spec, communicator, batch_invariant=batch_invariant)

@@ -57,14 +57,17 @@ class FusedBody:
         rope_types: Sequence[str | None],
         norm: RmsNorm,
         sharded: AttentionLayer | None,
+        cache_places: Sequence[int],
         *,
         has_half_tables: bool,
     ) -> None:
         """`rope_types`: each layer's key for the rotary embedding; None if the model has one for all layers.
 
+        `cache_places`: where each layer's cache or state is in LayerCaches.
         `sharded`: a layer of this rank with token shards, which are the same in all layers; None without.
         """
         self._sharded = sharded
+        self._cache_places = tuple(cache_places)
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
@@ -103,7 +106,13 @@ class FusedBody:
             layer, rope_type = self._layers[index]
             rows = logits_indices if index == last else None
             hidden, residual = layer(
-                hidden, residual, rotary[rope_type], metadata, layer_caches[index], rows, self._owed[index]
+                hidden,
+                residual,
+                rotary[rope_type],
+                metadata,
+                layer_caches[self._cache_places[index]],
+                rows,
+                self._owed[index],
             )
         assert residual is not None
         return add_and_norm(self.norm, hidden, residual, self._owed[-1])[0]
@@ -161,13 +170,14 @@ def fuse(
         return None
     family = _FAMILIES[config.model_type]
     base: Any = model.base_model
-    mixers = interleave([*layers], [(state.layer, state) for state in states])
+    mixers: list[AttentionLayer | StateLayer] = [*layers, *states]  # in the order of LayerCaches
+    places = interleave(range(len(layers)), [(state.spec.layer, len(layers) + i) for i, state in enumerate(states)])
     rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(mixers)
     fused: list[DecoderLayer] = []
     for index, module in enumerate(base.layers):
         halves = halves_of(module, batch_invariant=batch_invariant) if has_halves(module) else [(module, None, None)]
         for part, starts, adds in halves:
-            spec = mixers[len(fused)]
+            spec = mixers[places[len(fused)]]
             fused.append(
                 DecoderLayer(
                     part, spec, family, communicator, batch_invariant=batch_invariant, starts=starts, adds=adds
@@ -176,4 +186,12 @@ def fuse(
         base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
     norm = read_norm(base.norm, family)
     sharded = layers[0] if layers[0].token_shards > 1 else None
-    return FusedBody(base, fused, rope_types, norm, sharded, has_half_tables=family.has_half_tables)
+    return FusedBody(
+        base,
+        fused,
+        rope_types,
+        norm,
+        sharded,
+        places,
+        has_half_tables=family.has_half_tables,
+    )

@@ -13,7 +13,7 @@ from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.model_spec import StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
 
@@ -21,7 +21,7 @@ from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
 class LinearAttention:
     """From the normalised hidden states [T, hidden] to every value head's output, [T, value_heads * value_dim]."""
 
-    def __init__(self, module: Any, spec: StateSpec, *, batch_invariant: bool) -> None:
+    def __init__(self, module: Any, spec: DeltaNetSpec, *, batch_invariant: bool) -> None:
         """`module`: transformers' gated delta net with this rank's weights. `spec`: with this rank's heads."""
         if hasattr(module, "in_proj_qkvz"):
             self._qkvz = pack_reordered(module.in_proj_qkvz, _qkvz_rows(spec), batch_invariant=batch_invariant)
@@ -59,13 +59,13 @@ class LinearAttention:
         return [self._qkvz, self._ba]
 
 
-def _qkvz_rows(spec: StateSpec) -> list[Range]:
+def _qkvz_rows(spec: DeltaNetSpec) -> list[Range]:
     """Qwen3-Next has the rows of q, k, v and z of one key head after the other."""
     k, v = spec.key_dim, spec.value_heads // spec.key_heads * spec.value_dim
     return list(_grouped_rows(spec.key_heads, (k, k, v, v)))
 
 
-def _ba_rows(spec: StateSpec) -> list[Range]:
+def _ba_rows(spec: DeltaNetSpec) -> list[Range]:
     group = spec.value_heads // spec.key_heads
     return list(_grouped_rows(spec.key_heads, (group, group)))
 

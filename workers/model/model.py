@@ -7,6 +7,7 @@ logits       hidden states -> logits
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -220,7 +221,7 @@ def load_model(
         eos_token_ids = _eos_token_ids(directory, config)
     check_complete(causal)
     layers = tuple(shard.shard_layer(layer) for layer in prepared.layers)
-    states = tuple(shard.shard_state(layer) for layer in prepared.states)
+    states = [replace(state, spec=shard.shard_state(state.spec)) for state in prepared.states]
     if shard.size > 1:
         apply_tensor_parallel(causal, prepared.plan, layers, config.vocab_size, communicator)
     body = fuse(causal, layers, states, communicator, batch_invariant=deterministic) or TransformersBody(
@@ -240,7 +241,7 @@ def load_model(
         tp=shard.size,
         num_weights=weights.count,
         weight_bytes=weights.bytes,
-        state_layers=states,
+        state_layers=tuple(state.spec for state in states),
     )
     with torch.inference_mode():
         hidden = torch.linspace(-2, 2, config.hidden_size, dtype=prepared.dtype, device=device)[None]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
-from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
 
 # Fields of DeepSeek's own code that transformers' classes do not read, and the values that they compute.
 _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
@@ -135,7 +135,7 @@ def check_deterministic_heads(layer: LayerSpec) -> None:
 def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
     """Raise InvalidConfig for heads of linear attention that the C library does not compute."""
     for layer in layers:
-        if any(dim % 16 or dim > 256 for dim in (layer.key_dim, layer.value_dim)):
+        if isinstance(layer, DeltaNetSpec) and any(dim % 16 or dim > 256 for dim in (layer.key_dim, layer.value_dim)):
             raise InvalidConfig(
                 "deterministic on CPU needs a linear_key_head_dim and a linear_value_head_dim that are multiples of 16 "
                 f"and at most 256 (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"

@@ -14,7 +14,6 @@ from coatcheck.kernels.kv.latent_cache import LatentCache
 from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import LayerCaches
-from coatcheck.workers.attention.state_layers import interleave
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.kv.block_layout import BlockLayout, LayerOffsets
@@ -118,12 +117,14 @@ def make_states(spec: ModelSpec, num_slots: int, device: torch.device) -> list[R
         huge_pages.populate_in_background(memory)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     # The matrices first: their sizes keep the alignment.
-    shapes = [(num_slots, s.value_heads, s.key_dim, s.value_dim) for s in spec.state_layers]
-    matrices, memory = _take_tensors(memory, shapes, torch.float32)
-    windows, _ = _take_tensors(
-        memory, [(num_slots, s.conv_size - 1, s.conv_channels) for s in spec.state_layers], dtype
-    )
-    return [RecurrentState(window, matrix) for window, matrix in zip(windows, matrices, strict=True)]
+    shapes = [(num_slots, *layer.matrix) for layer in spec.state_layers if layer.matrix is not None]
+    taken, memory = _take_tensors(memory, shapes, torch.float32)
+    windows, _ = _take_tensors(memory, [(num_slots, *layer.window) for layer in spec.state_layers], dtype)
+    matrices = iter(taken)
+    return [
+        RecurrentState(window, None if layer.matrix is None else next(matrices))
+        for window, layer in zip(windows, spec.state_layers, strict=True)
+    ]
 
 
 def _take_tensors(memory: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -136,12 +137,9 @@ def _take_tensors(memory: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torc
     return tensors, memory
 
 
-def add_states(spec: ModelSpec, caches: LayerCaches, states: Sequence[RecurrentState]) -> LayerCaches:
-    """The caches of the layers with attention and the states of the others, in the order of the model's layers."""
-    if not states:
-        return caches
-    placed = [(layer.layer, state) for layer, state in zip(spec.state_layers, states, strict=True)]
-    return cast("LayerCaches", interleave([*caches], placed))
+def add_states(caches: LayerCaches, states: Sequence[RecurrentState]) -> LayerCaches:
+    """The caches of the layers with attention, and then the states of the layers that have one."""
+    return cast("LayerCaches", [*caches, *states]) if states else caches
 
 
 def _layer_views(layout: BlockLayout, layer: LayerOffsets, pool: Tensor) -> list[Tensor]:

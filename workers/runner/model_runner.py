@@ -80,7 +80,7 @@ class ModelRunner:
         self._kv_caches = make_caches(layout, pool)
         # A sequence's states have its slot; those of a sequence that starts are zero, whatever the slot holds.
         states = make_states(model.spec, max_num_seqs, pool.device)
-        self._layer_caches = add_states(model.spec, self._kv_caches, states)
+        self._layer_caches = add_states(self._kv_caches, states)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
         # The batch state, one row per slot. The extra token column is for a token sampled after the last position, and

@@ -42,10 +42,9 @@ class PagedDriver:
         pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
         states = make_states(model.spec, _MAX_SEQUENCES, torch.device("cpu"))
-        for state in states:  # as the pool: only a sequence's own state may be read
-            state.window.fill_(torch.nan)
-            state.matrix.fill_(torch.nan)
-        self.layer_caches = add_states(model.spec, make_caches(self.layout, pool), states)
+        for tensor in (tensor for state in states for tensor in state.tensors):
+            tensor.fill_(torch.nan)  # as the pool: only a sequence's own state may be read
+        self.layer_caches = add_states(make_caches(self.layout, pool), states)
         self._num_sequences = 0
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()

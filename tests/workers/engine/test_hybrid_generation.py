@@ -13,6 +13,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -205,6 +206,7 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
         InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
     ):
         TpShard(0, 3).shard_state(layer)
+    assert isinstance(layer, DeltaNetSpec)
     check_deterministic_states([layer])
     with pytest.raises(InvalidConfig, match="multiples of 16 and at most 256 .here: 24, 32."):
         check_deterministic_states([replace(layer, key_dim=24)])
@@ -228,7 +230,7 @@ def test_states_are_allocated_before_their_first_use(model: Model) -> None:
     states = make_states(model.spec, count, torch.device("cpu"))
     wait_until_populated()
     assert resident_bytes() - before > 60 << 20
-    assert not any(state.matrix[-1].any() or state.window[-1].any() for state in states)
+    assert not any(tensor[-1].any() for state in states for tensor in state.tensors)
 
 
 def test_states_that_the_system_refuses(model: Model) -> None:
@@ -240,4 +242,4 @@ def test_states_that_the_system_refuses(model: Model) -> None:
 def test_states_take_the_bytes_that_are_counted(model: Model) -> None:
     """The bytes of the states of a runner's slots are those that its spec says."""
     states = make_states(model.spec, 5, torch.device("cpu"))
-    assert sum(state.window.nbytes + state.matrix.nbytes for state in states) == 5 * model.spec.state_bytes
+    assert sum(tensor.nbytes for state in states for tensor in state.tensors) == 5 * model.spec.state_bytes
