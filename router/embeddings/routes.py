@@ -100,9 +100,7 @@ class EmbeddingRoutes:
             if message.HasField("chat"):
                 prompt = TokenizeRequest(chat=message.chat)
             token_ids = (await self._generation.tokenize(prompt)).token_ids
-        model = self._generation.model
-        # A prompt leaves room for one token.
-        most = model.max_model_len - 1 if model is not None else len(token_ids)
+        most = self._generation.max_sequence_tokens or len(token_ids)
         if count is None:
             count = len(token_ids)
             most = max(most, count)  # a longer prompt is refused below

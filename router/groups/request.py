@@ -49,8 +49,9 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Max tokens of one choice, with the prompt."""
-        return len(self.prompt_token_ids) + (self.sampling.max_tokens or 1)
+        """Max tokens of one choice, with the prompt. A single token beside an embedding needs no place."""
+        most = self.sampling.max_tokens or 1
+        return len(self.prompt_token_ids) + (0 if self.pooling and most == 1 else most)
 
     def block_hashes(self, model: GetModelResponse) -> list[bytes]:
         """The hashes of the prompt's full blocks on a group with this model, computed once. The last token is left out:

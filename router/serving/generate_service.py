@@ -142,6 +142,11 @@ class GenerateService:
         return self._groups.model
 
     @property
+    def max_sequence_tokens(self) -> int:
+        """Max tokens of one sequence on any group; 0 until a group has registered."""
+        return self._max_sequence_tokens(self._groups.model) if self._groups.model is not None else 0
+
+    @property
     def defaults(self) -> SamplingDefaults:
         """Values of sampling fields that a request leaves unset, from the model's generation_config.json."""
         return self._defaults

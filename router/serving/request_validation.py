@@ -113,14 +113,14 @@ def validate_request(
         raise NeverFits(
             f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
         )
-    if length >= capacity:
+    # The token beside an embedding is never computed, so it needs no place.
+    most = capacity if message.pooling and sampling.max_tokens == 1 else capacity - 1
+    if length > most:
         raise ContextLengthExceeded.for_limit(
-            capacity,
-            f"the prompt has {length}. Shorten it to at most {capacity - 1} tokens",
-            length,
+            capacity, f"the prompt has {length}. Shorten it to at most {most} tokens", length
         )
     check_token_ids(token_ids, vocab_size)
-    room = capacity - length
+    room = max(capacity - length, 1)
     for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
         if asked > room:
             raise ContextLengthExceeded.for_limit(

@@ -8,7 +8,7 @@ from coatcheck.proto.block_hash import block_key, hash_block, hash_chain
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest
 from coatcheck.workers.core.cache_reasons import content_chain
 from coatcheck.workers.core.model_spec import ModelSpec
-from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
@@ -85,6 +85,8 @@ class InputProcessor:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
         request.sampling.check_model(vocab)
         wanted = prompt_len + (request.sampling.max_tokens or 1)
+        if request.pooling is not Pooling.NONE and request.sampling.max_tokens == 1:
+            wanted = prompt_len  # the token beside an embedding is never computed, so it needs no place
         if wanted > self._max_model_len:
             raise ContextLengthExceeded.for_limit(
                 self._max_model_len,

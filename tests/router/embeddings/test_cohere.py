@@ -89,7 +89,7 @@ async def test_texts_longer_than_the_context_are_cut(start_http_router: StartHtt
     """The end is dropped unless the request says otherwise."""
     router = await start_http_router(FakeGroup())
     ids = byte_level_tokenizer().encode("a " * 900).ids
-    for fields, kept in (({}, ids[:255]), ({"truncate": "START"}, ids[-255:])):
+    for fields, kept in (({}, ids[:256]), ({"truncate": "START"}, ids[-256:])):
         await embed(router, texts=["a " * 900], **fields)
         assert list(router.groups[0].submits[-1].prompt_token_ids) == kept
 

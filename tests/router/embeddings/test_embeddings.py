@@ -88,10 +88,29 @@ async def test_prompts_are_cut(start_http_router: StartHttpRouter) -> None:
     assert (await router.request("POST", "/v1/embeddings", {"input": "a " * 900, "truncate_prompt_tokens": -1}))[
         0
     ] == 200
-    assert len(group.submits[-1].prompt_token_ids) == 255
+    assert len(group.submits[-1].prompt_token_ids) == 256
     pair = {"text_1": "one two", "text_2": "one three", "truncate_prompt_tokens": 1}
     score = json.loads((await router.request("POST", "/score", pair))[2])["data"][0]["score"]
     assert score == pytest.approx(1.0)
+
+
+async def test_an_input_may_have_the_context_s_length(start_http_router: StartHttpRouter) -> None:
+    """256 tokens have an embedding, and 257 are refused; a prompt to generate from leaves room for a token."""
+    router = await start_http_router(FakeGroup())
+    assert (await router.request("POST", "/v1/embeddings", {"input": [5] * 256}))[0] == 200
+    refused = await router.expect_refusal("/v1/embeddings", {"input": [5] * 257})
+    assert "Shorten it to at most 256 tokens" in refused["message"]
+    refused = await router.expect_refusal("/v1/completions", {"prompt": [5] * 256, "max_tokens": 1})
+    assert "Shorten it to at most 255 tokens" in refused["message"]
+
+
+async def test_cut_inputs_fit_into_a_small_pool(start_http_router: StartHttpRouter) -> None:
+    """truncate_prompt_tokens -1 keeps what a group's pool holds, if that is less than the model's context."""
+    group = FakeGroup(num_blocks=4)
+    router = await start_http_router(group)
+    body = {"input": "a " * 900, "truncate_prompt_tokens": -1}
+    assert (await router.request("POST", "/v1/embeddings", body))[0] == 200
+    assert len(group.submits[-1].prompt_token_ids) == 4 * group.model.block_size
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from coatcheck.proto.errors import ContextLengthExceeded
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.request import EngineRequest, Pooling
@@ -112,3 +113,24 @@ def test_the_last_state_uses_the_prefix_cache(make: Make) -> None:
         run(engine, ask("a", PROMPTS[3], pooling))
         run(engine, ask("b", PROMPTS[3], pooling))
         assert engine.stats().cached_device_tokens == cached
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_may_have_the_context_s_length(make: Make, depth: int) -> None:
+    """A prompt of max_model_len tokens has the embedding of a larger pool, also if it fills its pool; a token more, or
+    a second token of output, is refused."""
+    prompt = [(i * 31) % (VOCAB - 3) + 3 for i in range(64)]
+    last = EngineRequest("last", tuple(prompt), ONE_TOKEN, pooling=Pooling.LAST)
+    mean = EngineRequest("mean", tuple(prompt), ONE_TOKEN, pooling=Pooling.MEAN)
+    embeddings = run(make(), last, mean)[0]
+    engine = make(budget=24, depth=depth, num_blocks=8)
+    full = run(engine, last, mean)[0]
+    engine.check()
+    for name in ("last", "mean"):
+        assert full[name] == pytest.approx(embeddings[name], abs=1e-5)
+    two = SamplingParams(max_tokens=2, temperature=0.0, seed=0)
+    for ids, sampling, pooling in (
+        ([*prompt, 5], ONE_TOKEN, Pooling.LAST), (prompt, two, Pooling.LAST), (prompt, ONE_TOKEN, Pooling.NONE),
+    ):  # fmt: skip
+        with pytest.raises(ContextLengthExceeded, match="64 tokens"):
+            engine.submit_request(EngineRequest("long", tuple(ids), sampling, pooling=pooling))
