@@ -30,6 +30,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.host.free_memory import gpu_memory, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.model.model_rules import check_host_tier
 from coatcheck.workers.runner.block_copier import make_copier, num_staging_blocks
 from coatcheck.workers.runner.cuda_graphs import Progress
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
@@ -91,7 +92,7 @@ def load_rank(
         kv_dtype=config.kv_dtype,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
-    check_host_tier(config, model.spec)
+    check_host_tier(model.spec.architecture, config.host_kv_memory, has_prefix_cache=model.spec.has_prefix_cache)
     communicator.barrier()
     update_progress(phase=Phase.WARMING)
 
@@ -122,15 +123,6 @@ def load_rank(
     copy_report = _warm_up(config, runner, memory, show_captures)
     compile_watch.mark_ready()
     return LoadedRank(spec, memory, runner, grammars, copy_report)
-
-
-def check_host_tier(config: GroupConfig, spec: ModelSpec) -> None:
-    """Raise InvalidConfig for a host tier that would stay empty."""
-    if config.host_kv_memory and not spec.has_prefix_cache:
-        raise InvalidConfig(
-            f"host-kv-memory keeps blocks of the prefix cache, and {spec.architecture} has none, because some of its "
-            "layers keep states; leave --host-kv-memory out"
-        )
 
 
 def check_attention_library(config: GroupConfig, device: torch.device) -> None:

@@ -23,7 +23,10 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, check_causal, check_known
 from coatcheck.workers.model.model_rules import (
+    check_convolutions,
     check_deterministic_heads,
+    check_docstrings,
+    check_host_tier,
     check_latent_attention,
     check_mla_shard,
     check_model_kind,
@@ -48,6 +51,8 @@ def check_model(config: ServeConfig) -> None:
     """
     if config.ray_address is not None and not Path(config.model_source).is_dir():
         return
+    if config.ray_address is None:  # else processes of other hosts build the model
+        check_docstrings()
     _check_generation_config(config)
     model = ModelConfig.open(config.model_source)
     _check_model_type(model)
@@ -66,6 +71,8 @@ def check_model(config: ServeConfig) -> None:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
         return  # a model type that `coatcheck plan` does not know
+    check_convolutions(model.model_type, shape.states)
+    check_host_tier(model.model_type, config.host_kv_memory, has_prefix_cache=not shape.states)
     if config.mla_shard == "tokens":
         check_mla_shard(model.model_type, shape.is_latent)
     shard = TpShard(0, config.tp, divides_latents=config.mla_shard == "tokens")

@@ -33,8 +33,10 @@ from coatcheck.workers.model.attention_adapters import adapt_attention, needs_ad
 from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import (
+    check_convolutions,
     check_deterministic_heads,
     check_deterministic_states,
+    check_docstrings,
     check_latent_attention,
     check_model_kind,
     deterministic_experts_error,
@@ -96,6 +98,7 @@ def prepare_model(
         layers = probe_attention(causal, length)
         probe_head(causal)
     states = find_state_layers(causal)
+    check_convolutions(config.model_type, states)
     if states and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
@@ -202,6 +205,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
     RoPE scaling is pinned to `max_model_len`. Raises InvalidModel, with the model type and the reason, if transformers
     cannot build the model with our attention.
     """
+    check_docstrings()
     attention.register_attention()
     try:
         try:

@@ -3,6 +3,7 @@
 `coatcheck serve` applies them before anything starts, the ranks again to transformers' config objects.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -20,6 +21,17 @@ _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
 }
+
+_MAX_TAPS: Final = 8  # of a convolution: kernels/attention/gated_delta_net.py computes no more
+
+
+def check_docstrings() -> None:
+    """Raise InvalidConfig if this Python process removes docstrings, from which transformers builds its models."""
+    if sys.flags.optimize > 1:
+        raise InvalidConfig(
+            "this Python removes docstrings (PYTHONOPTIMIZE=2 or python -OO), and transformers needs its own to build "
+            "a model; set PYTHONOPTIMIZE=1, or unset it"
+        )
 
 
 def check_model_kind(model_type: str, *, is_multimodal: bool, is_encoder_decoder: bool) -> None:
@@ -140,6 +152,25 @@ def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
                 "deterministic on CPU needs a linear_key_head_dim and a linear_value_head_dim that are multiples of 16 "
                 f"and at most 256 (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
             )
+
+
+def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
+    """Raise InvalidModel for a convolution before a gated delta net that kernels do not compute."""
+    for layer in layers:
+        if isinstance(layer, DeltaNetSpec) and layer.conv_size > _MAX_TAPS:
+            raise InvalidModel(
+                f"{model_type} with linear_conv_kernel_dim {layer.conv_size} cannot be served: convolutions read at "
+                f"most {_MAX_TAPS} tokens; correct linear_conv_kernel_dim, if config.json is wrong"
+            )
+
+
+def check_host_tier(architecture: str, host_kv_memory: float, *, has_prefix_cache: bool) -> None:
+    """Raise InvalidConfig for a host tier that would stay empty."""
+    if host_kv_memory and not has_prefix_cache:
+        raise InvalidConfig(
+            f"host-kv-memory keeps blocks of the prefix cache, and {architecture} has none, because some of its layers "
+            "keep states; leave --host-kv-memory out"
+        )
 
 
 def check_state_device(model_type: str, device: str, *, has_states: bool) -> None:

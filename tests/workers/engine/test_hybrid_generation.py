@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
@@ -20,8 +20,12 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.model.model_rules import check_deterministic_states, check_state_device
-from coatcheck.workers.rank_loading import check_host_tier
+from coatcheck.workers.model.model_rules import (
+    check_convolutions,
+    check_deterministic_states,
+    check_host_tier,
+    check_state_device,
+)
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_states
 from coatcheck.workers.runner.memory_budget import subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
@@ -197,7 +201,7 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     with pytest.raises(InvalidConfig, match="set --device cpu"):
         check_state_device("qwen3_next", "cuda", has_states=True)
     with pytest.raises(InvalidConfig, match="leave --host-kv-memory out"):
-        check_host_tier(config, model.spec)
+        check_host_tier(model.spec.architecture, config.host_kv_memory, has_prefix_cache=model.spec.has_prefix_cache)
     wanted = config.max_num_seqs * model.spec.state_bytes
     assert subtract_states(config, 2 * wanted + 5, wanted, 2) == 5
     with pytest.raises(InvalidConfig, match="states of 256 sequences take .* on each of 2 ranks.*; lower max-num-seqs"):
@@ -207,6 +211,9 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     ):
         TpShard(0, 3).shard_state(layer)
     assert isinstance(layer, DeltaNetSpec)
+    check_convolutions("qwen3_next", [replace(layer, conv_size=8)])
+    with pytest.raises(InvalidModel, match="linear_conv_kernel_dim 9 cannot be served: .* at most 8 tokens"):
+        check_convolutions("qwen3_next", [replace(layer, conv_size=9)])
     check_deterministic_states([layer])
     with pytest.raises(InvalidConfig, match="multiples of 16 and at most 256 .here: 24, 32."):
         check_deterministic_states([replace(layer, key_dim=24)])
