@@ -103,11 +103,17 @@ ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolRefer
 
 
 class ToolResultBlock(Block):
-    """The answer of a tool."""
+    """The answer of a tool. `is_error`: the tool failed. Templates have no such field, and clients write the error into
+    `content`, so it counts only where `content` is empty: there a failure would look like a success."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[ShownBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        return _join(self.content) or ("error" if self.is_error else "")
 
 
 AnyBlock = Annotated[
@@ -127,7 +133,7 @@ class InputMessage(RequestBody):
         blocks: list[Any] = [] if isinstance(self.content, str) else self.content
         for block in blocks:
             if isinstance(block, ToolResultBlock):
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(block.content)}
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
         texts = [block for block in blocks if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock)]
         message: dict[str, Any] = {
             "role": self.role, "content": self.content if isinstance(self.content, str) else _join(texts),

@@ -40,8 +40,10 @@ class TextPart(RequestBody):
 
 
 def _as_json(arguments: Any) -> Any:
-    """An object as JSON text; anything else unchanged."""
-    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+    """An object or a list as JSON text, and no arguments as an empty object; anything else unchanged."""
+    if arguments is None:
+        return "{}"
+    return json.dumps(arguments) if isinstance(arguments, dict | list) else arguments
 
 
 class CalledFunction(RequestBody):

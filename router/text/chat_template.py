@@ -113,13 +113,16 @@ def _template_message(message: ChatMessage, template: "ChatTemplate") -> dict[st
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of an earlier call. A model may have written broken JSON, or max_tokens cut it: an agent sends that
-    back with the error of its tool, and could not go on if the call were refused."""
+    """The arguments of an earlier call. A model may have written broken JSON or no object, or max_tokens cut it: an
+    agent sends that back with the error of its tool, and could not go on if the call were refused. Text that is empty
+    or null is a call without arguments, as in vLLM."""
     try:
-        json.loads(text)
+        value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return {"invalid_json": text}
-    return _parse_object("arguments of a tool call", text)
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"invalid_json": text}
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:

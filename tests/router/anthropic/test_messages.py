@@ -285,6 +285,26 @@ async def test_documents_are_texts(start_http_router: StartHttpRouter, model: To
     assert "<tool>Bonn (a.org)\nwet<user>Weather\nit rains\nwhy?" in await prompt_of(router)
 
 
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"content": "no such file", "is_error": True}, "no such file"),
+        ({"is_error": True}, "error"),
+        ({"content": [], "is_error": True}, "error"),
+        ({"content": "", "is_error": False}, ""),
+    ],
+)
+async def test_a_tool_that_fails_without_a_word_shows_an_error(
+    start_http_router: StartHttpRouter, model: TokenizerJson, result: dict[str, Any], shown: str
+) -> None:
+    """The model sees the tool's own words, or that there was an error if it has none."""
+    router = await start_http_router(saying("yes"), tokenizer=model)
+    content: list[Any] = [{"type": "tool_result", "tool_use_id": "t", **result}, {"type": "text", "text": "why?"}]
+    async with client_of(router) as client:
+        await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": content}])
+    assert f"<tool>{shown}<user>why?" in await prompt_of(router)
+
+
 async def test_too_long_is_said_in_anthropic_s_words(start_http_router: StartHttpRouter) -> None:
     """Its clients match these words, and shorten the conversation or lower max_tokens."""
     router = await start_http_router(FakeGroup())

@@ -48,6 +48,13 @@ SAME: dict[str, tuple[dict[str, Any], str]] = {
     "arguments that max_tokens has cut": (
         {"messages": [*HELLO, called(name="weather", arguments='{"city": "Bo')]},
         '"arguments": {"invalid_json": "{\\"city\\": \\"Bo"}'),
+    "arguments that are a list": (
+        {"messages": [*HELLO, called(name="weather", arguments="[1]")]}, '"arguments": {"invalid_json": "[1]"}'),
+    "a list in place of arguments": (
+        {"messages": [*HELLO, called(name="weather", arguments=["Bonn"])]},
+        '"arguments": {"invalid_json": "[\\"Bonn\\"]"}'),
+    "arguments that are null": ({"messages": [*HELLO, called(name="weather", arguments="null")]}, '"arguments": {}'),
+    "no arguments": ({"messages": [*HELLO, called(name="weather", arguments=None)]}, '"arguments": {}'),
     "a part of reasoning": (
         {"messages": [{"role": "assistant", "content": [{"type": "reasoning", "text": "hm"}]}, *HELLO]}, "(hm)<user>"),
     "a result in parts": (

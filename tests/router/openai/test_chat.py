@@ -317,8 +317,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     "hidden half": ({"messages": HELLO, "chat_template_kwargs": {"bos_token": "\ud800"}}, "refuses"),
     "arguments": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        "must be the text of a JSON object",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]},
+        "arguments: it should be a valid string",
     ),
 }
 
