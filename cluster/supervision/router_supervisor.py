@@ -4,6 +4,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -12,6 +13,7 @@ from coatcheck.cluster.ray_cluster.actor_handles import RouterHandle
 from coatcheck.cluster.ray_cluster.cluster_state import RouterState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.rank_actors import summarize_error
+from coatcheck.cluster.supervision.rank_end import HANG_SECONDS
 from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
@@ -19,8 +21,12 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_list import NO_LIST
 
 _ANSWER_SECONDS = 5.0
-_HANG_SECONDS = 30.0
+# Several short waits instead of a long one: a supervisor that was suspended itself reads the answer before it has
+# counted all waits.
+_WAIT_SECONDS = 0.5
 _RESTART_SECONDS = 0.5
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -212,11 +218,7 @@ class RouterSupervisor:
         """
         while True:
             await asyncio.sleep(self._poll_interval.next_wait())
-            try:
-                async with asyncio.timeout(_HANG_SECONDS):
-                    report = await actor.report.remote()
-            except TimeoutError:
-                raise TimeoutError(f"its process has not answered for {_HANG_SECONDS:g} s") from None
+            report = await _answer_in_time(asyncio.ensure_future(actor.report.remote()))
             if report is None:
                 continue
             if report.heartbeat.hang_reason:
@@ -258,3 +260,14 @@ class RouterSupervisor:
         if self._actor is not None:
             launch.kill_actor(self._actor)
             self._actor = None
+
+
+async def _answer_in_time(answer: asyncio.Future[T]) -> T:
+    """The router's answer. Raises TimeoutError if the router has not answered after HANG_SECONDS."""
+    try:
+        for _ in range(round(HANG_SECONDS / _WAIT_SECONDS)):
+            if (await asyncio.wait([answer], timeout=_WAIT_SECONDS))[0]:
+                return answer.result()
+    finally:
+        answer.cancel()
+    raise TimeoutError(f"its process has not answered for {HANG_SECONDS:g} s")
