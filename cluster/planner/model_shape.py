@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.checkpoint.held_weights import SHARED_LAYERS
 from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
 
@@ -29,8 +30,6 @@ _OTHER_STATE: Final = (
 )
 # Every n-th layer has full attention, for families whose config.json may lack layer_types.
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "cohere2": 4}
-# Families whose last layers share keys and values, if config.json may lack num_kv_shared_layers.
-_SHARED_LAYERS: Final = {"gemma3n_text": 15}
 # Families whose decoder layers hold several attentions.
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
 # Families whose layers of kind linear_attention keep a state of fixed size for each sequence, and that are served.
@@ -182,7 +181,7 @@ def _kv_sources(config: ModelConfig, windows: Sequence[int]) -> list[int | None]
     In Gemma 3n and 4 each of the last num_kv_shared_layers layers reads the keys and values of the last layer of the
     same kind (sliding or full attention) that stores its own.
     """
-    shared = config.number("num_kv_shared_layers", default=_SHARED_LAYERS.get(config.model_type, 0))
+    shared = config.number("num_kv_shared_layers", default=SHARED_LAYERS.get(config.model_type, 0))
     if not shared:
         return [None] * len(windows)
     storing = windows[: max(0, len(windows) - shared)]

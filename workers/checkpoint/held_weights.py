@@ -28,8 +28,9 @@ _UNQUANTISED: Final = frozenset(
     ("lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 )
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
-# Published checkpoints have these tensors also for layers that read the keys and values of an earlier layer. No code
-# reads them there.
+# How many of the last layers read the keys and values of earlier layers, if config.json lacks num_kv_shared_layers.
+SHARED_LAYERS: Final = {"gemma3n_text": 15}
+# Published checkpoints have these tensors for such layers too. No code reads them there.
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
 # Tensors that no dtype rounds (meta_model.py).
 _FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|A_log|moe_statics\..+)")
@@ -64,7 +65,7 @@ def held_bytes(
     total = 0
     stacks: dict[tuple[str, bool], list[tuple[int, _Codes | None]]] = {}  # (plain bytes, codes) of each expert's weight
     layers = config.get("num_hidden_layers")
-    readers = config.get("num_kv_shared_layers") or 0  # the last layers
+    readers = config.get("num_kv_shared_layers", SHARED_LAYERS.get(config.get("model_type", ""), 0)) or 0
     stored = plain_entries(entries, quantised)
     head = _head_equal_to_embedding(stored, quantised.weights, is_multimodal) if ties_head else None
     for stored_key, entry in stored.items():

@@ -23,6 +23,8 @@ from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.checkpoint.held_weights import held_bytes
+from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
@@ -189,6 +191,20 @@ def test_projections_that_no_layer_uses_are_not_counted(name: str, tmp_path: Pat
     save_file(tensors | unused, path / "model.safetensors", metadata={"format": "pt"})
     assert loaded_and_planned(path) == plain
     assert plain[0] == plain[1]
+
+
+def test_gemma_3n_shares_keys_and_values_of_15_layers_by_default() -> None:
+    """config.json may lack num_kv_shared_layers: then the projections of Gemma 3n's last 15 layers are not counted."""
+    entry = TensorEntry(Path("model.safetensors"), "BF16", (8, 8), 0, 128)
+    entries = {f"model.layers.{layer}.self_attn.k_proj.weight": entry for layer in range(20)}
+    counts = {
+        shared: held_bytes("m", {"model_type": kind, "num_hidden_layers": 20} | shared_field, entries, 2, "cpu")
+        for shared, kind, shared_field in (
+            ("default", "gemma3n_text", {}), ("two", "gemma3n_text", {"num_kv_shared_layers": 2}),
+            ("none", "gemma4_text", {}),
+        )
+    }  # fmt: skip
+    assert counts == {"default": 5 * 128, "two": 18 * 128, "none": 20 * 128}
 
 
 def test_absent_biases_that_ranks_fill_with_zeros_are_counted(tmp_path: Path) -> None:
