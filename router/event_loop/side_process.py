@@ -34,6 +34,7 @@ _Result = TypeVar("_Result")
 
 # Two, so that one long call does not delay all others.
 _PROCESSES: Final = 2
+_ATTEMPTS: Final = 2
 _MAX_WAITING: Final = 32
 _COMMAND: Final = (sys.executable, "-P", "-m", "coatcheck.router.event_loop.side_process")
 
@@ -67,8 +68,9 @@ class SideProcesses:
     ) -> _Result:
         """Returns what `function` returns in a child process; it must be importable there by name.
 
-        Raises the CoatcheckError that `function` raises; InvalidRequest if the child is killed, for its CPU time or by
-        the kernel for its memory; Overloaded if max_waiting calls wait already; RuntimeError for any other error.
+        `function` has no effect but its result: it runs again if its child is ended by SIGKILL.
+        Raises the CoatcheckError that `function` raises; InvalidRequest if it crashes its child or takes too much CPU
+        time, or if two children are killed; Overloaded if max_waiting calls wait already; RuntimeError for any other error.
         """
         if self._waiting >= self._max_waiting:
             raise Overloaded(
@@ -116,15 +118,19 @@ class SideProcesses:
             call = calls.pop()
         except IndexError:  # cancelled at this moment, so that nobody waits for the result
             return False, None
-        child, connection = self._running_child()
-        with contextlib.suppress(OSError, EOFError):
-            connection.send(call)
-            answer: tuple[bool, Any] = connection.recv()
-            return answer
-        child.kill()
-        child.wait()
-        if self._closed.is_set():
-            return False, Unavailable("this router is stopping; send the request again")
+        # The kernel's killer takes a child also for the memory of other processes, so a killed call gets another child.
+        for _ in range(_ATTEMPTS):
+            child, connection = self._running_child()
+            with contextlib.suppress(OSError, EOFError):
+                connection.send(call)
+                answer: tuple[bool, Any] = connection.recv()
+                return answer
+            child.kill()
+            ended_by = -child.wait()
+            if self._closed.is_set():
+                return False, Unavailable("this router is stopping; send the request again")
+            if ended_by != signal.SIGKILL:  # SIGXCPU, or a crash: the call itself ends its child
+                break
         return False, InvalidRequest(
             "this request, or its response, takes too much time or memory; send or ask for less"
         )

@@ -4,10 +4,12 @@ import asyncio
 import gc
 import operator
 import os
+import signal
 import time
 import weakref
 from array import array
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,22 @@ async def test_a_child_that_ends_is_replaced(side: SideProcesses) -> None:
     with pytest.raises(InvalidRequest, match="too much time or memory"):
         await side.run(os._exit, 1)
     assert await side.run(operator.add, 1, 2) == 3
+
+
+def kill_itself_unless(mark: str) -> str:
+    """Ends its process as the kernel's killer does; if the file `mark` exists, returns a result."""
+    if not os.path.exists(mark):
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "done"
+
+
+@pytest.mark.usefixtures("tests_are_importable")
+async def test_a_call_whose_child_is_killed_runs_again(side: SideProcesses, tmp_path: Path) -> None:
+    """The kernel's killer may take a child for the memory of others: the call gets another child, but not a third."""
+    assert await side.run(kill_itself_unless, str(tmp_path / "mark")) == "done"
+    with pytest.raises(InvalidRequest, match="too much time or memory"):
+        await side.run(signal.raise_signal, signal.SIGKILL)
 
 
 async def test_too_many_calls_are_refused_but_answers_wait(side: SideProcesses) -> None:
