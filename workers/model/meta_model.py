@@ -98,7 +98,7 @@ def prepare_model(
         layers = probe_attention(causal, length)
         probe_head(causal)
     states = find_state_layers(causal)
-    check_convolutions(config.model_type, states)
+    check_convolutions(config.model_type, [state.spec for state in states])
     if states and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
