@@ -70,7 +70,8 @@ class SideProcesses:
 
         `function` has no effect but its result: it runs again if its child is ended by SIGKILL.
         Raises the CoatcheckError that `function` raises; InvalidRequest if it crashes its child or takes too much CPU
-        time, or if two children are killed; Overloaded if max_waiting calls wait already; RuntimeError for any other error.
+        time, or if two children are killed; Overloaded if max_waiting calls wait already; RuntimeError for any other
+        error.
         """
         if self._waiting >= self._max_waiting:
             raise Overloaded(
