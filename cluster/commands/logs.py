@@ -1,6 +1,7 @@
 """`coatcheck logs`: prints what the ranks, the routers and the supervisor of this host have logged.
 
-Ray writes the output of each process to two files of its own in its session's folder. In a pod `kubectl logs` shows the
+Ray writes the output of each process to two files of its own in its session's folder. Without Ray `coatcheck serve` has
+a folder of its own, with a file for each process, and says where. In a pod `kubectl logs` shows the
 standard output of containers and not those files; the chart runs this command beside them.
 """
 
@@ -12,20 +13,30 @@ from typing import Annotated
 
 import typer
 
+from coatcheck.proto.errors import NotFound
+
 _POLL_SECONDS = 0.5
-_PATTERN = "worker-*.*"  # of actors; Ray's own processes have other names
+# Of actors, Ray's own processes have other names; and of router and ranks without Ray.
+_PATTERNS = ("worker-*.*", "router.log", "*-rank-*.log")
 _CHUNK_BYTES = 2**20
 
 
 def logs(
-    folder: Annotated[Path, typer.Option(help="The folder with Ray's logs.")] = Path("/tmp/ray/session_latest/logs"),
+    folder: Annotated[
+        Path, typer.Option(help="The folder with Ray's logs, or the one that `serve --no-ray` has named.")
+    ] = Path("/tmp/ray/session_latest/logs"),
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what comes later, until SIGTERM.")] = False,
 ) -> None:
     """Print the logs of this host's ranks, routers and supervisor, also of those that have ended.
 
-    Without --follow, file by file; with it, in the order in which lines come.
+    Without --follow, file by file; with it, in the order in which lines come, and the folder may come later.
     """
     reader = LogFolder(folder)
+    if not follow and not reader.files():
+        raise NotFound(
+            f"there are no logs in {folder}; give the folder that `coatcheck serve` has named as --folder, or "
+            "session_latest/logs in the RAY_TMPDIR of its Ray"
+        )
     while True:
         for line in reader.read_lines(whole=not follow):
             sys.stdout.buffer.write(line)
@@ -44,9 +55,13 @@ class LogFolder:
 
     def read_lines(self, *, whole: bool) -> Iterator[bytes]:
         """The lines that came since the last call, each with its newline. `whole`: also a last line without one."""
-        # Resolved each time: a Ray that starts again has another folder behind the same link.
-        for file in sorted(self._folder.resolve().glob(_PATTERN)):
+        for file in self.files():
             yield from self._read_file(file, whole)
+
+    def files(self) -> list[Path]:
+        """The log files, by name. A Ray that starts again has another folder behind the same link."""
+        folder = self._folder.resolve()
+        return sorted(file for pattern in _PATTERNS for file in folder.glob(pattern))
 
     def _read_file(self, file: Path, whole: bool) -> Iterator[bytes]:
         position = self._positions.get(file, 0)

@@ -29,6 +29,21 @@ def test_the_lines_of_ranks_and_routers(session: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["last", "printed", "rank"]
 
 
+def test_the_lines_of_a_cluster_without_ray(tmp_path: Path) -> None:
+    """The folder that `serve --no-ray` names has other files; a folder without logs is an error that says what to
+    give."""
+    (tmp_path / "router.log").write_text("router\n")
+    (tmp_path / "group-0-rank-1.log").write_text("rank\n")
+    (tmp_path / "group-0.0.rank-1.crash").write_text("")
+    done = coatcheck("logs", "--folder", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "rank\nrouter\n")
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "absent"):
+        done = coatcheck("logs", "--folder", str(folder))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: there are no logs in {folder}; give the folder"), done.stderr
+
+
 def test_each_line_is_read_once_and_whole(session: Path) -> None:
     """A line that is being written waits for its end; new files are found; deleted ones do no harm."""
     reader, file = LogFolder(session.parents[1] / "session_latest" / "logs"), session / "worker-a.err"
