@@ -212,6 +212,11 @@ class Sender:
                         return _line(request, response.status, response.headers, response.read())
                     asked = response.headers.get("retry-after", "")
             except (OSError, http.client.HTTPException) as error:  # HTTPException: the server ended amid its answer
+                if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+                    raise Unavailable(
+                        f"{self.server} does not speak HTTP: give the router's HTTP address as --server, the second "
+                        "one in the line that begins with `ready:`"
+                    ) from None
                 if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
                     raise Unavailable(f"no answer from {self.server}: {getattr(error, 'reason', error)}") from None
                 asked = ""

@@ -6,11 +6,13 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
@@ -156,6 +158,18 @@ def test_a_server_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPat
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         done = run_here("batch", str(source), "-o", str(output), "--server", url)
     assert done.code == 1 and f"{url} answers neither requests nor GET /health" in done.err and not answers(output)
+
+
+def test_the_port_of_grpc_is_no_server(tmp_path: Path) -> None:
+    """Given the router's gRPC address, the run ends at the first answer, and says which address to give."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    other = grpc.server(ThreadPoolExecutor(1))
+    url = f"http://127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+    other.start()
+    done = run_here("batch", str(source), "-o", str(output), "--server", url)
+    other.stop(None)
+    assert done.code == 1 and done.err.startswith(f"error: {url} does not speak HTTP: give"), done.err
+    assert done.err.count("\n") == 1 and not answers(output)
 
 
 def test_an_output_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
