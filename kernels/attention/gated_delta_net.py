@@ -11,9 +11,12 @@ For each token, with x = [q | k | v] of its row, per value head h with the q and
 Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (channels) and z; ba [T, 2 * value_heads] with
 columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
 
-Every form takes the tokens of a sequence one after the other, so a result has the same bits in any chunks and beside
-any other sequences. In the C form a thread computes the heads of one key head of one sequence; the state's columns do
-not depend on each other, so 32 of them at once stay in the L1 cache while a chunk's tokens pass.
+The forms in C and in torch, and the recurrence on a GPU, take the tokens of a sequence one after the other, so a result
+has the same bits in any chunks and beside any other sequences. On a GPU (kernels/linear_attention) chunks of prompts in
+16 bits are computed by matrix products unless `batch_invariant`.
+
+In the C form a thread computes the heads of one key head of one sequence; the state's columns do not depend on each
+other, so 32 of them at once stay in the L1 cache while a chunk's tokens pass.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatcheck.kernels import native
+from coatcheck.kernels.gpu_properties import gpu_properties, uses_triton
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import (
     FLOATS,
@@ -35,6 +39,9 @@ from coatcheck.kernels.launch_check import (
     once_per_geometry,
     refuse,
 )
+from coatcheck.kernels.linear_attention.chunks import LEAST, compute_chunks, pick_chunks, takes_chunks
+from coatcheck.kernels.linear_attention.convolution import convolve
+from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, compute_tokens, fits_gpu
 
 _NORM_EPS = 1e-6  # of q and k
 _MAX_DIM = 256  # of a head in the C form
@@ -44,7 +51,7 @@ _MAX_DIM = 256  # of a head in the C form
 class GatedDeltaNet:
     """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log and dt_bias [value_heads].
 
-    `eps`: of the norm behind the recurrence.
+    `eps`: of the norm behind the recurrence. `batch_invariant`: on a GPU a token's bits do not depend on its step.
     """
 
     conv: Tensor
@@ -54,6 +61,7 @@ class GatedDeltaNet:
     eps: float
     key_heads: int
     key_dim: int
+    batch_invariant: bool = False
     # As the kernels read them: conv [conv_size, channels], and -exp(a_log).
     _taps: Tensor = field(init=False)
     _rates: Tensor = field(init=False)
@@ -91,6 +99,11 @@ class GatedDeltaNet:
     def channels(self) -> int:
         return self.conv.shape[0]
 
+    @property
+    def weights(self) -> DeltaNetWeights:
+        """As the kernels of GPUs read them."""
+        return DeltaNetWeights(self._rates, self._biases, self._scales, self.key_heads, self.conv.shape[1], self.eps)
+
     def __call__(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
         _check(qkvz, ba, self.channels, self.value_heads, self.value_dim)
@@ -98,6 +111,8 @@ class GatedDeltaNet:
         window, matrix = (self.conv.shape[1] - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
         state.check_shapes(window, matrix, qkvz)
         assert state.matrix is not None
+        if uses_triton(qkvz) and fits_gpu(self.key_dim, self.value_dim):
+            return self._launch(qkvz, ba, state, rows)
         library = native.library_for(qkvz)
         if library is None or not fits_native(self.key_dim, self.value_dim):
             return self.reference(qkvz, ba, state, rows)
@@ -112,6 +127,20 @@ class GatedDeltaNet:
                 self.eps, 0.0,
             )
         )  # fmt: skip
+        return out
+
+    def _launch(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
+        """On a GPU. Sequences of few tokens take the recurrence, others the chunks; each kernel skips the others."""
+        out = qkvz.new_empty((qkvz.shape[0], self.value_heads * self.value_dim))
+        if not len(out) or not len(rows.slots):
+            return out
+        least = LEAST if takes_chunks(qkvz.dtype, batch_invariant=self.batch_invariant) else 0
+        y = convolve(qkvz, self._taps, state.window, rows, batch_invariant=self.batch_invariant)
+        assert state.matrix is not None
+        inputs = (self.weights, y, qkvz, ba, state.window, state.matrix, rows, out)
+        compute_tokens(*inputs, least=least)
+        if least and rows.max_query_len >= least:
+            compute_chunks(*inputs, pick_chunks(self.value_dim, gpu_properties(qkvz.device)))
         return out
 
     def reference(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:

@@ -10,6 +10,7 @@ A sequence whose next token is its first one starts from zeros, whatever its slo
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,7 @@ class StateRows:
     slots:      int64 [S], the slot of each sequence; no two sequences of a step have the same
     seq_lens:   int32 [S], tokens of the sequence with this step's; 0 for padding, whose outputs are 0
     cu_seqlens: int32 [S + 1], sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1]
+    max_query_len: at least the tokens of each sequence in this step; chooses the kernels of a GPU
 
     A sequence with seq_lens[s] tokens of which this step computes as many starts from a zero state.
     """
@@ -71,6 +73,7 @@ class StateRows:
     slots: Tensor
     seq_lens: Tensor
     cu_seqlens: Tensor
+    max_query_len: int = sys.maxsize
 
     def check(self, device: torch.device) -> None:
         """Raise LaunchRefused unless shapes, dtypes and devices fit."""

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coatcheck.kernels.kv.recurrent_state import RecurrentState
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.request import EngineRequest
@@ -110,6 +111,22 @@ def check_rules(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -
     assert set(gpu.waits) == {"event"}, set(gpu.waits)
     assert restored > 0 and len(gpu.watched[0].streams()) == 2, "no block was restored: this proves nothing"
     assert (runner.graphs.steps > 0) == bool(runner.graphs.shapes)
+
+
+def check_states(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -> None:
+    """The layers of a hybrid model that keep states: tokens equal `want`, whatever the slots held before."""
+    runner.graphs.capture()
+    runner.pool.fill_(255)
+    states = [cache for cache in runner._layer_caches if isinstance(cache, RecurrentState)]
+    for state in states:
+        for tensor in state.tensors:
+            tensor.fill_(float("nan"))
+    gpu.waits.clear()
+    gpu.kernels.clear()
+    have, _ = serve(runner)
+    assert have == want, (have, want)
+    assert set(gpu.waits) == {"event"}, set(gpu.waits)
+    assert gpu.kernels["_compute_tokens"] and runner.graphs.steps > 0, "no graph was replayed: this proves nothing"
 
 
 @contextmanager
@@ -226,6 +243,10 @@ def check_that_a_turned_bit_is_found(runner: ModelRunner) -> None:
 def main() -> None:
     path, kv_dtype, want = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     gpu, device = install(), torch.device("cuda", 0)
+    if "states" in sys.argv:
+        check_states(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
+        print("agreed")
+        return
     check_rules(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
     check_that_a_turned_bit_is_found(make(path, device, kv_dtype))
     if "forget" in sys.argv:

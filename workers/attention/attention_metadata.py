@@ -3,6 +3,7 @@
 The runner builds both once per step, with tensors on the rank's device.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,7 @@ class AttentionMetadata:
     local: LocalQueries | None = None  # of these queries; None: not computed
     gathered: GatheredContext | None = None  # None: the ranks exchange queries and results
     state_slots: Tensor | None = None  # int64 [S]: where a hybrid model keeps each sequence's states
+    max_query_len: int = sys.maxsize  # at least the queries of each sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class LinearAttention:
             eps=module.norm.variance_epsilon,
             key_heads=spec.key_heads,
             key_dim=spec.key_dim,
+            batch_invariant=batch_invariant,
         )
 
     def __call__(
@@ -51,7 +52,7 @@ class LinearAttention:
     ) -> Tensor:
         """Returns only the rows of `logits_indices`, if given: the state needs all tokens. `rotary` is not used."""
         assert metadata.state_slots is not None, "the step of a hybrid model has slots"
-        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q)
+        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
         out = self._net(self._qkvz(x), self._ba(x), state, rows)
         return out if logits_indices is None else out[logits_indices.tokens]
 

@@ -194,7 +194,7 @@ def load_model(
         causal, config = prepared.causal, prepared.causal.config
         if mla_shard == "tokens":
             check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
-        check_state_device(config.model_type, device.type, has_states=bool(prepared.states))
+        check_state_device(config.model_type, device.type, [state.spec for state in prepared.states])
         dtype_name = str(prepared.dtype).removeprefix("torch.")
         check_backend_model(
             attention_backend,

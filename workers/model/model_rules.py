@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from coatcheck.kernels.linear_attention.recurrence import MAX_STATE, fits_gpu
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
@@ -173,10 +174,17 @@ def check_host_tier(architecture: str, host_kv_memory: float, *, has_prefix_cach
         )
 
 
-def check_state_device(model_type: str, device: str, *, has_states: bool) -> None:
-    """Raise InvalidConfig for a model with gated delta nets on a GPU. `device`: torch's type of device."""
-    if has_states and device != "cpu":
-        raise InvalidConfig(
-            f"{model_type} has gated delta nets, which are computed on CPUs alone; set --device cpu, or choose a model "
-            "with attention in every layer"
-        )
+def check_state_device(model_type: str, device: str, layers: Sequence[StateSpec]) -> None:
+    """Raise InvalidConfig for layers with a state that GPUs do not compute. `device`: torch's type of device."""
+    for layer in layers if device != "cpu" else ():
+        if not isinstance(layer, DeltaNetSpec):
+            raise InvalidConfig(
+                f"{model_type} has layers with a convolution or a recurrence, of which GPUs compute gated delta nets "
+                "alone; set --device cpu, or choose a model with attention in every layer"
+            )
+        if not fits_gpu(layer.key_dim, layer.value_dim):
+            raise InvalidConfig(
+                "gated delta nets on a GPU need a linear_key_head_dim and a linear_value_head_dim that are powers of "
+                f"two from 16 on, at most {MAX_STATE} as a product (here: {layer.key_dim}, {layer.value_dim}); set "
+                "--device cpu"
+            )

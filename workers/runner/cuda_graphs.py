@@ -20,6 +20,7 @@ Without a GPU, the same padded steps run without graphs, for tests.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -294,6 +295,7 @@ class CudaGraphs:
             batch_invariant=self._model.deterministic,
             plans=inputs.plans,
             state_slots=inputs.sequence_slots.long(),
+            max_query_len=min(shape.num_tokens, sys.maxsize if shape.has_wide else self._backend.short_queries[0]),
         )
         hidden = self._model.forward(self._token_ids[slots, at].long(), at, metadata, self._layer_caches)
         if self._hidden is None:  # the first call is not captured

@@ -2,56 +2,15 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
-from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
+from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.linear_attention.recurrence import fits_gpu
+from coatcheck.kernels.linear_attention.step_tiles import _first_tile, count_tiles
+from tests.kernels.layers.delta_nets import make_inputs, make_net, make_state, rows_of
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
-
-
-def make_net(dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> GatedDeltaNet:
-    random = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random)
-
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
-    return GatedDeltaNet(
-        conv=draw(channels, 4).to(dtype),
-        a_log=draw(value_heads),
-        dt_bias=draw(value_heads).to(dtype),
-        norm=(1 + 0.1 * draw(value_dim)).to(dtype),
-        eps=1e-6,
-        key_heads=key_heads,
-        key_dim=key_dim,
-    )
-
-
-def make_state(net: GatedDeltaNet, slots: int, dtype: torch.dtype) -> RecurrentState:
-    """Slots full of what an earlier sequence may have left."""
-    return RecurrentState(
-        torch.full((slots, net.conv.shape[1] - 1, net.channels), 3.0, dtype=dtype),
-        torch.full((slots, net.value_heads, net.key_dim, net.value_dim), 5.0),
-    )
-
-
-def make_inputs(net: GatedDeltaNet, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    width = net.channels + net.value_heads * net.value_dim
-    qkvz = torch.randn(tokens, width + 3, generator=random).to(dtype)[:, :width]  # rows are strided
-    return qkvz, torch.randn(tokens, 2 * net.value_heads, generator=random).to(dtype)
-
-
-def rows_of(*sequences: tuple[int, int, int]) -> StateRows:
-    """`sequences`: (slot, tokens before, tokens of the step)."""
-    slots, before, counts = zip(*sequences, strict=True)
-    ends = torch.tensor([0, *counts]).cumsum(0)
-    lens = [b + c if b >= 0 else 0 for b, c in zip(before, counts, strict=True)]
-    return StateRows(torch.tensor(slots), torch.tensor(lens, dtype=torch.int32), ends.to(torch.int32))
-
 
 SIZES = [(1, 1, 16, 16), (2, 4, 32, 16), (2, 2, 64, 128), (1, 3, 16, 48)]
 
@@ -117,3 +76,27 @@ def test_wrong_arguments_are_refused() -> None:
         net(qkvz, ba, make_state(net, 1, torch.bfloat16), rows)
     with pytest.raises(LaunchRefused, match="slots: expected dtype"):
         net(qkvz, ba, state, StateRows(rows.slots.int(), rows.seq_lens, rows.cu_seqlens))
+
+
+@pytest.mark.parametrize(("size", "least"), [(1, 0), (16, 0), (64, 32), (32, 32)])
+def test_each_tile_of_a_step_on_a_gpu_has_one_sequence(size: int, least: int) -> None:
+    """Whatever the lengths, sequences have their tiles one after the other, without overlap, and all tiles are
+    launched."""
+    random = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        lens = torch.randint(0, 150, (8,), generator=random) * torch.randint(0, 2, (8,), generator=random)
+        starts = [0, *lens.cumsum(0).tolist()]
+        end = 0
+        for sequence, count in enumerate(lens.tolist()):
+            first = _first_tile.fn(starts[sequence], sequence, size, least)
+            if count >= max(1, least):
+                assert first >= end
+                end = first + -(-count // size)
+        assert end <= count_tiles(starts[-1], len(lens), size, least)
+
+
+def test_heads_of_a_gpu() -> None:
+    """Powers of two from 16 on whose state fits into the registers of a program."""
+    assert [fits_gpu(*dims) for dims in ((128, 128), (64, 256), (16, 16), (256, 128), (96, 128), (128, 8))] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from tests.kernels.layers.interpreted_delta_nets import delta_nets
 from tests.kernels.triton.interpreted_attention import attention, batch_invariant, long, matrix, quantised
 from tests.kernels.triton.interpreted_experts import products, quantised_experts, routes
 from tests.kernels.triton.interpreted_latents import latents
@@ -37,6 +38,7 @@ def bfloat16() -> None:
     quantised_activations((torch.bfloat16,))
     quantised_experts((torch.bfloat16,))
     latents((torch.bfloat16,))
+    delta_nets((torch.bfloat16,))
 
 
 GROUPS: dict[str, Callable[[], None]] = {
@@ -60,6 +62,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "packed": packed_in_fixed_order,
     "W8A8": quantised_activations,
     "latents": latents,
+    "delta nets": delta_nets,
     "sampling": sampling,
     "filters": filters,
     "probabilities": probabilities,

@@ -27,6 +27,7 @@ from coatcheck.kernels.layers import (
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind
 from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
+from tests.kernels.layers.delta_net_keys import DELTA_NET_KEYS, other_delta_net_keys
 from tests.kernels.layers.expert_keys import grouped, quantised_experts, w8a8_experts
 from tests.kernels.layers.linear_keys import CODES, Key, Keys, fixed_linear, linear, row_codes, w8a8
 
@@ -256,6 +257,7 @@ KEYS: dict[str, Keys] = {
     ),
     "latent": partial(latent, "short", POOLS["bf16"], 128),
     "latent_rotary": partial(latent_store, POOLS["bf16"]),
+    **DELTA_NET_KEYS,
 }  # fmt: skip
 
 
@@ -334,6 +336,7 @@ def _others() -> Iterator[tuple[str, Keys]]:
     yield "merge, 512, lse", partial(merge, 512, has_lse=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
+    yield from other_delta_net_keys()
 
 
 OTHERS = dict(_others())

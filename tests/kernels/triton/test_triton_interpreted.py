@@ -21,13 +21,13 @@ from coatcheck.bench.setup.max_wait import MAX_PROGRAM_SECONDS
     "groups",
     [
         "attention matrix long order elements quantised stores rows empty sampling filters penalties probabilities",
-        "sums routes products linears W8A8 'W8A8 experts' fixed packed latents ranks",
+        "sums routes products linears W8A8 'W8A8 experts' fixed packed latents 'delta nets' ranks",
         "bfloat16",
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
-    """Attention, stores, copies, norm, rotary, activation, experts, linears, filters, penalties and draw agree with the
-    references."""
+    """Attention, stores, copies, norm, rotary, activation, experts, linears, gated delta nets, filters, penalties and
+    draw agree with the references."""
     run(shlex.split(groups), MAX_PROGRAM_SECONDS)
 
 

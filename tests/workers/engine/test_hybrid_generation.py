@@ -26,6 +26,7 @@ from coatcheck.workers.model.model_rules import (
     check_host_tier,
     check_state_device,
 )
+from coatcheck.workers.runner.graph_shapes import GraphSizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_states
 from coatcheck.workers.runner.memory_budget import subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
@@ -52,10 +53,15 @@ def model(checkpoint: Path) -> Model:
 def make(model: Model) -> Make:
     """Creates engines, each with a new pool and new states."""
 
-    def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0, slots: int = 16) -> Engine:
+    def make_engine(
+        num_blocks: int = 200, budget: int = 256, depth: int = 0, slots: int = 16, sizes: GraphSizes | None = None
+    ) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
-        runner = ModelRunner(model, layout, pool, max_num_seqs=slots, max_model_len=256)
+        runner = ModelRunner(
+            model, layout, pool, max_num_seqs=slots, max_model_len=256, graph_sizes=sizes or GraphSizes()
+        )
+        runner.graphs.capture()
         return Engine(
             model.spec, runner, num_blocks=num_blocks, block_size=8, max_num_seqs=slots, max_batch_tokens=budget,
             pipeline_depth=depth,
@@ -106,6 +112,13 @@ def test_tokens_do_not_depend_on_the_batch(make: Make, alone: list[int]) -> None
     others = [ask(f"other{n}", PROMPT[n:] + PROMPT[:n]) for n in (3, 9, 20)]
     said = run(make(budget=20), others[0], ask(), others[1], ask("again"), others[2])
     assert said["a", 0] == said["again", 0] == alone
+
+
+def test_padding_has_no_state(make: Make, alone: list[int]) -> None:
+    """Steps that are padded as CUDA graphs are: padding leaves the states of all slots as they are."""
+    engine = make(budget=20, sizes=GraphSizes((4, 8), (16, 24)))
+    said = run(engine, ask("b", PROMPT[5:]), ask(), ask("c", PROMPT[7:]))
+    assert said["a", 0] == alone
 
 
 def test_tokens_do_not_depend_on_pipelining(make: Make, alone: list[int]) -> None:
@@ -193,13 +206,17 @@ def test_int8_weights_are_served(checkpoint: Path, make: Make, alone: list[int])
 
 
 def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
-    """Each refusal says what to change: GPUs, a host tier, too many sequences, a tp that does not divide the heads."""
+    """Each refusal says what to change: heads on a GPU, a host tier, too many sequences, a tp that does not divide the
+    heads."""
     config, layer = (
         GroupConfig(name="g", model="m", served_model_name="m", host_kv_memory=0.5),
         model.spec.state_layers[0],
     )
-    with pytest.raises(InvalidConfig, match="set --device cpu"):
-        check_state_device("qwen3_next", "cuda", has_states=True)
+    assert isinstance(layer, DeltaNetSpec)
+    check_state_device("qwen3_next", "cuda", [layer])
+    check_state_device("qwen3_next", "cpu", [replace(layer, key_dim=24)])
+    with pytest.raises(InvalidConfig, match="powers of two from 16 on, .* .here: 24, 32.; set --device cpu"):
+        check_state_device("qwen3_next", "cuda", [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="leave --host-kv-memory out"):
         check_host_tier(model.spec.architecture, config.host_kv_memory, has_prefix_cache=model.spec.has_prefix_cache)
     wanted = config.max_num_seqs * model.spec.state_bytes
@@ -210,7 +227,6 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
         InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
     ):
         TpShard(0, 3).shard_state(layer)
-    assert isinstance(layer, DeltaNetSpec)
     check_convolutions("qwen3_next", [replace(layer, conv_size=8)])
     with pytest.raises(InvalidModel, match="linear_conv_kernel_dim 9 cannot be served: .* at most 8 tokens"):
         check_convolutions("qwen3_next", [replace(layer, conv_size=9)])

@@ -55,6 +55,15 @@ def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: s
 
 
 @full
+@pytest.mark.parametrize(("arch", "more"), [("qwen3-next", ""), ("qwen3.5", "deterministic")])
+def test_a_hybrid_model_on_a_gpu(tmp_path: Path, arch: str, more: str) -> None:
+    """With Triton's kernels and graphs, whose padding has no state, gated delta nets give the CPU path's tokens."""
+    path = tiny_checkpoint(arch, tmp_path)
+    want, _ = serve(make(path, torch.device("cpu"), "auto", deterministic=more == "deterministic"))
+    assert simulated("simulated_run", str(path), "auto", json.dumps(want), "states", more)[-1] == "agreed"
+
+
+@full
 def test_a_rank_from_start_to_end(tmp_path: Path) -> None:
     """A rank warms up, captures graphs, serves over gRPC and ends. No kernel is compiled late.
 

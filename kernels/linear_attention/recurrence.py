@@ -1,0 +1,140 @@
+"""The gated delta rule on a GPU, token by token, with the gated norm behind it: the formula is in gated_delta_net.py.
+
+For decodes and, in batch-invariant mode, for all chunks: each token is computed by the same instructions, whatever its
+step contains. A program has one value head of one sequence and keeps its state [key_dim, value_dim] in registers: the
+state is read and written once. It also replaces the convolution's window of its channels. Sequences of LEAST tokens or
+more are left to chunks.py (LEAST 0: none). Outputs of padding are zeros.
+"""
+
+# Triton device functions take pointers and constexprs, which mypy cannot type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels.kv.recurrent_state import StateRows
+from coatcheck.kernels.linear_attention.convolution import _keep_window
+
+# Elements of a head's state in one program. More do not fit into the registers of 8 warps.
+MAX_STATE = 128 * 128
+
+
+def fits_gpu(key_dim: int, value_dim: int) -> bool:
+    """Whether the kernels compute heads of these sizes: powers of two from 16 on, with at most MAX_STATE elements."""
+    is_power = all(dim >= 16 and dim & (dim - 1) == 0 for dim in (key_dim, value_dim))
+    return is_power and key_dim * value_dim <= MAX_STATE
+
+
+def pick_warps(key_dim: int, value_dim: int) -> int:
+    """At most 64 elements of the state for each thread."""
+    return max(1, min(8, key_dim * value_dim // 2048))
+
+
+class DeltaNetWeights(NamedTuple):
+    """rates (-exp(a_log)), biases: float32 [value_heads]. scales: float32 [value_dim], of the norm with `eps`."""
+
+    rates: Tensor
+    biases: Tensor
+    scales: Tensor
+    key_heads: int
+    conv_size: int
+    eps: float
+
+
+def compute_tokens(
+    weights: DeltaNetWeights, y: Tensor, qkvz: Tensor, ba: Tensor, window: Tensor, matrix: Tensor, rows: StateRows,
+    out: Tensor, *, least: int,
+) -> None:  # fmt: skip
+    """Write the outputs, states and windows of the sequences with fewer than `least` tokens (0: of all).
+
+    y: the convolution's. out: [T, value_heads * value_dim], dense. The rest: see gated_delta_net.py.
+    """
+    heads, key_dim, value_dim = matrix.shape[1:]
+    _compute_tokens[(rows.slots.shape[0], heads)](
+        y, qkvz, ba, weights.rates, weights.biases, weights.scales, window, matrix, rows.slots, rows.seq_lens,
+        rows.cu_seqlens, out, qkvz.stride(0), ba.stride(0), weights.eps,
+        HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, SIZE=weights.conv_size,
+        ROWS=triton.next_power_of_2(max(1, weights.conv_size - 1)), LEAST=least,
+        num_warps=pick_warps(key_dim, value_dim),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots", "seq_lens", "cu_seqlens"])
+def _compute_tokens(
+    y, qkvz, ba, rates, biases, scales, window, matrix, slots, seq_lens, cu_seqlens, out, qkvz_stride, ba_stride, eps,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(cu_seqlens + sequence)
+    count = tl.load(cu_seqlens + sequence + 1) - first
+    length = tl.load(seq_lens + sequence)
+    element = out.dtype.element_ty
+    k_at, v_at = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
+    outputs = out + first.to(tl.int64) * HEADS * VALUE_DIM + head * VALUE_DIM + v_at
+    if length == 0:
+        for _ in range(count):
+            tl.store(outputs, tl.zeros((VALUE_DIM,), element))
+            outputs += HEADS * VALUE_DIM
+    elif (count > 0) & ((LEAST == 0) | (count < LEAST)):
+        group: tl.constexpr = HEADS // KEY_HEADS
+        channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+        slot = tl.load(slots + sequence)
+        q_at = head // group * KEY_DIM + k_at
+        value_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
+        places = matrix + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + k_at[:, None] * VALUE_DIM + v_at[None, :]
+        state = tl.load(places, length != count, other=0.0)
+        rate, bias = tl.load(rates + head), tl.load(biases + head)
+        scale = tl.load(scales + v_at)
+        row = first.to(tl.int64)
+        for _ in range(count):
+            q = _normalised(tl.load(y + row * channels + q_at)) * (KEY_DIM**-0.5)
+            k = _normalised(tl.load(y + row * channels + KEY_HEADS * KEY_DIM + q_at))
+            v = tl.load(y + row * channels + value_at).to(tl.float32)
+            state *= tl.exp(_log_decay(ba + row * ba_stride + HEADS + head, rate, bias, True))
+            delta = _beta(ba + row * ba_stride + head, True) * (v - tl.sum(state * k[:, None], 0))
+            state += k[:, None] * delta[None, :]
+            o = tl.sum(state * q[:, None], 0).to(element).to(tl.float32)
+            o = (o / tl.sqrt(tl.sum(o * o, 0) / VALUE_DIM + eps)).to(element).to(tl.float32)
+            z = tl.load(qkvz + row * qkvz_stride + channels + head * VALUE_DIM + v_at).to(tl.float32)
+            o = (scale * o).to(element).to(tl.float32) * (z / (1 + tl.exp(-z)))
+            tl.store(outputs, o.to(element))
+            outputs += HEADS * VALUE_DIM
+            row += 1
+        tl.store(places, state)
+        is_new = length == count
+        _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, value_at, SIZE, ROWS)
+        if head % group == 0:
+            _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, q_at, SIZE, ROWS)
+            k_channel = KEY_HEADS * KEY_DIM + q_at
+            _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, k_channel, SIZE, ROWS)
+
+
+@triton.jit
+def _normalised(x):
+    """x / |x| over the last dimension, in float32."""
+    x = x.to(tl.float32)
+    squares = tl.sum(x * x, len(x.shape) - 1, keep_dims=True)
+    return x / tl.sqrt(squares + 1e-6)
+
+
+@triton.jit
+def _log_decay(a, rate, bias, mask):
+    """The logarithm of the decays of the tokens whose `a` are pointed to; of a masked token, of a = 0."""
+    x = tl.load(a, mask, other=0.0).to(tl.float32) + bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    one = 1 + e
+    softplus = tl.where(one == 1, e, tl.log(one) * (e / tl.maximum(one - 1, 1e-30)))  # log(1 + e), exact for small e
+    return rate * tl.where(x > 20, x, softplus)
+
+
+@triton.jit
+def _beta(b, mask):
+    """The betas of the tokens whose `b` are pointed to, rounded to their dtype."""
+    x = tl.load(b, mask, other=0.0)
+    return (1 / (1 + tl.exp(-x.to(tl.float32)))).to(x.dtype).to(tl.float32)
