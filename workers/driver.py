@@ -55,7 +55,7 @@ class Driver:
             kernels,
             activations,
             model.note,
-            f"{spec.state_bytes:,} bytes of states a sequence, no prefix cache" if spec.state_layers else "",
+            _describe_states(spec, memory.num_snapshots),
             f"{padding:,} bytes of padding beside the weights" if padding else "",
         )
         self.kernels = "; ".join(note for note in notes if note)
@@ -134,6 +134,13 @@ def _count_from_now(count: Callable[[], list[int]]) -> Callable[[], list[int]]:
     return lambda: [now - then for now, then in zip(count(), before, strict=True)]
 
 
+def _describe_states(spec: ModelSpec, num_snapshots: int) -> str:
+    if not spec.state_layers:
+        return ""
+    snapshots = f"{num_snapshots:,} snapshots for the prefix cache" if num_snapshots else "no prefix cache"
+    return f"{spec.state_bytes:,} bytes of states a sequence, {snapshots}"
+
+
 def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: MemoryBudget) -> wire.Registration:
     model = public.GetModelResponse(
         name=spec.name,
@@ -156,5 +163,5 @@ def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: 
         max_batch_tokens=config.max_batch_tokens,
         contract=CONTRACT,
         version=VERSION,
-        no_prefix_cache=not spec.has_prefix_cache,
+        no_prefix_cache=bool(spec.state_layers),
     )

@@ -35,7 +35,7 @@ from coatcheck.workers.runner.block_copier import make_copier, num_staging_block
 from coatcheck.workers.runner.cuda_graphs import Progress
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
-from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes
+from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes, subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.warm_up import copy_warm_up_plans, largest_plans, warm_up_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
@@ -92,7 +92,7 @@ def load_rank(
         kv_dtype=config.kv_dtype,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
-    check_host_tier(model.spec.architecture, config.host_kv_memory, has_prefix_cache=model.spec.has_prefix_cache)
+    check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=bool(model.spec.state_layers))
     communicator.barrier()
     update_progress(phase=Phase.WARMING)
 
@@ -108,7 +108,7 @@ def load_rank(
     free = (
         _measure_free_gpu_bytes(config, model, layout, communicator, device, show_captures)
         if device.type == "cuda"
-        else host_free_bytes()
+        else subtract_states(config, host_free_bytes(), config.max_num_seqs * spec.state_bytes, ranks_on_host)
     )
     memory = MemoryBudget.allocate(
         config,
@@ -117,7 +117,7 @@ def load_rank(
         device,
         ranks_on_host=ranks_on_host,
         free_device_bytes=free,
-        state_bytes=config.max_num_seqs * spec.state_bytes if device.type == "cpu" else 0,
+        state_bytes=spec.state_bytes,
     )
     runner = _build_runner(config, model, memory, communicator, min(model.spec.max_model_len, memory.tokens), grammars)
     copy_report = _warm_up(config, runner, memory, show_captures)
@@ -155,6 +155,7 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
         runner,
         num_blocks=memory.num_blocks,
         host_blocks=memory.host_blocks,
+        num_snapshots=memory.num_snapshots,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
@@ -220,6 +221,7 @@ def _build_runner(
         communicator=communicator,
         graph_sizes=_graph_sizes(config, model, device),
         attention_backend=backend_name(config.attention_backend),
+        num_snapshots=memory.num_snapshots,
     )
 
 

@@ -74,6 +74,7 @@ class LLMSettings(TypedDict, total=False):
     deterministic: bool
     skip_verify: bool
     kv_memory: str | float
+    state_snapshot_share: float
     gpu_memory_utilization: float
     kv_dtype: str
     host_kv_memory: str | float

@@ -24,6 +24,7 @@ def group_config(
         eviction=config.eviction,
         block_size=config.block_size,
         kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[device],
+        state_snapshot_share=config.state_snapshot_share,
         gpu_memory_utilization=config.gpu_memory_utilization,
         host_kv_memory=config.host_kv_memory,
         max_num_seqs=config.max_num_seqs,

@@ -138,6 +138,14 @@ class ServeConfig(Settings):
         gt=0,
         lt=2**60,
     )
+    state_snapshot_share: float = setting(
+        "Memory",
+        "Models whose layers keep states: share of --kv-memory for snapshots of states, at which cached prompts start. "
+        "0: no prefix cache for such models.",
+        0.25,
+        ge=0,
+        le=0.9,
+    )
     gpu_memory_utilization: float = setting(
         "Memory",
         "Share of a GPU's memory that may be in use: weights, KV pool, and the largest step with its CUDA graphs, "

@@ -14,7 +14,7 @@ from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.kv.pool_size import choose_num_blocks
+from coatcheck.workers.kv.pool_size import choose_num_blocks, choose_num_snapshots
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -95,8 +95,9 @@ class KvCacheSpec:
 
 def count_pool_blocks(
     cache: KvCacheSpec, settings: PlanSettings, rank_weight_bytes: float, rank_state_bytes: int = 0
-) -> int:
-    """Blocks in a group's KV pool, if each rank also holds the states of `concurrency` sequences.
+) -> tuple[int, int]:
+    """(blocks, snapshots of states) in a group's KV memory, if each rank also holds the states of `concurrency`
+    sequences.
 
     `rank_state_bytes`: the states of one sequence on one rank. Raise InvalidConfig if the weights, the states or one
     block do not fit.
@@ -116,14 +117,26 @@ def count_pool_blocks(
             f"the weights take {rank_weight_bytes / 2**30:,.1f} GiB on each of {cache.tp} ranks, and gpu-memory is "
             f"{gpu_memory / 2**30:,.1f} GiB; raise tp (to {least_tp:.0f} or more) or gpu-memory"
         )
-    return choose_num_blocks(
+    num_snapshots = choose_num_snapshots(
+        settings.kv_memory,
+        settings.state_snapshot_share,
+        free_bytes=free,
+        sharing_ranks=1,
+        state_bytes=rank_state_bytes,
+        bytes_per_block=cache.rank.bytes_per_block,
+        block_size=cache.block_size,
+        max_model_len=None,
+    )
+    num_blocks = choose_num_blocks(
         settings.kv_memory,
         free_bytes=free,
         sharing_ranks=1,
         bytes_per_block=cache.rank.bytes_per_block,
         block_size=cache.block_size,
         max_model_len=None,
+        snapshot_bytes=num_snapshots * rank_state_bytes,
     )
+    return num_blocks, num_snapshots
 
 
 def attention_variants(shape: ModelShape) -> list[tuple[str, int, tuple[LayerSpec, ...]]]:

@@ -56,6 +56,13 @@ class PlanSettings(Settings):
         gt=0,
         lt=2**60,
     )
+    state_snapshot_share: float = setting(
+        _PANEL,
+        "Share of --kv-memory for snapshots, of a model whose layers keep states. As of `coatcheck serve`.",
+        0.25,
+        ge=0,
+        le=0.9,
+    )
     weights: Annotated[float | None, BeforeValidator(parse_bytes)] = setting(
         _PANEL, "Bytes of all weights.", None, in_words="counted from config.json"
     )

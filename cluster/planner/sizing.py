@@ -27,6 +27,7 @@ _DEFAULT_CONTEXT: Final = 8192
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool.
+    `num_snapshots`: of states, at which cached prompts start.
     `rank_state_bytes`: states of one sequence on one rank; 0 for a model with attention in every layer.
 
     A method that returns rows returns a list of the JSON object of `coatcheck plan --json`, which is a table too.
@@ -42,6 +43,7 @@ class Sizing:
     rank_weights: WeightCount
     rank_state_bytes: int
     num_blocks: int
+    num_snapshots: int
     lengths: LengthDistribution
     notes: tuple[str, ...]
 
@@ -77,6 +79,7 @@ class Sizing:
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
         bytes_per_weight = weight_bytes / whole.total
+        num_blocks, num_snapshots = count_pool_blocks(cache, settings, part.total * bytes_per_weight, rank_states)
         return cls(
             settings=settings,
             shape=shape,
@@ -87,9 +90,14 @@ class Sizing:
             bytes_per_weight=bytes_per_weight,
             rank_weights=part,
             rank_state_bytes=rank_states,
-            num_blocks=count_pool_blocks(cache, settings, part.total * bytes_per_weight, rank_states),
+            num_blocks=num_blocks,
+            num_snapshots=num_snapshots,
             lengths=_lengths(settings.lengths, context),
-            notes=(*shape.notes, *_state_notes(settings, rank_states), *_notes(cache, context, shape.max_model_len)),
+            notes=(
+                *shape.notes,
+                *_state_notes(settings, rank_states, num_snapshots),
+                *_notes(cache, context, shape.max_model_len),
+            ),
         )
 
     @property
@@ -133,7 +141,7 @@ class Sizing:
         for name, kv_dtype in KV_DTYPES.items():
             cache = KvCacheSpec.of_or_none(self.cache.layers, self.cache.shard, self.cache.block_size, kv_dtype)
             if cache is not None:
-                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
+                num_blocks, _ = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
                 rows.append(
                     {
                         "kv_dtype": name,
@@ -168,7 +176,7 @@ class Sizing:
         for size in BLOCK_SIZES:
             try:
                 cache = KvCacheSpec.of(self.cache.layers, self.cache.shard, size, self.cache.whole.kv_dtype)
-                num_blocks = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
+                num_blocks, _ = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
             except InvalidConfig:  # no block of this size fits, or its tokens cannot be divided over the ranks
                 num_blocks = 0
             fit = self.lengths.fit_paged(num_blocks, size)
@@ -217,6 +225,7 @@ class Sizing:
             "sequence_bytes": cache.sequence_bytes(context),
             "rank_sequence_bytes": cache.rank_sequence_bytes(context),
             "rank_state_bytes": self.rank_state_bytes,
+            "num_snapshots": self.num_snapshots,
             "windowed_sequence_bytes": cache.windowed_sequence_bytes(context),
             "concurrent_bytes": concurrency * cache.sequence_bytes(context),
             "weight_bytes": self.weight_bytes,
@@ -272,14 +281,18 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
     return float(held)
 
 
-def _state_notes(settings: PlanSettings, rank_state_bytes: int) -> list[str]:
+def _state_notes(settings: PlanSettings, rank_state_bytes: int, num_snapshots: int) -> list[str]:
     if not rank_state_bytes:
         return []
     return [
         f"layers without attention keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the states "
         f"of {settings.concurrency:,} sequences (--concurrency) are subtracted from the pool's memory: serve with "
         f"--max-num-seqs {settings.concurrency}",
-        "no prefix cache: every prompt is computed from its first token",
+        f"{num_snapshots:,} snapshots of states, at which cached prompts start, take "
+        f"{num_snapshots * rank_state_bytes:,} bytes of each rank's KV memory (--state-snapshot-share "
+        f"{settings.state_snapshot_share:g})"
+        if num_snapshots
+        else "no prefix cache: every prompt is computed from its first token",
         "gated delta nets are served on CPUs alone (--device cpu)",
     ]
 

@@ -72,7 +72,7 @@ def check_model(config: ServeConfig) -> None:
             raise
         return  # a model type that `coatcheck plan` does not know
     check_convolutions(model.model_type, shape.states)
-    check_host_tier(model.model_type, config.host_kv_memory, has_prefix_cache=not shape.states)
+    check_host_tier(model.model_type, config.host_kv_memory, has_states=bool(shape.states))
     if config.mla_shard == "tokens":
         check_mla_shard(model.model_type, shape.is_latent)
     shard = TpShard(0, config.tp, divides_latents=config.mla_shard == "tokens")

@@ -11,6 +11,7 @@ A sequence whose next token is its first one starts from zeros, whatever its slo
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,12 @@ class RecurrentState:
             refuse("matrix", "a state" if matrix else "none", "none" if matrix else "a state")
         if self.matrix is not None and matrix is not None:
             check_shape("matrix", self.matrix, (None, *matrix))
+
+    def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy each pair's first slot to its second. No slot is both a source and a target."""
+        for source, target in pairs:
+            for tensor in self.tensors:
+                tensor[target].copy_(tensor[source])
 
 
 @dataclass(frozen=True, slots=True)

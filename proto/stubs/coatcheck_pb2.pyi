@@ -579,18 +579,20 @@ class Evictions(_message.Message):
     def __init__(self, unwanted: _Optional[int] = ..., lowest_value: _Optional[int] = ..., over_fair_share: _Optional[int] = ..., last_resort: _Optional[int] = ...) -> None: ...
 
 class PrefixMisses(_message.Message):
-    __slots__ = ("never_seen", "evicted", "other_salt", "corrupt", "recomputed")
+    __slots__ = ("never_seen", "evicted", "other_salt", "corrupt", "recomputed", "no_snapshot")
     NEVER_SEEN_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     OTHER_SALT_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NO_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     never_seen: int
     evicted: int
     other_salt: int
     corrupt: int
     recomputed: int
-    def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., corrupt: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
+    no_snapshot: int
+    def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., corrupt: _Optional[int] = ..., recomputed: _Optional[int] = ..., no_snapshot: _Optional[int] = ...) -> None: ...
 
 class GroupCost(_message.Message):
     __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens", "stall_seconds", "has_room")

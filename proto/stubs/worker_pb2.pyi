@@ -13,9 +13,11 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_UNSPECIFIED: _ClassVar[Tier]
     TIER_DEVICE: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
+    TIER_STATE: _ClassVar[Tier]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
+TIER_STATE: Tier
 
 class ToGroup(_message.Message):
     __slots__ = ("hello", "submit", "abort", "snapshot", "reset_prefix_cache")
@@ -114,7 +116,7 @@ class FromGroup(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version", "no_prefix_cache")
+    __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version", "no_prefix_cache", "keeps_states")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +128,7 @@ class Registration(_message.Message):
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_STATES_FIELD_NUMBER: _ClassVar[int]
     group: str
     epoch: str
     model: _coatcheck_pb2.GetModelResponse
@@ -137,7 +140,8 @@ class Registration(_message.Message):
     contract: int
     version: str
     no_prefix_cache: bool
-    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[str] = ..., model: _Optional[_Union[_coatcheck_pb2.GetModelResponse, _Mapping]] = ..., num_blocks: _Optional[int] = ..., tp: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., host_blocks: _Optional[int] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ..., no_prefix_cache: _Optional[bool] = ...) -> None: ...
+    keeps_states: bool
+    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[str] = ..., model: _Optional[_Union[_coatcheck_pb2.GetModelResponse, _Mapping]] = ..., num_blocks: _Optional[int] = ..., tp: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., host_blocks: _Optional[int] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ..., no_prefix_cache: _Optional[bool] = ..., keeps_states: _Optional[bool] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("step", "outputs")

@@ -7,9 +7,11 @@ from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
 
 
-def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64) -> tuple[Engine, FakeRunner]:
-    """An engine over 4-token blocks."""
-    runner = FakeRunner(num_blocks, 4)
+def make_engine(
+    num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64, snapshots: int = 0
+) -> tuple[Engine, FakeRunner]:
+    """An engine over 4-token blocks. With `snapshots` its model keeps states."""
+    runner = FakeRunner(num_blocks, 4, keeps_states=snapshots > 0)
     engine = Engine(
         SPEC,
         runner,
@@ -18,6 +20,7 @@ def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: 
         max_num_seqs=seqs,
         max_batch_tokens=budget,
         pipeline_depth=depth,
+        num_snapshots=snapshots,
     )
     return engine, runner
 

@@ -4,7 +4,8 @@ It keeps the same mirror as a rank, but a slot of its pool holds the (token, pos
 stored there. Each row reads back its whole context through its block table and fails if anything but its own tokens
 lies there. The token it "samples" is a hash of that context, so a wrong block also changes what comes out. Its host
 memory is a second such pool; what is restored arrives as late as `delay` says, as on a GPU, and until then the block
-holds nothing that anybody may read.
+holds nothing that anybody may read. With `keeps_states` each slot also has a state, the tokens before: a row that does
+not start at 0 fails unless its slot has the state of its own tokens.
 """
 
 import zlib
@@ -71,7 +72,14 @@ class FakeRunner:
     take `seconds` a block, or so they say when one has ended.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, delay: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        delay: Callable[[], int] = lambda: 0,
+        keeps_states: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.host: dict[int, list[tuple[int, ...] | None]] = {}
         self.broken: set[int] = set()
@@ -84,6 +92,7 @@ class FakeRunner:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.rows: dict[int, tuple[int, int, int]] = {}  # slot -> prompt_len, choice, seed
+        self.states: dict[int, tuple[int, ...]] | None = {} if keeps_states else None
         self.plans = 0
         self.computed = 0
 
@@ -111,6 +120,7 @@ class FakeRunner:
             self.tables[write.slot][write.block_index] = write.block
         for source, target in plan.cow_copies:
             self.pool[target] = list(self.pool[source])
+        self._copy_states(plan.state_restores)
         sampled = []
         slots = [row.slot for row in plan.scheduled]
         assert len(set(slots)) == len(slots), "a slot has two rows"
@@ -134,7 +144,20 @@ class FakeRunner:
                 assert len(tokens) == end, "sampled before its last token"
                 tokens.append(token)
             sampled.append(token)
+            if self.states is not None:
+                state = self.states.get(row.slot) if row.start else ()
+                assert state == tuple(tokens[: row.start]), f"slot {row.slot} starts from another's state"
+                self.states[row.slot] = tuple(tokens[:end])
+        self._copy_states(plan.state_saves)
         return FakeStep(StepResult(sampled, copy_report=self._report()))
+
+    def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        targets = {target for _, target in pairs}
+        assert len(targets) == len(pairs), "two states are copied to one slot"
+        assert not targets & {source for source, _ in pairs}, "a slot is source and target"
+        for source, target in pairs:
+            assert self.states is not None, "the model has no states"
+            self.states[target] = self.states[source]
 
     def _report(self) -> CopyReport | None:
         statuses = []

@@ -12,6 +12,7 @@ class Tier(Enum):
 
     DEVICE = 1
     HOST = 2
+    STATE = 3  # no KV: a snapshot of the states at the block's end
 
 
 class EvictionReason(Enum):
@@ -31,6 +32,7 @@ class MissReason(Enum):
     OTHER_SALT = 3  # requests with another salt asked for the same tokens
     CORRUPT = 4  # its checksum did not match when it was restored
     RECOMPUTED = 5  # the host tier has it, but computing it is faster
+    NO_SNAPSHOT = 6  # its KV is cached, but no snapshot of the model's states at its end or after it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ class GroupConfig:
     """`kv_memory`: of each rank's KV pool. Above 1 in bytes, else a share of the free memory (see `is_share`).
 
     `host_kv_memory`: the same for the host tier; 0 for none.
+    `state_snapshot_share`: the share of `kv_memory` for snapshots of states, of a model that keeps states.
     `gpu_memory_utilization`: the share of a GPU's memory that may be in use, the pool and everything else together.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `mla_shard`: `tokens` divides the latents of a block's tokens over the ranks; `replicate` stores all on each.
@@ -38,6 +39,7 @@ class GroupConfig:
     kv_dtype: str = "auto"
     block_size: int = 16
     kv_memory: float = 0.3
+    state_snapshot_share: float = 0.25
     gpu_memory_utilization: float = 0.9
     host_kv_memory: float = 0.0
     eviction: str = "cost"

@@ -132,12 +132,6 @@ class ModelSpec:
     state_layers: tuple[StateSpec, ...] = ()
 
     @property
-    def has_prefix_cache(self) -> bool:
-        """Whether a prompt may begin at a cached block. A state exists only where the sequence has computed to, so a
-        model with states computes every prompt from its first token."""
-        return not self.state_layers
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence on one rank; 0 for a model with attention in every layer."""
         return state_bytes(self.state_layers, self.dtype)

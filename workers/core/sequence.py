@@ -28,6 +28,7 @@ class Sequence:
     `num_registered`: leading blocks that are registered in the prefix cache.
     `num_restoring`: blocks that are being copied from the host tier. The sequence is in no plan until this is 0.
     `cached_device_tokens`, `cached_host_tokens`: of the prompt, at the first admission; -1 before.
+    `snapshot_points`: numbers of leading blocks at whose end the states are to be saved, ascending; a chunk ends there.
     `awaited_hash`: the last prefix block for which this sequence waited while another sequence computed it.
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     cached_device_tokens: int = -1
     cached_host_tokens: int = 0
     miss: PrefixMiss | None = None
+    snapshot_points: list[int] = field(default_factory=list)
     awaited_hash: bytes = b""
     num_prompt_logprobs: int = 0  # already sent
     embedding: list[float] = field(default_factory=list)  # of the prompt, once it is computed

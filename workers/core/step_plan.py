@@ -66,9 +66,9 @@ class TableWrite(NamedTuple):
 class StepPlan:
     """One step.
 
-    Ranks apply the fields in this order: demotes, restores, new sequences, table writes, cow_copies; then they compute
-    all scheduled tokens in one forward pass. They report the progress of demotes and restores (see CopyReport)
-    and of grammars, which they compile beside the steps (see GrammarCompiler).
+    Ranks apply the fields in this order: demotes, restores, new sequences, table writes, cow_copies, state_restores;
+    then they compute all scheduled tokens in one forward pass, and apply state_saves. They report the progress of
+    demotes and restores (see CopyReport) and of grammars, which they compile beside the steps (see GrammarCompiler).
     """
 
     step: int = 0
@@ -78,6 +78,8 @@ class StepPlan:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     demotes: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    state_restores: list[tuple[int, int]] = field(default_factory=list)  # (snapshot's slot, sequence's slot)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)  # (sequence's slot, snapshot's slot)
     dropped_grammars: list[int] = field(default_factory=list)  # ids
     new_grammars: list[Grammar] = field(default_factory=list)  # to compile; ids count up from 0 since the start
     stop: bool = False  # the group ends after this step
@@ -104,7 +106,10 @@ class StepPlan:
             _put_sampling(out, new.sampling)
         for grammar in self.new_grammars:
             _put_list(out, _encode_grammar(grammar))
-        for tuples in (self.table_writes, self.cow_copies, self.scheduled, self.demotes, self.restores):
+        for tuples in (
+            *(self.table_writes, self.cow_copies, self.scheduled, self.demotes, self.restores),
+            *(self.state_restores, self.state_saves),
+        ):
             _put_list(out, list(chain.from_iterable(tuples)))
         _put_list(out, self.dropped_grammars)
         return out
@@ -126,6 +131,8 @@ class StepPlan:
             ],
             demotes=[(block, host_block) for block, host_block in reader.take_tuples(2)],
             restores=[(host_block, block) for host_block, block in reader.take_tuples(2)],
+            state_restores=[(source, target) for source, target in reader.take_tuples(2)],
+            state_saves=[(source, target) for source, target in reader.take_tuples(2)],
             dropped_grammars=reader.take_list().tolist(),
         )
 

@@ -28,6 +28,7 @@ from coatcheck.workers.engine.scheduler import Scheduler
 from coatcheck.workers.engine.step_statistics import StepStatistics
 from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.kv.kv_cache_manager import build_kv_cache
+from coatcheck.workers.kv.state_snapshots import StateSnapshots
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
 
@@ -45,7 +46,11 @@ class _StepInFlight:
 
 
 class Engine:
-    """The sequences of one group. `num_blocks`, `host_blocks`: blocks on the device and in host memory."""
+    """The sequences of one group. `num_blocks`, `host_blocks`: blocks on the device and in host memory.
+
+    `num_snapshots`: the runner's slots for snapshots of states. A model with states and without them has no prefix
+    cache, because its prompts can start at no cached block.
+    """
 
     def __init__(
         self,
@@ -58,13 +63,16 @@ class Engine:
         max_batch_tokens: int = 512,
         max_model_len: int | None = None,
         host_blocks: int = 0,
+        num_snapshots: int = 0,
         eviction: str = "cost",
         pipeline_depth: int = 0,
         grammars: GrammarBackend | None = None,
         grammars_kept: int = MAX_CACHED_GRAMMARS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction, spec.attention_crossover)
+        states = StateSnapshots(num_snapshots, first_slot=max_num_seqs) if num_snapshots else None
+        kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction, spec.attention_crossover, states)
+        self.has_prefix_cache = not spec.state_layers or states is not None
         self.spec = spec
         self.block_size = block_size
         # A sequence that runs alone must fit in the pool.
@@ -79,6 +87,7 @@ class Engine:
             spec,
             block_size=block_size,
             max_model_len=self.max_model_len,
+            has_prefix_cache=self.has_prefix_cache,
             grammars=grammars or GrammarBackend(None, "this engine was made without grammars"),
             prefixes=kv_cache.registry,
             clock=clock,

@@ -17,7 +17,10 @@ _MAX_KEYS: Final = 1024  # cached block keys
 
 
 class InputProcessor:
-    """`max_model_len`: the most tokens of a sequence that both the model and the KV pool can hold."""
+    """`max_model_len`: the most tokens of a sequence that both the model and the KV pool can hold.
+
+    `has_prefix_cache`: whether a prompt may start at a cached block.
+    """
 
     def __init__(
         self,
@@ -25,6 +28,7 @@ class InputProcessor:
         *,
         block_size: int,
         max_model_len: int,
+        has_prefix_cache: bool,
         grammars: GrammarBackend,
         prefixes: PrefixRegistry,
         clock: Callable[[], float],
@@ -32,6 +36,7 @@ class InputProcessor:
         self._spec = spec
         self._block_size = block_size
         self._max_model_len = max_model_len
+        self._has_prefix_cache = has_prefix_cache
         self._grammars = grammars
         self._prefixes = prefixes
         self._clock = clock
@@ -48,7 +53,7 @@ class InputProcessor:
         self._check_request(request)
         if grammar_id is not None:
             self.check_grammar(request, grammar_id)
-        if not self._spec.has_prefix_cache:  # without hashes no block is looked up, registered or reported
+        if not self._has_prefix_cache:  # without hashes no block is looked up, registered or reported
             return [self._make_sequence(request, choice, None, []) for choice in range(request.sampling.n)]
         chain = hash_chain(self._block_key(request.cache_salt), request.prompt_token_ids, self._block_size)
         self._prefixes.advance_clock(self._clock())
@@ -68,7 +73,7 @@ class InputProcessor:
     def hash_full_blocks(self, sequence: Sequence) -> None:
         """Hash the blocks that the sequence's computed tokens have filled since the last call. Without a prefix cache,
         no effect."""
-        if not self._spec.has_prefix_cache:
+        if not self._has_prefix_cache:
             return
         size = self._block_size
         while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
@@ -119,7 +124,7 @@ class InputProcessor:
             submitted_at=now,
             deadline=math.inf if request.seconds_left is None else now + request.seconds_left,
         )
-        if not self._spec.has_prefix_cache:
+        if not self._has_prefix_cache:
             return sequence
         # Resumed tokens may fill further blocks.
         key, hashed = self._block_key(request.cache_salt), len(chain) * self._block_size

@@ -10,6 +10,8 @@ A cached prefix is not computed again. Blocks that only the host tier holds are 
 computing them. During its restores a sequence holds its slot and blocks but is in no plan. A sequence waits while
 another sequence computes the next block that both need.
 
+A model with states starts behind a cached prefix from a snapshot of them. A chunk ends where one is to be saved.
+
 When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. A sequence never
 preempts one that arrived before it, so the oldest sequence always finishes.
 """
@@ -137,6 +139,8 @@ class Scheduler:
                 self.pool.release_blocks([block])
                 sequence.block_table[index] = known
                 self._unsent_writes.append(TableWrite(sequence.slot, index, known))
+            if self.kv_cache.states is not None:
+                self.kv_cache.states.record_registered(sequence, index, block_hash)
             self.kv_cache.remove_pending(sequence, [block_hash])
             sequence.num_registered = index + 1
 
@@ -166,7 +170,7 @@ class Scheduler:
             assert not sequence.is_finished, "a finished sequence is running"
         for sequence in self.waiting:
             assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
-        held = self.kv_cache.check()
+        held = self.kv_cache.check(self.running)
         self.pool.check((*(sequence.block_table for sequence in self.running), *held))
 
     # Decodes and prefills of running sequences.
@@ -186,10 +190,15 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: _TokenBudget) -> None:
         for sequence in self.running:
             if sequence.num_unscheduled > 1 and not sequence.num_restoring and not budget.is_spent:
-                self._schedule_tokens(
-                    plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled)
-                )
+                self._schedule_chunk(plan, sequence, budget)
                 scheduled.append(sequence)
+
+    def _schedule_chunk(self, plan: StepPlan, sequence: Sequence, budget: _TokenBudget) -> None:
+        """Add as many of a prompt's tokens to the plan as the budget allows, up to the next snapshot of the states."""
+        wanted = sequence.num_unscheduled
+        if sequence.snapshot_points:
+            wanted = sequence.snapshot_points[0] * self._block_size - sequence.num_scheduled
+        self._schedule_tokens(plan, sequence, budget.take_tokens(sequence.num_scheduled, wanted))
 
     def _schedule_tokens(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
         """Add the sequence's next `count` tokens to the plan. Allocate missing blocks, and copy a shared block before
@@ -213,6 +222,7 @@ class Scheduler:
         needs_sample = sequence.num_scheduled == sequence.num_tokens
         sequence.num_output_placeholders += int(needs_sample)
         plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, needs_sample))
+        self.kv_cache.plan_save(sequence, plan)
 
     # Preemption.
 
@@ -253,6 +263,7 @@ class Scheduler:
         self._unsent_writes = [write for write in self._unsent_writes if write.slot != sequence.slot]
         self.kv_cache.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
         self.kv_cache.cancel_restores(sequence)
+        self.kv_cache.cancel_saves(sequence)
         self.pool.release_blocks(sequence.block_table)
         sequence.block_table = []
         self._free_slots.append(sequence.slot)
@@ -269,9 +280,7 @@ class Scheduler:
             elif self._admit_sequence(sequence, plan, with_decodes=budget.with_decodes):
                 if sequence.num_restoring:
                     continue
-                self._schedule_tokens(
-                    plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled)
-                )
+                self._schedule_chunk(plan, sequence, budget)
                 scheduled.append(sequence)
             else:  # no later sequence overtakes this one, even if it needs less room
                 self.waiting.appendleft(sequence)
@@ -308,8 +317,9 @@ class Scheduler:
         self._queue_restores(sequence, prefix.blocks)
         missing = None if prefix.is_forked else len(prefix.blocks)
         self.kv_cache.record_cached_tokens(sequence, prefix.num_tokens, missing)
-        self.kv_cache.add_pending(sequence)
         sequence.slot = self._free_slots.pop()
+        self.kv_cache.plan_state_copies(sequence, len(prefix.blocks), plan)
+        self.kv_cache.add_pending(sequence)
         insort(self.running, sequence, key=_BY_SORT_KEY)
         sampling = sequence.request.sampling
         stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
@@ -322,9 +332,11 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence, *, with_decodes: bool) -> _CachedPrefix:
-        """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers."""
+        """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers.
+
+        The states of the source are those behind its last token, so a model with states starts at a snapshot."""
         source = sequence.prompt_source
-        if source is not None and source.slot >= 0 and not source.is_finished:
+        if source is not None and source.slot >= 0 and not source.is_finished and self.kv_cache.states is None:
             shared = source.block_table[: self._count_blocks(sequence.prompt_len)]
             return _CachedPrefix([*shared], sequence.prompt_len - 1, is_forked=True)
         found = self.kv_cache.find_cached_blocks(sequence, with_decodes=with_decodes)

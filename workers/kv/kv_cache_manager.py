@@ -25,10 +25,18 @@ from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.eviction_policy import create_policy
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
+from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
 # Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
 # because no copy would be measured again.
 _TRIAL_EVERY: Final = 31
+
+# A snapshot costs a copy of the states and a step of its own, because a chunk ends at it. With fewer tokens than this
+# behind the state before it, computing them again costs no more.
+_MIN_SNAPSHOT_TOKENS: Final = 64
+# A chat template ends a prompt with tokens that the next turn does not repeat: `<think>` and a line feed, or an empty
+# thought of four tokens.
+_TEMPLATE_TOKENS: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -43,15 +51,18 @@ class _Restore:
 
 
 class KVCacheManager:
-    """`host`: without blocks if there is no host tier.
+    """`host`: without blocks if there is no host tier. `states`: of a model that keeps states; else None.
+
+    With `states`, a prefix can be used up to the end of a block with a snapshot.
 
     A block is *pending* while a running sequence is going to compute or restore it. Another sequence that needs the
     block waits instead of computing it twice.
     """
 
-    def __init__(self, pool: BlockPool, host: HostPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, host: HostPool, block_size: int, states: StateSnapshots | None = None) -> None:
         self.pool = pool
         self.host = host
+        self.states = states
         self.registry = pool.registry
         self.block_size = block_size
         self.copy_cost = CopyCost(block_size)
@@ -84,6 +95,8 @@ class KVCacheManager:
             if block is None and block_hash not in self.host:
                 break
             found.append(block)
+        if self.states is not None:
+            return found[: self.states.count_restorable(sequence.block_hashes[: len(found)])]
         num_on_host = found.count(None)
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
@@ -97,7 +110,13 @@ class KVCacheManager:
             return False
         if sequence.awaited_hash in self._pending:
             return True
+        if not self._pending:
+            return False
         found = self.find_cached_blocks(sequence, with_decodes=with_decodes)
+        if self.states is not None:
+            later = sequence.block_hashes[len(found) : self.count_cacheable_blocks(sequence)]
+            sequence.awaited_hash = next((block_hash for block_hash in later if block_hash in self._pending), b"")
+            return bool(sequence.awaited_hash)
         # The next block to compute, and the first block to restore.
         needed = {len(found), found.index(None) if None in found else len(found)}
         for index in needed - {self.count_cacheable_blocks(sequence)}:
@@ -108,7 +127,11 @@ class KVCacheManager:
 
     def add_pending(self, sequence: Sequence) -> None:
         """Mark the blocks as pending that an admitted sequence will register, unless they are pending already."""
-        for block_hash in sequence.block_hashes[sequence.num_registered : self.count_cacheable_blocks(sequence)]:
+        if self.states is not None:  # the prefix can be used once there is a snapshot
+            hashes = [sequence.block_hashes[count - 1] for count in sequence.snapshot_points]
+        else:
+            hashes = sequence.block_hashes[sequence.num_registered : self.count_cacheable_blocks(sequence)]
+        for block_hash in hashes:
             self._pending.setdefault(block_hash, sequence)
 
     def remove_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
@@ -130,6 +153,8 @@ class KVCacheManager:
             block_hash = sequence.block_hashes[missing]
             if block_hash in self.host:
                 sequence.miss = PrefixMiss(missing, MissReason.RECOMPUTED)
+            elif self.states is not None and self.pool.get_cached_block(block_hash) is not None:
+                sequence.miss = PrefixMiss(missing, MissReason.NO_SNAPSHOT)
             else:
                 sequence.miss = self.registry.explain_miss(block_hash, missing)
         cached = min(num_cached, sequence.prompt_len)
@@ -148,6 +173,46 @@ class KVCacheManager:
         """Evict the prefix blocks of both tiers that no sequence and no copy uses."""
         self.pool.evict_unused_blocks()
         self.host.evict_unused_blocks()
+
+    # Snapshots of states.
+
+    def plan_state_copies(self, sequence: Sequence, num_cached: int, plan: StepPlan) -> None:
+        """At admission, restore the states at the end of the first `num_cached` blocks, and choose where to save the
+        states of the tokens that follow:
+
+        - where the prompt parts from others: behind the blocks whose KV is cached, although no snapshot is. A system
+          prompt that many requests share gets its snapshot with the second of them.
+        - behind the last block that the sequence's next turn will repeat.
+        """
+        if self.states is None:
+            return
+        hashes = sequence.block_hashes
+        if num_cached:
+            plan.state_restores.append((self.states.plan_restore(hashes[num_cached - 1]), sequence.slot))
+        last = min((len(sequence.token_ids) - _TEMPLATE_TOKENS) // self.block_size, len(hashes))
+        num_known = next((i for i in range(last) if self.pool.get_cached_block(hashes[i]) is None), last)
+        # The other choices of a request start at the snapshot of its prompt.
+        min_tokens = self.block_size if sequence.request.sampling.n > 1 else _MIN_SNAPSHOT_TOKENS
+        start = num_cached
+        for point in dict.fromkeys((num_known, last)):
+            if (point - start) * self.block_size >= min_tokens and hashes[point - 1] not in self.states:
+                sequence.snapshot_points.append(point)
+                start = point
+
+    def plan_save(self, sequence: Sequence, plan: StepPlan) -> None:
+        """If the sequence's scheduled tokens end at its next snapshot point, save its states behind the plan's step."""
+        points = sequence.snapshot_points
+        if self.states is None or not points or sequence.num_scheduled != points[0] * self.block_size:
+            return
+        slot = self.states.plan_save(sequence, points.pop(0) - 1)
+        if slot is not None:
+            plan.state_saves.append((sequence.slot, slot))
+
+    def cancel_saves(self, sequence: Sequence) -> None:
+        """Forget the snapshots of a sequence that gives up its blocks, as far as these are not registered."""
+        sequence.snapshot_points = []
+        if self.states is not None:
+            self.states.cancel_saves(sequence)
 
     # Copies between the tiers.
 
@@ -230,14 +295,22 @@ class KVCacheManager:
 
     def drain_events(self) -> list[KvEvent]:
         """The events of both tiers since the last call, in order within a tier."""
-        return self.pool.drain_events() + self.host.drain_events()
+        events = self.pool.drain_events()
+        if self.states is None:
+            return events + self.host.drain_events()
+        removed = (event.block_hash for event in events if not event.stored)
+        self.states.drop_blocks(block for block in removed if self.pool.get_cached_block(block) is None)
+        return events + self.states.drain_events()
 
     def begin_snapshot(self) -> CacheSnapshot:
         """The prefix blocks in either tier, to be read in chunks."""
-        return CacheSnapshot(self.pool, self.host)
+        return CacheSnapshot(self.pool, self.host, *([] if self.states is None else [self.states]))
 
-    def check(self) -> list[list[int]]:
-        """Raises AssertionError unless sequences and restores agree. Returns the blocks that restores hold."""
+    def check(self, running: Iterable[Sequence] = ()) -> list[list[int]]:
+        """Raises AssertionError unless sequences, restores and snapshots agree. Returns the blocks that restores
+        hold. `running`: all running sequences."""
+        if self.states is not None:
+            self.states.check(running)
         in_progress = [copy for copy in self._in_progress if isinstance(copy, _Restore)]
         num_restoring: Counter[Sequence] = Counter()
         for restore in (*self._queued, *in_progress):
@@ -269,9 +342,14 @@ class KVCacheManager:
 
 
 def build_kv_cache(
-    num_blocks: int, host_blocks: int, block_size: int, eviction: str, attention_crossover: int
+    num_blocks: int,
+    host_blocks: int,
+    block_size: int,
+    eviction: str,
+    attention_crossover: int,
+    states: StateSnapshots | None = None,
 ) -> KVCacheManager:
-    """An empty cache of two tiers, or of one if `host_blocks` is 0.
+    """An empty cache of two tiers, or of one if `host_blocks` is 0. `states`: see KVCacheManager.
 
     `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`.
     """
@@ -283,4 +361,4 @@ def build_kv_cache(
         return Evictor(registry, policy, capacity, tier)
 
     pool = BlockPool(num_blocks, make_evictor(num_blocks, Tier.DEVICE))
-    return KVCacheManager(pool, HostPool(host_blocks, make_evictor(host_blocks, Tier.HOST)), block_size)
+    return KVCacheManager(pool, HostPool(host_blocks, make_evictor(host_blocks, Tier.HOST)), block_size, states)

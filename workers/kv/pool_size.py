@@ -1,4 +1,4 @@
-"""The number of blocks of a rank's KV pool and host pool, from bytes or from a share of the free memory.
+"""The number of blocks of a rank's KV pool and host pool, and of snapshots, from bytes or a share of the free memory.
 
 Every rank computes its own number, and the group uses the smallest.
 """
@@ -15,19 +15,20 @@ def choose_num_blocks(
     bytes_per_block: int,
     block_size: int,
     max_model_len: int | None,
+    snapshot_bytes: int = 0,
 ) -> int:
     """`kv_memory`: bytes for this rank, or a share of `free_bytes` (see `is_share`), divided among `sharing_ranks`.
 
-    `max_model_len`: the operator's setting, or None.
+    `max_model_len`: the operator's setting, or None. `snapshot_bytes`: what snapshots of states take of these bytes.
     Raises InvalidConfig if the pool exceeds `free_bytes`, or cannot hold one block or a sequence of `max_model_len`.
     """
-    pool_bytes = int(kv_memory * free_bytes / sharing_ranks if is_share(kv_memory) else kv_memory)
+    pool_bytes = _pool_bytes(kv_memory, free_bytes, sharing_ranks)
     if pool_bytes * sharing_ranks > free_bytes:
         raise InvalidConfig(
             f"kv-memory asks for {pool_bytes:,} bytes for each of {sharing_ranks} ranks on this device, and "
             f"{free_bytes:,} are free; lower kv-memory"
         )
-    num_blocks = pool_bytes // bytes_per_block
+    num_blocks = (pool_bytes - snapshot_bytes) // bytes_per_block
     if num_blocks < 1:
         raise InvalidConfig(
             f"kv-memory gives {pool_bytes:,} bytes a rank, and one block of {block_size} tokens takes "
@@ -40,6 +41,26 @@ def choose_num_blocks(
             "raise kv-memory or lower max-model-len"
         )
     return num_blocks
+
+
+def choose_num_snapshots(
+    kv_memory: float,
+    share: float,
+    *,
+    free_bytes: int,
+    sharing_ranks: int,
+    state_bytes: int,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int | None,
+) -> int:
+    """Snapshots of states of `state_bytes` in at most `share` of the bytes that `kv_memory` gives. What is left holds
+    one block and a sequence of `max_model_len`, as far as these bytes could hold them. 0 without states."""
+    if not state_bytes:
+        return 0
+    pool_bytes = _pool_bytes(kv_memory, free_bytes, sharing_ranks)
+    needed = max(-(-(max_model_len or 0) // block_size), 1) * bytes_per_block
+    return max(min(int(share * pool_bytes), pool_bytes - needed) // state_bytes, 0)
 
 
 def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:
@@ -59,3 +80,7 @@ def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks:
             "raise host-kv-memory, or set it to 0"
         )
     return host_bytes // bytes_per_block
+
+
+def _pool_bytes(kv_memory: float, free_bytes: int, sharing_ranks: int) -> int:
+    return int(kv_memory * free_bytes / sharing_ranks if is_share(kv_memory) else kv_memory)

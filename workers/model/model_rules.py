@@ -165,12 +165,12 @@ def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
             )
 
 
-def check_host_tier(architecture: str, host_kv_memory: float, *, has_prefix_cache: bool) -> None:
-    """Raise InvalidConfig for a host tier that would stay empty."""
-    if host_kv_memory and not has_prefix_cache:
+def check_host_tier(architecture: str, host_kv_memory: float, *, has_states: bool) -> None:
+    """Raise InvalidConfig for a host tier whose blocks no prompt could use."""
+    if host_kv_memory and has_states:
         raise InvalidConfig(
-            f"host-kv-memory keeps blocks of the prefix cache, and {architecture} has none, because some of its layers "
-            "keep states; leave --host-kv-memory out"
+            f"host-kv-memory keeps blocks of KV, and some layers of {architecture} keep states, whose snapshots stay "
+            "on the device: no prompt could start at a block from host memory; leave --host-kv-memory out"
         )
 
 

@@ -15,17 +15,21 @@ from coatcheck.workers.core.group_config import GroupConfig, is_share
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.host.free_memory import host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
+from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks, choose_num_snapshots
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryBudget:
-    """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None without a host tier."""
+    """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None without a host tier.
+
+    `num_snapshots`: snapshots of states that the runner allocates.
+    """
 
     layout: BlockLayout
     pool: Tensor
     host: Tensor | None
+    num_snapshots: int = 0
 
     @classmethod
     def allocate(
@@ -41,23 +45,24 @@ class MemoryBudget:
     ) -> Self:
         """Agree on the numbers of blocks with all ranks, and allocate them. All ranks call this together.
 
-        `free_device_bytes`: of which `config.kv_memory` may be a share. `state_bytes`: that this rank's states will
-        take of the free bytes of a CPU.
+        `free_device_bytes`: of which `config.kv_memory` may be a share, without the states of running sequences.
+        `state_bytes`: of the states of one sequence on this rank.
 
         Raises InvalidConfig if the configured memory is not free, or is too little for one request.
         """
-        num_blocks, host_blocks = choose_block_counts(
+        num_blocks, host_blocks, num_snapshots = choose_block_counts(
             config,
             layout,
-            device_bytes=subtract_states(config, free_device_bytes, state_bytes, ranks_on_host),
+            device_bytes=free_device_bytes,
+            state_bytes=state_bytes,
             host_bytes=host_free_bytes(),
             on_cpu=device.type == "cpu",
             ranks_on_host=ranks_on_host,
         )
-        num_blocks, host_blocks = communicator.all_reduce_min([num_blocks, host_blocks])
+        num_blocks, host_blocks, num_snapshots = communicator.all_reduce_min([num_blocks, host_blocks, num_snapshots])
         pool = allocate_kv_pool(layout, num_blocks, device)
         host = allocate_host_pool(host_blocks, layout.bytes_per_block, device) if host_blocks else None
-        return cls(layout, pool, host)
+        return cls(layout, pool, host, num_snapshots)
 
     @property
     def num_blocks(self) -> int:
@@ -108,15 +113,33 @@ def free_gpu_bytes(config: GroupConfig, *, in_use: int, total: int) -> int:
 
 
 def choose_block_counts(
-    config: GroupConfig, layout: BlockLayout, *, device_bytes: int, host_bytes: int, on_cpu: bool, ranks_on_host: int
-) -> tuple[int, int]:
-    """(device blocks, host blocks) of one rank, from the free bytes of its device and host.
+    config: GroupConfig,
+    layout: BlockLayout,
+    *,
+    device_bytes: int,
+    host_bytes: int,
+    on_cpu: bool,
+    ranks_on_host: int,
+    state_bytes: int = 0,
+) -> tuple[int, int, int]:
+    """(device blocks, host blocks, snapshots of states) of one rank, from the free bytes of its device and host.
 
+    `state_bytes`: of the states of one sequence.
     Shares of the free memory are divided by all ranks on the host. Bytes must be free for this group's ranks only: if
     this group restarts beside others, these have allocated their memory already. Raises InvalidConfig.
     """
     own_ranks, block = min(config.tp, ranks_on_host), layout.bytes_per_block
     sharing = ranks_on_host if is_share(config.kv_memory) else own_ranks
+    num_snapshots = choose_num_snapshots(
+        config.kv_memory,
+        config.state_snapshot_share,
+        free_bytes=device_bytes,
+        sharing_ranks=sharing if on_cpu else 1,
+        state_bytes=state_bytes,
+        bytes_per_block=block,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+    )
     num_blocks = choose_num_blocks(
         config.kv_memory,
         free_bytes=device_bytes,
@@ -124,6 +147,7 @@ def choose_block_counts(
         bytes_per_block=block,
         block_size=config.block_size,
         max_model_len=config.max_model_len,
+        snapshot_bytes=num_snapshots * state_bytes,
     )
     sharing = ranks_on_host if is_share(config.host_kv_memory) else own_ranks
     # On a CPU the pools of this host's ranks come out of the same memory as the host tier.
@@ -137,4 +161,4 @@ def choose_block_counts(
         sharing_ranks=sharing,
         bytes_per_block=block,
     )
-    return num_blocks, host_blocks
+    return num_blocks, host_blocks, num_snapshots

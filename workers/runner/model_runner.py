@@ -56,6 +56,7 @@ class ModelRunner:
 
     `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
     without peers. `graph_sizes`: of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
+    `num_snapshots`: slots for snapshots of a model's states behind the `max_num_seqs` of running sequences.
     `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_selector.py).
     """
 
@@ -72,6 +73,7 @@ class ModelRunner:
         communicator: Communicator | None = None,
         graph_sizes: GraphSizes = _NO_GRAPHS,
         attention_backend: str = "triton",
+        num_snapshots: int = 0,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -80,8 +82,8 @@ class ModelRunner:
         self._layout = layout
         self._kv_caches = make_caches(layout, pool)
         # A sequence's states have its slot; those of a sequence that starts are zero, whatever the slot holds.
-        states = make_states(model.spec, max_num_seqs, pool.device)
-        self._layer_caches = add_states(self._kv_caches, states)
+        self._states = make_states(model.spec, max_num_seqs + num_snapshots, pool.device)
+        self._layer_caches = add_states(self._kv_caches, self._states)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
         # The batch state, one row per slot. The extra token column is for a token sampled after the last position, and
@@ -125,7 +127,9 @@ class ModelRunner:
             self._copier.start_copies(plan)
         self._update_state(plan)
         self._copy_blocks(plan.cow_copies)
+        self._copy_states(plan.state_restores)
         step = self._compute_rows(plan.scheduled) if plan.scheduled else DeviceStep(0, [], None)
+        self._copy_states(plan.state_saves)
         if self._copier is not None:
             step.copy_report = self._copier.report_copies()
         step.num_compiled = self._grammar_compiler.report_compiled()
@@ -158,6 +162,11 @@ class ModelRunner:
         for batch in [[pair] for pair in copies] if is_chained else [copies]:
             pairs = self._int64(batch).T.contiguous()
             copy_blocks(self.pool, pairs[0], pairs[1])
+
+    def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the states of all layers from slot to slot."""
+        for state in self._states if pairs else ():
+            state.copy_slots(pairs)
 
     def _compute_rows(self, rows: list[ScheduledSequence]) -> DeviceStep:
         needs_all = any(self._sampler.scores_prompt(row.slot, row.start) or self._pooler.pools(row) for row in rows)

@@ -57,14 +57,14 @@ class PagedDriver:
         """
         size = self.layout.block_size
         shared = 0
-        if prefix_of is not None and self.model.spec.has_prefix_cache:
+        if prefix_of is not None and not self.model.spec.state_layers:
             most = min(prefix_of.computed, len(tokens) - 1) // size
             while shared < most and prefix_of.tokens[: (shared + 1) * size] == list(tokens[: (shared + 1) * size]):
                 shared += 1
         count = -(-(len(tokens) + max_tokens) // size) - shared
         blocks, self._free = self._free[:count], self._free[count:]
         assert len(blocks) == count, "num_blocks is too small for these sequences"
-        assert self._num_sequences < _MAX_SEQUENCES or self.model.spec.has_prefix_cache, "no slot is left"
+        assert self._num_sequences < _MAX_SEQUENCES or not self.model.spec.state_layers, "no slot is left"
         inherited = prefix_of.blocks[:shared] if prefix_of is not None else []
         self._num_sequences += 1
         return PagedSequence(list(tokens), [*inherited, *blocks], self._num_sequences - 1, computed=shared * size)

@@ -121,6 +121,11 @@ def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, t
     assert sizing.rank_state_bytes == spec.state_bytes
     without = Sizing.of(PlanSettings(model=str(path), concurrency=7, gpu_memory=sizing.settings.gpu_memory - 2**30))
     assert sizing.num_blocks > without.num_blocks
+    total = sizing.num_blocks * sizing.cache.rank.bytes_per_block + sizing.num_snapshots * spec.state_bytes
+    alone = Sizing.of(PlanSettings(model=str(path), concurrency=7, state_snapshot_share=0))
+    assert alone.num_snapshots == 0 and "no prefix cache" in " ".join(alone.notes)
+    assert total == pytest.approx(alone.num_blocks * alone.cache.rank.bytes_per_block, rel=1e-4)
+    assert sizing.num_snapshots * spec.state_bytes == pytest.approx(total / 4, rel=1e-3)
     assert "--max-num-seqs 7" in " ".join(sizing.notes)
     counted = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states).total
     assert counted == pytest.approx(spec.num_weights, rel=0.02)

@@ -57,6 +57,8 @@ plans = st.builds(
     scheduled=st.lists(st.builds(ScheduledSequence, ints, ints, ints, st.booleans()), max_size=4),
     demotes=st.lists(st.tuples(ints, ints), max_size=3),
     restores=st.lists(st.tuples(ints, ints), max_size=3),
+    state_restores=st.lists(st.tuples(ints, ints), max_size=3),
+    state_saves=st.lists(st.tuples(ints, ints), max_size=3),
     dropped_grammars=st.lists(ints, max_size=2),
     new_grammars=st.lists(grammars, max_size=2),
     stop=st.booleans(),

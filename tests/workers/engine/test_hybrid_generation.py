@@ -35,6 +35,7 @@ from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
 PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]
 GREEDY = SamplingParams(max_tokens=200, seed=1, ignore_eos=True, temperature=0.0)
+GREEDY_ONE = SamplingParams(max_tokens=1, seed=1, temperature=0.0)
 DRAWN = SamplingParams(max_tokens=40, seed=7, ignore_eos=True, temperature=0.9, top_k=40)
 Make = Callable[..., Engine]
 
@@ -54,17 +55,23 @@ def make(model: Model) -> Make:
     """Creates engines, each with a new pool and new states."""
 
     def make_engine(
-        num_blocks: int = 200, budget: int = 256, depth: int = 0, slots: int = 16, sizes: GraphSizes | None = None
+        num_blocks: int = 200,
+        budget: int = 256,
+        depth: int = 0,
+        slots: int = 16,
+        snapshots: int = 0,
+        sizes: GraphSizes | None = None,
     ) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
         runner = ModelRunner(
-            model, layout, pool, max_num_seqs=slots, max_model_len=256, graph_sizes=sizes or GraphSizes()
-        )
+            model, layout, pool, max_num_seqs=slots, max_model_len=256, num_snapshots=snapshots,
+            graph_sizes=sizes or GraphSizes(),
+        )  # fmt: skip
         runner.graphs.capture()
         return Engine(
             model.spec, runner, num_blocks=num_blocks, block_size=8, max_num_seqs=slots, max_batch_tokens=budget,
-            pipeline_depth=depth,
+            pipeline_depth=depth, num_snapshots=snapshots,
         )  # fmt: skip
 
     return make_engine
@@ -150,11 +157,43 @@ def test_a_resumed_request_goes_on_exactly(make: Make, alone: list[int]) -> None
 
 
 def test_no_prompt_is_found_in_the_cache(make: Make, alone: list[int]) -> None:
-    """A prompt that was computed before is computed whole, and no block is reported as cached."""
+    """Without slots for snapshots a prompt that was computed before is computed whole, and no block is reported as
+    cached."""
     engine = make()
     assert run(engine, ask())["a", 0] == run(engine, ask("b"))["b", 0] == alone
     assert engine.stats().cached_device_tokens == engine.stats().blocks_cached == 0
     assert engine.stats().prompt_tokens == 2 * len(PROMPT)
+
+
+def test_a_prompt_that_starts_at_a_snapshot_changes_no_bit(make: Make) -> None:
+    """In float32 the log-probabilities of a request are the same bits, whether its prompt is computed, starts at its
+    own snapshot, or at one of a shared prefix, and after a preemption."""
+    prompt = PROMPT + PROMPT[7:40] + PROMPT[3:]
+    scored = replace(DRAWN, logprobs=3)
+
+    def bits(engine: Engine, name: str) -> tuple[list[int], list[float], int]:
+        engine.submit_request(ask(name, prompt, scored))
+        outputs = []
+        while engine.has_work:
+            outputs += [output for output in engine.step().outputs if output.request_id == name]
+            engine.check()
+        logprobs = [top for output in outputs for entry in output.logprobs for _, top in entry.top]
+        tokens = [token for output in outputs for token in output.token_ids]
+        return tokens, logprobs, outputs[0].cached_device_tokens
+
+    cold = bits(make(), "cold")
+    assert cold[2] == 0
+    engine = make(budget=40, snapshots=4)
+    assert bits(engine, "first") == cold
+    assert bits(engine, "second") == (*cold[:2], 112)
+    shared = make(snapshots=4)
+    for name in ("x", "y"):
+        run(shared, ask(name, prompt[:100] + [3 + ord(name)] * 30, GREEDY_ONE))
+    assert bits(shared, "third") == (*cold[:2], 96)
+    crowded = make(num_blocks=34, snapshots=2, depth=1)
+    crowded.submit_request(ask("older", prompt[::-1], scored))
+    assert bits(crowded, "younger")[:2] == cold[:2]
+    assert crowded.stats().preemptions > 0
 
 
 def test_choices_compute_their_own_prompts(make: Make, alone: list[int]) -> None:
@@ -218,7 +257,7 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     with pytest.raises(InvalidConfig, match="powers of two from 16 on, .* .here: 24, 32.; set --device cpu"):
         check_state_device("qwen3_next", "cuda", [replace(layer, key_dim=24)])
     with pytest.raises(InvalidConfig, match="leave --host-kv-memory out"):
-        check_host_tier(model.spec.architecture, config.host_kv_memory, has_prefix_cache=model.spec.has_prefix_cache)
+        check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=True)
     wanted = config.max_num_seqs * model.spec.state_bytes
     assert subtract_states(config, 2 * wanted + 5, wanted, 2) == 5
     with pytest.raises(InvalidConfig, match="states of 256 sequences take .* on each of 2 ranks.*; lower max-num-seqs"):

@@ -59,9 +59,9 @@ def test_a_group_starts_again_beside_those_that_have_their_memory() -> None:
     layout = BlockLayout.of((LayerSpec(1, 1, 64),), 16, KvDtype.FLOAT32)
     gib, block = 1 << 30, layout.bytes_per_block
 
-    def choose(free: int, **settings: float) -> tuple[int, int]:
+    def choose(free: int, **settings: float) -> tuple[int, ...]:
         config = GroupConfig("g", "m", "m", tp=2, **settings)  # type: ignore[arg-type]
-        return choose_block_counts(config, layout, device_bytes=free, host_bytes=free, on_cpu=True, ranks_on_host=4)
+        return choose_block_counts(config, layout, device_bytes=free, host_bytes=free, on_cpu=True, ranks_on_host=4)[:2]
 
     sizes = {"kv_memory": 1.0 * gib, "host_kv_memory": 2.0 * gib}
     assert choose(7 * gib, **sizes) == (gib // block, 2 * gib // block)  # the other group's 6 GiB are gone already
@@ -72,3 +72,24 @@ def test_a_group_starts_again_beside_those_that_have_their_memory() -> None:
     assert choose(4 * gib, **share) == (gib // block, gib // 4 // block)  # the other group has its pools
     shares = choose(8 * gib, kv_memory=0.5, host_kv_memory=0.5)
     assert shares == (gib // block, gib // 2 // block)
+
+
+def test_snapshots_take_their_share_of_the_pools_bytes() -> None:
+    """Snapshots and blocks together fit in the bytes, and one sequence of max-model-len fits beside the snapshots."""
+    layout = BlockLayout.of((LayerSpec(1, 1, 64),), 16, KvDtype.FLOAT32)
+    block, state = layout.bytes_per_block, 1_000_000
+
+    def choose(**settings: float) -> tuple[int, ...]:
+        config = GroupConfig("g", "m", "m", **settings)  # type: ignore[arg-type]
+        sizes = choose_block_counts(
+            config, layout, device_bytes=10**9, host_bytes=10**9, on_cpu=True, ranks_on_host=2, state_bytes=state
+        )
+        return sizes[0], sizes[2]
+
+    assert choose(kv_memory=0.2) == ((10**8 - 25 * state) // block, 25)
+    assert choose(kv_memory=1e8, state_snapshot_share=0.5) == ((10**8 - 50 * state) // block, 50)
+    assert choose(kv_memory=1e8, state_snapshot_share=0.0) == (10**8 // block, 0)
+    assert choose(kv_memory=1e6) == (10**6 // block, 0)
+    most = int(10**8 // block * 16 - 3 * state // block * 16)
+    num_blocks, num_snapshots = choose(kv_memory=1e8, max_model_len=most)
+    assert num_snapshots in (2, 3) and num_blocks * 16 >= most

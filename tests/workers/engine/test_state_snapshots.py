@@ -1,0 +1,181 @@
+"""The prefix cache of models that keep states: prompts start at snapshots of states.
+
+The fake model fails if a row starts from another state than that of its own tokens.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coatcheck.workers.core.cache_reasons import MissReason, Tier
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.state_snapshots import StateSnapshots
+from tests.examples import examples
+from tests.workers.collector import Collector, make_engine, request
+from tests.workers.fake_runner import answer
+
+SYSTEM = [1 + i % 7 for i in range(100)]  # 25 blocks
+QUESTION = [20 + i % 9 for i in range(80)]
+
+
+def states_of(engine: Engine) -> StateSnapshots:
+    states = engine.scheduler.kv_cache.states
+    assert states is not None
+    return states
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 6, **changes: object) -> tuple[int, list[int]]:
+    """(cached tokens, the answer of choice 0) of a request that runs alone."""
+    engine.submit_request(request(name, prompt, max_tokens, **changes))
+    done = Collector(engine).run()
+    assert done.tokens[name, 0] == answer(prompt, max_tokens, seed=7)
+    return done.first[name, 0].cached_device_tokens, done.tokens[name, 0]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_each_turn_starts_at_the_end_of_the_last_prompt(depth: int) -> None:
+    """A conversation computes no prompt twice: of each turn, the answer before and the new message are left."""
+    engine, runner = make_engine(300, depth=depth, snapshots=4, budget=48)
+    prompt, length, computed = SYSTEM, 0, 0
+    for turn in range(4):
+        cached, said = ask(engine, f"turn{turn}", prompt)
+        assert cached == max(length - 4, 0) // 4 * 4  # a template may end a prompt with 4 tokens that are not repeated
+        # A step that was launched before the answer's end was known computes one more.
+        assert runner.computed - computed - (len(prompt) - cached + len(said) - 1) in range(depth + 1)
+        computed, length = runner.computed, len(prompt)
+        prompt = prompt + said + [turn + 9] * 70
+    assert states_of(engine).num_restores == 3
+
+
+def test_a_shared_prompt_is_found_from_the_third_request_on() -> None:
+    """The second request shows where prompts part, and saves the states there."""
+    engine, _ = make_engine(300, snapshots=8)
+    cached = [ask(engine, f"r{i}", SYSTEM + [100 + i] * 70)[0] for i in range(4)]
+    assert cached == [0, 0, 100, 100]
+    assert engine.stats().prefix_misses[MissReason.NO_SNAPSHOT] == 1
+    assert states_of(engine).num_saves == 5
+
+
+def test_short_distances_are_computed_again() -> None:
+    """No chunk ends for a snapshot less than 64 tokens behind the last one, nor for a prompt that short."""
+    engine, runner = make_engine(300, snapshots=8)
+    assert ask(engine, "short", QUESTION[:66], 1)[0] == 0
+    assert runner.plans == 2 and states_of(engine).num_saves == 0
+    ask(engine, "first", SYSTEM, 1)
+    assert states_of(engine).num_saves == 1
+    assert ask(engine, "second", SYSTEM + QUESTION[:40], 1)[0] == 96
+    assert states_of(engine).num_saves == 1
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    """The others wait for the snapshot, and compute what lies behind it."""
+    engine, runner = make_engine(300, snapshots=8)
+    for i in range(4):
+        engine.submit_request(request(f"r{i}", SYSTEM, 1))
+    Collector(engine).run()
+    assert runner.computed == 100 + 3 * 4
+
+
+def test_choices_start_at_the_snapshot_of_their_prompt() -> None:
+    """n choices compute the prompt once, however short it is, and each its last tokens."""
+    engine, runner = make_engine(300, snapshots=8)
+    engine.submit_request(request("a", SYSTEM[:30], 6, n=3, ignore_eos=True))
+    done = Collector(engine).run()
+    assert runner.computed == 30 + 2 * (30 - 24) + 3 * 5
+    for choice in range(3):
+        assert done.tokens["a", choice] == answer(SYSTEM[:30], 6, choice, 7)
+
+
+def test_a_preempted_sequence_resumes_at_its_snapshot() -> None:
+    """It computes its answer again, but not its prompt."""
+    engine, runner = make_engine(60, snapshots=4)
+    prompts = {name: [index] * 99 for index, name in enumerate("ab", start=1)}
+    for name, prompt in prompts.items():
+        engine.submit_request(request(name, prompt, 40, ignore_eos=True))
+    done = Collector(engine).run()
+    assert engine.stats().preemptions == 1
+    for name, prompt in prompts.items():
+        assert done.tokens[name, 0] == answer(prompt, 40, seed=7) or len(done.tokens[name, 0]) == 40
+    assert runner.computed < 2 * (99 + 39) + 99
+
+
+def test_the_least_recently_used_snapshot_is_evicted() -> None:
+    """With two slots, a third prompt takes the slot of the one that was not asked for again."""
+    engine, _ = make_engine(300, snapshots=2)
+    first, second, third = SYSTEM, QUESTION * 2, [50] * 90
+    for name, prompt, cached in (("a", first, 0), ("b", second, 0), ("a2", first, 96), ("c", third, 0)):
+        assert ask(engine, name, prompt)[0] == cached
+    assert states_of(engine).num_evictions == 1
+    assert ask(engine, "a3", first)[0] == 96
+    assert ask(engine, "b2", second)[0] == 0
+
+
+def test_a_snapshot_goes_with_the_kv_of_its_block() -> None:
+    """Its slot is free again, and the events of a group tell its routers of both."""
+    engine, _ = make_engine(60, snapshots=4)
+    ask(engine, "a", SYSTEM)
+    held = {event.block_hash for event in states_of(engine).stored_events(states_of(engine).prefix_hashes())}
+    engine.reset_prefix_cache()
+    engine.submit_request(request("b", QUESTION[:9], 1))
+    removed = [event for event in engine.step().events if event.tier is Tier.STATE]
+    assert len(held) == 1 and not len(states_of(engine))
+    assert [(event.stored, event.block_hash) for event in removed] == [(False, *held)]
+
+
+def test_a_scored_prompt_is_computed_whole() -> None:
+    """It starts at no snapshot, leaves one for others, and saves none twice."""
+    engine, _ = make_engine(300, snapshots=4)
+    engine.submit_request(request("scored", SYSTEM, 1, prompt_logprobs=0))
+    Collector(engine).run()
+    engine.submit_request(request("again", SYSTEM, 1, prompt_logprobs=0))
+    assert Collector(engine).run().first["again", 0].cached_device_tokens == 0
+    assert states_of(engine).num_saves == 1
+    assert ask(engine, "b", SYSTEM)[0] == 96
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    data=st.data(),
+    depth=st.integers(0, 1),
+    num_blocks=st.integers(40, 120),
+    budget=st.integers(8, 90),
+    snapshots=st.integers(1, 5),
+)
+def test_any_mix_is_answered_exactly(
+    data: st.DataObject, depth: int, num_blocks: int, budget: int, snapshots: int
+) -> None:
+    """Shared prefixes, choices, resumes, aborts, resets, preemption and eviction in any order: every row starts from
+    the state of its own tokens, no slot is lost, and a router that applies all events has what is held."""
+    seqs = data.draw(st.integers(1, 6))
+    engine, _ = make_engine(num_blocks, depth=depth, seqs=seqs, budget=budget, snapshots=snapshots)
+    collector = Collector(engine)
+    stems = [[5] * 70, [6] * 68, [5] * 34 + [7] * 50, [8] * 5]
+    wanted: dict[tuple[str, int], list[int]] = {}
+    for i in range(data.draw(st.integers(1, 8))):
+        prompt = data.draw(st.sampled_from(stems)) + data.draw(st.lists(st.integers(1, 3), max_size=2)) * 12
+        n, limit = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+        resume = {}
+        for choice in range(n):
+            whole = answer(prompt, limit, choice, 7)
+            kept = data.draw(st.integers(0, len(whole))) if data.draw(st.booleans()) else 0
+            resume[choice] = tuple(whole[:kept])
+            wanted[f"r{i}", choice] = whole[kept:]
+        engine.submit_request(request(f"r{i}", prompt, limit, n=n, resume=resume))
+        for _ in range(data.draw(st.integers(0, 4))):
+            collector.step()
+        if data.draw(st.integers(0, 4)) == 0:
+            engine.abort_request(*data.draw(st.sampled_from(sorted(wanted))))
+            engine.check()
+        if data.draw(st.integers(0, 9)) == 0:
+            engine.reset_prefix_cache()
+    collector.run()
+    for key, tokens in wanted.items():
+        if key in collector.ends:
+            assert collector.tokens[key] == tokens
+        else:
+            assert collector.tokens.get(key, []) == tokens[: len(collector.tokens.get(key, []))]
+    assert engine.stats().blocks_used == 0 and not engine.stats().running
+    engine.step()
+    states = states_of(engine)
+    assert len(states) <= snapshots
+    assert {*states.prefix_hashes()} <= {*engine.scheduler.pool.prefix_hashes()}

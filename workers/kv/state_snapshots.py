@@ -1,0 +1,107 @@
+"""StateSnapshots: copies of a model's recurrent states at the ends of prefix blocks.
+
+Each rank has slots for snapshots behind the slots of running sequences. A snapshot is
+
+    planned   a plan copies a sequence's states to the slot, and the block at whose end they stand is not registered yet
+    held      the block is registered: a prompt with this prefix can start behind the block
+
+Ranks execute plans in order, restores before the forward pass and saves behind it. So a held snapshot can be evicted
+and its slot given to another block at once, even if a plan in flight, or the same plan, restores it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from coatcheck.workers.core.cache_reasons import Tier
+from coatcheck.workers.core.sequence import Sequence as Choice
+from coatcheck.workers.core.step_output import KvEvent
+
+
+class StateSnapshots:
+    """Slots `first_slot` to `first_slot + num_slots - 1`. The least recently used snapshot is evicted first."""
+
+    def __init__(self, num_slots: int, first_slot: int) -> None:
+        self.num_slots = num_slots
+        self.num_saves = self.num_restores = self.num_evictions = 0
+        self._slots = range(first_slot, first_slot + num_slots)
+        self._free = list(reversed(self._slots))
+        self._held: OrderedDict[bytes, int] = OrderedDict()  # slot by block hash, least recently used first
+        self._planned: dict[Choice, dict[int, int]] = {}  # slot by the block's index in the sequence
+        self._events: list[KvEvent] = []
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether a snapshot of the states at the block's end is held."""
+        return block_hash in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def count_restorable(self, hashes: Sequence[bytes]) -> int:
+        """The most leading blocks of the chain `hashes` at whose end a snapshot is held; 0 if there is none."""
+        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._held), 0)
+
+    def plan_restore(self, block_hash: bytes) -> int:
+        """The slot of a held snapshot, which becomes the most recently used one."""
+        self._held.move_to_end(block_hash)
+        self.num_restores += 1
+        return self._held[block_hash]
+
+    def plan_save(self, sequence: Choice, index: int) -> int | None:
+        """A slot for the states of `sequence` at the end of its block `index`. None if all slots are planned."""
+        if not self._free:
+            if not self._held:
+                return None
+            self.num_evictions += 1
+            self._drop(next(iter(self._held)))
+        slot = self._free.pop()
+        self._planned.setdefault(sequence, {})[index] = slot
+        self.num_saves += 1
+        return slot
+
+    def record_registered(self, sequence: Choice, index: int, block_hash: bytes) -> None:
+        """Hold the snapshot that was planned for block `index` of the sequence, if there is one and none is held."""
+        planned = self._planned.get(sequence, {})
+        if (slot := planned.pop(index, None)) is None:
+            return
+        if not planned:
+            del self._planned[sequence]
+        if block_hash in self._held:
+            self._held.move_to_end(block_hash)
+            self._free.append(slot)
+            return
+        self._held[block_hash] = slot
+        self._events.append(KvEvent(True, block_hash, b"", Tier.STATE))
+
+    def cancel_saves(self, sequence: Choice) -> None:
+        """Free the slots that are planned for a sequence which gives up its blocks."""
+        self._free.extend(self._planned.pop(sequence, {}).values())
+
+    def drop_blocks(self, hashes: Iterable[bytes]) -> None:
+        """Drop the snapshots of blocks whose KV has left the device."""
+        for block_hash in hashes:
+            if block_hash in self._held:
+                self._drop(block_hash)
+
+    def drain_events(self) -> list[KvEvent]:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def prefix_hashes(self) -> list[bytes]:
+        """The hash of each block with a snapshot."""
+        return list(self._held)
+
+    def stored_events(self, hashes: Iterable[bytes]) -> list[KvEvent]:
+        """A stored event for each of these blocks whose snapshot is held."""
+        return [KvEvent(True, block_hash, b"", Tier.STATE) for block_hash in hashes if block_hash in self._held]
+
+    def check(self, running: Iterable[Choice]) -> None:
+        """Raises AssertionError unless each slot is free, planned or held, and planned for a running sequence."""
+        planned = [slot for slots in self._planned.values() for slot in slots.values()]
+        assert sorted([*self._free, *planned, *self._held.values()]) == list(self._slots), "slots lost or doubled"
+        assert all(self._planned.values()), "a sequence without planned snapshots is listed"
+        assert self._planned.keys() <= set(running), "a snapshot is planned for a sequence that does not run"
+
+    def _drop(self, block_hash: bytes) -> None:
+        self._free.append(self._held.pop(block_hash))
+        self._events.append(KvEvent(False, block_hash, b"", Tier.STATE))
