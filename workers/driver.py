@@ -163,5 +163,6 @@ def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: 
         max_batch_tokens=config.max_batch_tokens,
         contract=CONTRACT,
         version=VERSION,
-        no_prefix_cache=bool(spec.state_layers),
+        no_prefix_cache=not engine.has_prefix_cache,
+        keeps_states=bool(spec.state_layers),
     )

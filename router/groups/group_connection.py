@@ -232,7 +232,9 @@ class GroupConnection:
         self._pause_ended.clear()
         self.load.leave_table()
         capacity = registration.num_blocks + registration.host_blocks
-        slot = self.index.add_group(self.name, registration.epoch, capacity, size)
+        slot = self.index.add_group(
+            self.name, registration.epoch, capacity, size, keeps_states=registration.keeps_states
+        )
         self.load = GroupLoad(registration, self._loads, slot)
         self.on_change()
 

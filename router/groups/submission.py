@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
+from coatcheck.proto.snapshot_points import is_far_enough, last_point
 from coatcheck.proto.stubs.worker_pb2 import FirstOutput, SequenceOutput
 from coatcheck.router.groups.group_failures import GroupLost
 from coatcheck.router.groups.request import Request
@@ -65,7 +66,14 @@ class Submission:
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
         self._has_expected_blocks = caches  # the index counts the prompt's blocks as expected
         if caches:
-            connection.index.add_expected(self.group, self, request.block_hashes(self.model))
+            cached, size = decision.chosen.cached_tokens // self.model.block_size, self.model.block_size
+            point = last_point(len(request.prompt_token_ids), size)
+            connection.index.add_expected(
+                self.group,
+                self,
+                request.block_hashes(self.model),
+                snapshot_at=point if is_far_enough(cached, point, size, self.choices) else 0,
+            )
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | SubmissionReturned | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final
 
 from coatcheck.proto.block_hash import HASH_BYTES
-from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_STATE, KvEvent
+from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
 from coatcheck.router.routing.split_table import SplitTable
 
 _TIERS: Final = (TIER_DEVICE, TIER_HOST)
@@ -89,8 +89,6 @@ class BlockLocations:
         before = after = 0
         for event in events:
             block, tier = event.block_hash, event.tier
-            if tier == TIER_STATE:
-                continue
             if tier not in _TIERS or len(block) != HASH_BYTES:
                 problems[EventProblem.MALFORMED] += 1
                 continue

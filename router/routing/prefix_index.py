@@ -9,7 +9,8 @@ come before that output.
 
 Each group has a slot, a small number by which its load and its matches are found. A set of groups is an int bitmask
 with one bit for each group: that of its slot, or another one after its blocks were dropped while it stayed. A block has
-three such sets (device, host, expected), so to look up some blocks of a prompt matches every group at once.
+three such sets (device, host, expected), so to look up some blocks of a prompt matches every group at once. For groups
+whose model keeps states, StateLocations cuts the match to the block at whose end the prompt can start.
 """
 
 from collections import Counter
@@ -21,11 +22,12 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
+from coatcheck.proto.stubs.worker_pb2 import TIER_STATE, KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
 from coatcheck.router.routing.expected_blocks import ExpectedBlocks
 from coatcheck.router.routing.hit_prediction import HitPrediction
 from coatcheck.router.routing.prefix_match import PrefixMatches, match_chain
+from coatcheck.router.routing.state_locations import StateLocations
 
 IndexArray: TypeAlias = NDArray[np.intp]
 
@@ -51,6 +53,7 @@ class _IndexedGroup:
     epoch: str
     capacity: int  # max entries; 0 if unknown
     block_size: int  # tokens; 0 if unknown
+    keeps_states: bool
     next_sequence: int | None = None
     is_complete: bool = False
     is_requested: bool = False
@@ -68,6 +71,7 @@ class PrefixIndex:
         self._moved: tuple[IndexArray, IndexArray] | None = None  # slots and bits of all groups if some differ
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
+        self.state_locations = StateLocations()
 
     @property
     def entries(self) -> int:
@@ -79,16 +83,21 @@ class PrefixIndex:
         others = {known.block_size for name, known in self._groups.items() if name != group} - {0, block_size}
         return min(others, default=0)
 
-    def add_group(self, group: str, epoch: str, capacity: int = 0, block_size: int = 0) -> int:
+    def add_group(
+        self, group: str, epoch: str, capacity: int = 0, block_size: int = 0, *, keeps_states: bool = False
+    ) -> int:
         """Adds a group that has registered, without blocks, and returns its slot: the lowest that is free.
 
         `capacity`: number of its blocks in both tiers, 0 if unknown. `block_size`: tokens, 0 if unknown.
+        `keeps_states`: prompts start at snapshots of states alone.
         """
         self.remove_group(group)
         bit = self._free_bit()
         slot = bit.bit_length() - 1
         self._live |= bit
-        self._groups[group] = _IndexedGroup(slot, bit, epoch, capacity, block_size)
+        self._groups[group] = _IndexedGroup(slot, bit, epoch, capacity, block_size, keeps_states)
+        if keeps_states:
+            self.state_locations.add_group(slot)
         self._find_moved()
         return slot
 
@@ -104,6 +113,7 @@ class PrefixIndex:
         self._locations.begin_removal(indexed.bit)
         self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
         self.expected_blocks.remove_group(indexed.bit)
+        self.state_locations.remove_group(indexed.slot)
         self._live &= ~indexed.bit
         self._find_moved()
 
@@ -143,20 +153,29 @@ class PrefixIndex:
         """Whether the index has every block of the group: its snapshot has come, and no event is missing since."""
         return (indexed := self._groups.get(group)) is not None and indexed.is_complete
 
-    def add_expected(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
+    def add_expected(self, group: str, key: Hashable, chain: Sequence[bytes], snapshot_at: int = 0) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
-        `remove_expected`, or until the group leaves. `key` identifies the prompt and is never used twice."""
+        `remove_expected`, or until the group leaves. `key` identifies the prompt and is never used twice.
+        `snapshot_at`: the group will save its states, if it keeps any, behind so many blocks; 0 for not at all."""
         if (indexed := self._groups.get(group)) is not None:
             self.expected_blocks.add(indexed.bit, key, chain)
+            if snapshot_at:
+                self.state_locations.add_expected(indexed.slot, key, chain[snapshot_at - 1])
 
     def remove_expected(self, group: str, key: Hashable) -> None:
         """Removes a prompt that the group has computed, or never will. Changes nothing if the prompt was removed
         before, or if the group has left since, even if the group has registered again."""
         if (indexed := self._groups.get(group)) is not None:
             self.expected_blocks.remove(indexed.bit, key)
+            self.state_locations.remove_expected(indexed.slot, key)
 
     def match(self, chain: Sequence[bytes]) -> PrefixMatches:
-        """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap."""
+        """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap; of
+        a group whose model keeps states, as far as the prompt can start behind them."""
+        matches = self._match_blocks(chain)
+        return self.state_locations.cut_matches(chain, matches) if self.state_locations.groups else matches
+
+    def _match_blocks(self, chain: Sequence[bytes]) -> PrefixMatches:
         on_device, on_host = self._locations.groups_by_block
         expected = self.expected_blocks.match(chain)
         matches = match_chain(chain, self._live, on_device, on_host, expected, *self._locations.gaps)
@@ -173,10 +192,16 @@ class PrefixIndex:
         assert len({indexed.slot for indexed in self._groups.values()}) == len(self._groups), "two groups in one slot"
         self._locations.check()
         self.expected_blocks.check()
+        self.state_locations.check()
+        keeps_states = sum(1 << indexed.slot for indexed in self._groups.values() if indexed.keeps_states)
+        assert self.state_locations.groups == keeps_states, "states of other groups"
 
     def _store(self, indexed: _IndexedGroup, events: Sequence[KvEvent]) -> None:
         self.events += len(events)
         self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
+        if indexed.keeps_states:
+            self.state_locations.apply_events(indexed.slot, [event for event in events if event.tier == TIER_STATE])
+            events = [event for event in events if event.tier != TIER_STATE]
         self._locations.apply_events(indexed.bit, events)
 
     def _check_blocks(self, indexed: _IndexedGroup) -> EventOutcome:
@@ -219,6 +244,7 @@ class PrefixIndex:
             indexed.bit = bit
             self._find_moved()
             self._locations.continue_removal(_REMOVALS_PER_MESSAGE)
+        self.state_locations.forget_held(indexed.slot)
         indexed.next_sequence = None
         indexed.is_complete = indexed.is_requested = False
 

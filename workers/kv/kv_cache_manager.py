@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from coatcheck.proto.snapshot_points import is_far_enough, last_point
 from coatcheck.workers.core.cache_reasons import MissReason, PrefixMiss, Tier
 from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.sequence import Sequence
@@ -30,13 +31,6 @@ from coatcheck.workers.kv.state_snapshots import StateSnapshots
 # Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
 # because no copy would be measured again.
 _TRIAL_EVERY: Final = 31
-
-# A snapshot costs a copy of the states and a step of its own, because a chunk ends at it. With fewer tokens than this
-# behind the state before it, computing them again costs no more.
-_MIN_SNAPSHOT_TOKENS: Final = 64
-# A chat template ends a prompt with tokens that the next turn does not repeat: `<think>` and a line feed, or an empty
-# thought of four tokens.
-_TEMPLATE_TOKENS: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +183,12 @@ class KVCacheManager:
         hashes = sequence.block_hashes
         if num_cached:
             plan.state_restores.append((self.states.plan_restore(hashes[num_cached - 1]), sequence.slot))
-        last = min((len(sequence.token_ids) - _TEMPLATE_TOKENS) // self.block_size, len(hashes))
+        last = min(last_point(len(sequence.token_ids), self.block_size), len(hashes))
         num_known = next((i for i in range(last) if self.pool.get_cached_block(hashes[i]) is None), last)
-        # The other choices of a request start at the snapshot of its prompt.
-        min_tokens = self.block_size if sequence.request.sampling.n > 1 else _MIN_SNAPSHOT_TOKENS
         start = num_cached
         for point in dict.fromkeys((num_known, last)):
-            if (point - start) * self.block_size >= min_tokens and hashes[point - 1] not in self.states:
+            is_far = is_far_enough(start, point, self.block_size, sequence.request.sampling.n)
+            if is_far and hashes[point - 1] not in self.states:
                 sequence.snapshot_points.append(point)
                 start = point
 

@@ -55,12 +55,14 @@ def choose_num_snapshots(
     max_model_len: int | None,
 ) -> int:
     """Snapshots of states of `state_bytes` in at most `share` of the bytes that `kv_memory` gives. What is left holds
-    one block and a sequence of `max_model_len`, as far as these bytes could hold them. 0 without states."""
+    one block and a sequence of `max_model_len`, as far as these bytes could hold them. No more snapshots than blocks.
+    0 without states."""
     if not state_bytes:
         return 0
     pool_bytes = _pool_bytes(kv_memory, free_bytes, sharing_ranks)
     needed = max(-(-(max_model_len or 0) // block_size), 1) * bytes_per_block
-    return max(min(int(share * pool_bytes), pool_bytes - needed) // state_bytes, 0)
+    wanted = min(int(share * pool_bytes), pool_bytes - needed) // state_bytes
+    return max(min(wanted, pool_bytes // (bytes_per_block + state_bytes)), 0)
 
 
 def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:

@@ -3,10 +3,12 @@
 import pytest
 
 from coatcheck.proto.errors import SlowReader
+from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH
 from coatcheck.proto.stubs.worker_pb2 import FirstOutput, Registration, SequenceOutput, SnapshotChunk
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 from coatcheck.router.groups.group_load import GroupLoad
+from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import MAX_UNREAD
 from tests.router.groups.offline_connection import MODEL, OfflineConnection
 
@@ -54,6 +56,24 @@ async def test_each_choice_computes_the_prompt_without_a_prefix_cache() -> None:
     assert connection.load.candidate("g").queued_prefill_tokens == 0
     submission.close(finished=True)
     connection.load.check()
+
+
+async def test_a_snapshot_of_states_is_expected_where_the_group_will_save_it() -> None:
+    """Until the first output: behind the last block that leaves 4 tokens, at least 64 tokens long or with choices."""
+    connection = OfflineConnection()
+    connection.index.add_group("g", "1", keeps_states=True)
+    chain = Request("r", range(100), SamplingParams(max_tokens=1, seed=1)).block_hashes(MODEL)
+
+    def expected() -> float:
+        return float(connection.index.match(chain).expected[0])
+
+    for tokens, choices, blocks in ((99, 1, 23), (69, 1, 16), (67, 1, 0), (67, 2, 15), (7, 2, 0)):
+        submission = connection.open(tokens, choices=choices, prompt_tokens=tokens)
+        assert expected() == blocks
+        submission.record_first_output(FirstOutput())
+        assert expected() == 0
+        submission.close(finished=True)
+    connection.index.check()
 
 
 async def test_a_submission_of_a_dropped_stream_changes_nothing_in_the_next() -> None:

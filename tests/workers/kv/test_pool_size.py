@@ -79,7 +79,7 @@ def test_snapshots_take_their_share_of_the_pools_bytes() -> None:
     layout = BlockLayout.of((LayerSpec(1, 1, 64),), 16, KvDtype.FLOAT32)
     block, state = layout.bytes_per_block, 1_000_000
 
-    def choose(**settings: float) -> tuple[int, ...]:
+    def choose(state: int = state, **settings: float) -> tuple[int, ...]:
         config = GroupConfig("g", "m", "m", **settings)  # type: ignore[arg-type]
         sizes = choose_block_counts(
             config, layout, device_bytes=10**9, host_bytes=10**9, on_cpu=True, ranks_on_host=2, state_bytes=state
@@ -88,6 +88,7 @@ def test_snapshots_take_their_share_of_the_pools_bytes() -> None:
 
     assert choose(kv_memory=0.2) == ((10**8 - 25 * state) // block, 25)
     assert choose(kv_memory=1e8, state_snapshot_share=0.5) == ((10**8 - 50 * state) // block, 50)
+    assert choose(kv_memory=1e6, state_snapshot_share=0.9, state=100) == (120, 120)
     assert choose(kv_memory=1e8, state_snapshot_share=0.0) == (10**8 // block, 0)
     assert choose(kv_memory=1e6) == (10**6 // block, 0)
     most = int(10**8 // block * 16 - 3 * state // block * 16)
