@@ -128,8 +128,9 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     start: RankStart = connection.recv()
     die_with_parent(start.parent)
-    # systemd sends SIGTERM to every process of a service. The parent drains first, and then ends this process.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # systemd sends these to every process of a service. The parent drains first, and then ends this process.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     config = start.config
     configure_logging(config.log_format, rank=f"{config.name}/{start.rank}")
     RankProcess(start, connection).run()

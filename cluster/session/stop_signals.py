@@ -1,4 +1,5 @@
-"""StopSignals: SIGINT and SIGTERM for `coatcheck serve`. The first asks to drain, the second to stop at once."""
+"""StopSignals: SIGINT, SIGTERM and SIGHUP for `coatcheck serve`. The first asks to drain, a second SIGINT or SIGTERM to
+stop at once."""
 
 import os
 import shutil
@@ -16,6 +17,9 @@ EXIT_STOPPED: Final = 130
 class StopSignals:
     """`drain_requested` is set by the first signal, `kill_requested` by the second.
 
+    SIGHUP, which a closed terminal sends, is never the second: a shell and the kernel may both send one, and systemd
+    may send one after SIGTERM. It is left alone where it was ignored before, as under nohup.
+
     Signals are only recorded, because an exception from a handler would interrupt Ray's code anywhere. A thread records
     them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, the
     first signal kills the processes below this one, deletes `folder_to_delete`, and ends this process.
@@ -28,20 +32,24 @@ class StopSignals:
         self.folder_to_delete: Path | None = None
         self._arrivals, wakeup = socket.socketpair()
         wakeup.setblocking(False)
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._numbers = {signal.SIGINT, signal.SIGTERM} | (set() if is_ignored else {signal.SIGHUP})
         self._wakeup = wakeup  # Python writes each signal's number to this socket, even if the main thread is blocked
         self.install_handlers()
         threading.Thread(target=self._record_signals, daemon=True).start()
 
     def install_handlers(self) -> None:
         """Call this again after connecting to Ray, which installs handlers of its own."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._numbers:
             signal.signal(number, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
 
     def _record_signals(self) -> None:
         while True:
-            if self._arrivals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
-                (self.kill_requested if self.drain_requested.is_set() else self.drain_requested).set()
+            number = self._arrivals.recv(1)[0]
+            if number in self._numbers:
+                is_second = self.drain_requested.is_set() and number != signal.SIGHUP
+                (self.kill_requested if is_second else self.drain_requested).set()
                 if self.ends_at_once:
                     # A local Ray ends with this process, but Ray's agents would first try for a minute to reach the
                     # head that has ended.

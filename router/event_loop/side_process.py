@@ -172,8 +172,8 @@ def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) 
 def main(fd: int, cpu_seconds: int, niceness: int) -> None:
     """Runs calls from the socket `fd` until its other end closes."""
     connection = Connection(fd)
-    # Ctrl-C in a terminal, and SIGTERM of systemd to all processes, are for the router, which lets requests end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Signals of a terminal, and SIGTERM of systemd to all processes, are for the router, which lets requests end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

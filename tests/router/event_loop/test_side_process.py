@@ -66,6 +66,12 @@ async def test_a_call_whose_child_is_killed_runs_again(side: SideProcesses, tmp_
         await side.run(signal.raise_signal, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+async def test_signals_to_a_whole_service_leave_children(side: SideProcesses, number: signal.Signals) -> None:
+    """A terminal and systemd send these to every process; the router lets its requests end, and needs its children."""
+    await side.run(signal.raise_signal, number)
+
+
 async def test_too_many_calls_are_refused_but_answers_wait(side: SideProcesses) -> None:
     """With as many calls as may wait a further one is Overloaded; one that finishes an answer waits for its turn."""
     calls = [asyncio.create_task(side.run(time.sleep, 0.2)) for _ in range(2)]
