@@ -22,6 +22,7 @@ from tests.workers.rank_group import RankGroup
 from tests.workers.ranks import free_address
 
 full = pytest.mark.full
+_DELTA_NET_AND_ATTENTION = ["linear_attention", "full_attention"]
 
 # Imports as a rank does, which saves a third of the time of the imports, then runs the module.
 _RUN = (
@@ -98,6 +99,15 @@ def test_two_ranks_of_one_gpu(tmp_path: Path, has_peer_memory: bool, rounds: int
     want, _ = serve(make(path, torch.device("cpu"), "auto"), None, rounds)
     folder = str(tmp_path) if has_peer_memory else ""
     said, _ = two_ranks(str(path), folder, str(rounds), *more.split())
+    assert json.loads(said[-1]) == want
+
+
+@full
+def test_two_ranks_of_a_hybrid_model(tmp_path: Path) -> None:
+    """Two ranks, each with half of the heads of the gated delta nets and their states, give the tokens of one rank."""
+    path = tiny_checkpoint("qwen3.5", tmp_path, num_hidden_layers=2, layer_types=_DELTA_NET_AND_ATTENTION)
+    want, _ = serve(make(path, torch.device("cpu"), "auto"), None, 1)
+    said, _ = two_ranks(str(path), "", "1")
     assert json.loads(said[-1]) == want
 
 
