@@ -25,6 +25,7 @@ KERNELS = [
     "delta_net",
     "experts",
     "linear",
+    "lora",
     "rows",
     "sampling",
     "shared_memory",

@@ -12,7 +12,7 @@ _PIPELINE: Final = f"{NOT_SUPPORTED}pipeline parallelism; --tp shards the model,
 _EXPERTS: Final = "--expert-parallel: whole experts on the ranks of --tp"
 _LATENTS: Final = "--mla-shard tokens: the ranks of --tp divide the KV cache of latent attention"
 _DISAGGREGATION: Final = f"{NOT_SUPPORTED}prefill/decode disaggregation and KV connectors"
-_LORA: Final = f"{NOT_SUPPORTED}LoRA adapters; merge the adapter into its base model"
+_LORA: Final = f"{NOT_NEEDED}all adapters of --lora-modules are loaded at the start, each with its own rank"
 _TOKENIZER: Final = f"{NOT_SUPPORTED}the tokenizer is always that of the model's directory"
 _REVISION: Final = f"{NOT_SUPPORTED}download the revision, and serve its directory"
 _TOOLS: Final = f"{NOT_NEEDED}tool calls are parsed for every model whose chat template has tools"
@@ -80,9 +80,11 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--pp-size": _PIPELINE,
     "--kv-transfer-config": _DISAGGREGATION,
     "--disaggregation-mode": _DISAGGREGATION,
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
-    "--lora-paths": _LORA,
+    "--lora-paths": "--lora-modules NAME=PATH, or several with commas",
+    "--enable-lora": f"{NOT_NEEDED}--lora-modules NAME=PATH serves adapters",
+    "--max-loras": _LORA,
+    "--max-loras-per-batch": _LORA,
+    "--max-lora-rank": _LORA,
     "--reasoning-parser": _REASONING,
     "--chat-template": f"{NOT_SUPPORTED}put it into the model's directory, as chat_template.jinja",
     "--tokenizer": _TOKENIZER,

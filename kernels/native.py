@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 19
+VERSION = 20
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
@@ -47,6 +47,7 @@ _CLASS_SIGNATURES = {
     "linears_bf16": "pq:v",
     "linears_f32": "pq:v",
     "logprobs": "pqqqpqpppp:v",
+    "lora": "p:v",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",
     "rms_norm": "p:v",
@@ -86,6 +87,7 @@ NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
 GATED_DELTA_NET = struct.Struct("@12P11qff")
 LATENT_ROTARY = struct.Struct("@8P11qff")
+LORA = struct.Struct("@7P7q")
 HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")
 
 # The dtypes that the C library computes, as its `type`. On CPU float16 takes the references.

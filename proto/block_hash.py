@@ -14,13 +14,12 @@ from array import array
 from collections.abc import Sequence
 
 HASH_BYTES = 16
-_ADAPTER = ""  # a field for the id of an adapter; no adapters are served yet
 
 
-def block_key(*, salt: str, model: str, fingerprint: str) -> bytes:
-    """The 32-byte key of a tenant's hashes."""
+def block_key(*, salt: str, model: str, fingerprint: str, adapter: str = "") -> bytes:
+    """The 32-byte key of a tenant's hashes. `adapter`: the fingerprint of the LoRA adapter; "" without one."""
     digest = hashlib.blake2b(digest_size=32)
-    for field in (salt, model, fingerprint, _ADAPTER):
+    for field in (salt, model, fingerprint, adapter):
         encoded = field.encode()
         digest.update(struct.pack("<Q", len(encoded)))
         digest.update(encoded)

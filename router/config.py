@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from coatcheck.proto.errors import InvalidConfig
@@ -46,6 +47,7 @@ class RouterConfig:
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
     model_aliases: tuple[str, ...] = ()  # further names of the model for clients
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # the directory of each LoRA adapter, by its name
     # "auto": the format in which the model's chat template writes tool calls.
     tool_parser: ToolParserName = "auto"
     # A group reports its load at least once a second. One that has sent nothing for silence_seconds is lost if its host
@@ -112,8 +114,12 @@ class RouterConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names of the model for clients."""
-        return (self.model_name, *self.model_aliases)
+        """All names of the model for clients, and those of its LoRA adapters."""
+        return (self.model_name, *self.model_aliases, *self.lora_modules)
+
+    def adapter_of(self, asked: str) -> str:
+        """The LoRA adapter that a request for the model `asked` names; "" if that is the model itself."""
+        return asked if asked in self.lora_modules else ""
 
     @property
     def model_name(self) -> str:

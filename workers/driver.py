@@ -151,6 +151,7 @@ def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: 
         kv_dtype=choose_kv_dtype(config.kv_dtype, spec.dtype),
         fingerprint=spec.fingerprint,
         eos_token_ids=spec.eos_token_ids,
+        adapters=[public.Adapter(name=one.name, fingerprint=one.fingerprint) for one in spec.adapters],
     )
     return wire.Registration(
         group=config.name,

@@ -90,6 +90,7 @@ def load_rank(
         mla_shard=config.mla_shard,
         attention_backend=config.attention_backend,
         kv_dtype=config.kv_dtype,
+        lora_modules=config.lora_modules,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
     )
     check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=bool(model.spec.state_layers))

@@ -17,6 +17,7 @@ from rich.console import Console
 from coatcheck.cluster.config.exposure import check_credentials
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import with_flags
+from coatcheck.cluster.preflight.adapters import check_adapters
 from coatcheck.cluster.preflight.architecture import check_architecture
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
 from coatcheck.cluster.preflight.download import check_download
@@ -107,6 +108,7 @@ def _check_settings(settings: ServeConfig, console: Console) -> None:
     """Raises CoatcheckError for what this host or the model cannot do."""
     settings.check_model_directory()
     check_model(settings)
+    check_adapters(settings)
     check_memory(settings)
     check_gpus(settings)
     check_attention_backend(settings)

@@ -46,7 +46,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     # A stream continues only on a group whose answer would be the same, and prefixes are found by blocks of one size.
     **dict.fromkeys(("model", "served_model_name", "dtype", "kv_dtype", "block_size", "deterministic"), Effect.NEVER),
     **dict.fromkeys(("quantization", "activation_quantization", "device", "tp"), Effect.NEVER),
-    **dict.fromkeys(("expert_parallel", "mla_shard"), Effect.NEVER),
+    **dict.fromkeys(("expert_parallel", "mla_shard", "lora_modules"), Effect.NEVER),
     **dict.fromkeys(("router_resource", "router_per_node"), Effect.NEVER),
     # Where clients find the routers, and which files these read. Whether the cluster has certificates depends on them.
     **dict.fromkeys(("grpc_host", "grpc_port", "http_host", "http_port"), Effect.NEVER),

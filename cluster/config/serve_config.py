@@ -13,9 +13,11 @@ from coatcheck.cluster.config.setting_values import (
     parse_dtype,
     parse_http_port,
     parse_kv_dtype,
+    parse_lora_modules,
     parse_memory,
     parse_otlp_endpoint,
     parse_root_path,
+    split_lora_modules,
 )
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
@@ -23,6 +25,7 @@ from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.log_lines import LogFormat
 from coatcheck.proto.setting_names import Routing, ToolParserName
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
+from coatcheck.workers.core.lora_module import LoraModule
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
@@ -67,6 +70,11 @@ class ServeConfig(Settings):
         "On GPUs, activations of linears and experts with weights of 8 bits (W8A8). auto: quantised if the checkpoint "
         "asks for that. dynamic: quantised, also with --quantization int8 or fp8. off: never.",
         "auto",
+    )
+    lora_modules: Annotated[str | None, BeforeValidator(parse_lora_modules)] = setting(
+        "Model",
+        "LoRA adapters in PEFT's format, on CPUs: NAME=PATH, or several with commas. Clients name one as the model.",
+        None,
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
         "Model", "Most tokens in a sequence, prompt and answer together.", None, in_words="the model's"
@@ -317,6 +325,13 @@ class ServeConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for name, path in self.adapters:
+            if name in (self.model_name, *self.model_aliases):
+                raise ValueError(f"lora-modules {name}={path} has the name of the model; give the adapter another name")
+        return self
+
+    @model_validator(mode="after")
     def _check_no_ray(self) -> Self:
         needing = ("ray_address", "ray_start_timeout", "router_per_node", "router_resource", "max_groups")
         given = [name for name in needing if getattr(self, name) != type(self).model_fields[name].default]
@@ -341,6 +356,12 @@ class ServeConfig(Settings):
     def model_aliases(self) -> tuple[str, ...]:
         """Further names of the model for clients."""
         return tuple(filter(None, map(str.strip, (self.served_model_name or "").split(",")[1:])))
+
+    @property
+    def adapters(self) -> tuple[LoraModule, ...]:
+        """The LoRA adapters, with absolute paths for processes with other working directories."""
+        pairs = split_lora_modules(self.lora_modules) if self.lora_modules else []
+        return tuple(LoraModule(name, str(Path(path).expanduser().resolve())) for name, path in pairs)
 
     @property
     def model_name(self) -> str:

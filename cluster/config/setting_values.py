@@ -84,3 +84,23 @@ def parse_otlp_endpoint(value: object) -> object:
         except InvalidConfig as error:
             raise ValueError(str(error).partition("; ")[2]) from None
     return value
+
+
+def parse_lora_modules(value: object) -> object:
+    """NAME=PATH of each LoRA adapter, with commas between them, from that text or a YAML list. None stays None."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        value = ",".join(value)
+    if not isinstance(value, str):
+        return value
+    names = [name for name, _ in split_lora_modules(value)]
+    if repeated := next((name for name in names if names.count(name) > 1), ""):
+        raise ValueError(f"it has {repeated!r} twice; give every adapter a name of its own")
+    return value
+
+
+def split_lora_modules(value: str) -> list[tuple[str, str]]:
+    """(name, path) of each adapter."""
+    pairs = [one.strip().partition("=") for one in value.split(",")]
+    if any(not name.strip() or not path.strip() for name, _, path in pairs):
+        raise ValueError("write NAME=PATH, or several with commas: sql=/adapters/sql,chat=/adapters/chat")
+    return [(name.strip(), path.strip()) for name, _, path in pairs]

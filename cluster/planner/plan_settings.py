@@ -5,9 +5,16 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from coatcheck.cluster.config.setting_values import parse_dtype, parse_kv_dtype, parse_memory
+from coatcheck.cluster.config.setting_values import (
+    parse_dtype,
+    parse_kv_dtype,
+    parse_lora_modules,
+    parse_memory,
+    split_lora_modules,
+)
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
+from coatcheck.workers.core.lora_module import LoraModule
 
 _PANEL: Final = "Options"
 # `coatcheck serve` measures its largest step and leaves a tenth of the card unused. The plan cannot measure.
@@ -84,6 +91,9 @@ class PlanSettings(Settings):
         "cuda",
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] = setting(_PANEL, "As of `coatcheck serve`.", "auto")
+    lora_modules: Annotated[str | None, BeforeValidator(parse_lora_modules)] = setting(
+        _PANEL, "As of `coatcheck serve`: the LoRA adapters that each rank holds beside its weights.", None
+    )
     kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = setting(
         _PANEL, "bf16, fp16, fp8, int8, int4, or auto: as --dtype.", "auto"
     )
@@ -105,3 +115,8 @@ class PlanSettings(Settings):
         "For a model with latent attention (MLA): the cache stores latents, or the keys and values of every head.",
         True,
     )
+
+    @property
+    def adapters(self) -> tuple[LoraModule, ...]:
+        pairs = split_lora_modules(self.lora_modules) if self.lora_modules else []
+        return tuple(LoraModule(*pair) for pair in pairs)

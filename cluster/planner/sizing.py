@@ -19,6 +19,7 @@ from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
 from coatcheck.workers.core.model_spec import state_bytes
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.lora.adapter import Adapter
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128)
 _DEFAULT_CONTEXT: Final = 8192
@@ -29,6 +30,7 @@ class Sizing:
     """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool.
     `num_snapshots`: of states, at which cached prompts start.
     `rank_state_bytes`: states of one sequence on one rank; 0 for a model with attention in every layer.
+    `rank_adapter_bytes`: LoRA adapters of one rank.
 
     A method that returns rows returns a list of the JSON object of `coatcheck plan --json`, which is a table too.
     """
@@ -42,6 +44,7 @@ class Sizing:
     bytes_per_weight: float
     rank_weights: WeightCount
     rank_state_bytes: int
+    rank_adapter_bytes: int
     num_blocks: int
     num_snapshots: int
     lengths: LengthDistribution
@@ -75,11 +78,13 @@ class Sizing:
             expert_parallel=settings.expert_parallel,
         )
         rank_states = state_bytes(tuple(shard.shard_state(state) for state in shape.states), dtype)
+        adapter_bytes = _adapter_bytes(settings, shape, shard)
         weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
         bytes_per_weight = weight_bytes / whole.total
-        num_blocks, num_snapshots = count_pool_blocks(cache, settings, part.total * bytes_per_weight, rank_states)
+        rank_bytes = part.total * bytes_per_weight + adapter_bytes
+        num_blocks, num_snapshots = count_pool_blocks(cache, settings, rank_bytes, rank_states)
         return cls(
             settings=settings,
             shape=shape,
@@ -90,12 +95,14 @@ class Sizing:
             bytes_per_weight=bytes_per_weight,
             rank_weights=part,
             rank_state_bytes=rank_states,
+            rank_adapter_bytes=adapter_bytes,
             num_blocks=num_blocks,
             num_snapshots=num_snapshots,
             lengths=_lengths(settings.lengths, context),
             notes=(
                 *shape.notes,
                 *_state_notes(settings, rank_states, num_snapshots),
+                *([f"LoRA adapters take {adapter_bytes:,} bytes on each rank"] if adapter_bytes else []),
                 *_notes(cache, context, shape.max_model_len),
             ),
         )
@@ -115,7 +122,8 @@ class Sizing:
 
     @property
     def rank_weight_bytes(self) -> float:
-        return self.rank_weights.total * self.bytes_per_weight
+        """Of the model and of the LoRA adapters."""
+        return self.rank_weights.total * self.bytes_per_weight + self.rank_adapter_bytes
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """What each kind of layer stores for a token, in order. `count`: number of equal layers."""
@@ -230,6 +238,7 @@ class Sizing:
             "concurrent_bytes": concurrency * cache.sequence_bytes(context),
             "weight_bytes": self.weight_bytes,
             "rank_weight_bytes": self.rank_weight_bytes,
+            "rank_adapter_bytes": self.rank_adapter_bytes,
             "gpu_memory": self.settings.gpu_memory,
             "num_blocks": self.num_blocks,
             "rank_pool_bytes": self.num_blocks * cache.rank.bytes_per_block,
@@ -279,6 +288,14 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
         ties_head=ties_head(config),
     )
     return float(held)
+
+
+def _adapter_bytes(settings: PlanSettings, shape: ModelShape, shard: TpShard) -> int:
+    """Bytes of the LoRA adapters on one rank."""
+    if settings.adapters and settings.device == "cuda":
+        raise InvalidConfig("lora-modules: adapters are served on CPUs alone; use --device cpu")
+    kv_ranks = min(settings.tp, shape.layers[0].num_kv_heads)
+    return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks) for module in settings.adapters)
 
 
 def _state_notes(settings: PlanSettings, rank_state_bytes: int, num_snapshots: int) -> list[str]:

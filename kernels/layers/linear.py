@@ -31,6 +31,7 @@ from coatcheck.kernels.layers.quantised_linear import WARM_UP_ROWS, Codes, pack_
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
+from coatcheck.kernels.lora.lora_linear import LoraLinear
 
 # With `batch_invariant`, of a CPU's library: enough to keep a matrix unit busy, few enough that a decode step still
 # waits for memory first.
@@ -43,7 +44,8 @@ class PackedLinear(nn.Module):
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
     `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
     sizes, of the triton form. `activations`: how x is quantised, or why it is not; None for a weight without
-    `quantises_activations`. `padding_bytes`: of `parts`, beyond those of the weight itself.
+    `quantises_activations`. `padding_bytes`: of `parts`, beyond those of the weight itself. `lora`:
+    what LoRA adapters add; None without adapters.
     """
 
     bias: Tensor | None
@@ -72,6 +74,7 @@ class PackedLinear(nn.Module):
         self.parts: tuple[Tensor, ...] = ()
         self.codes: Codes | None = None
         self.packed = b""
+        self.lora: LoraLinear | None = None
         if isinstance(weight, Tensor):
             self.parts = (_pack(weight, self.form),)
         elif self.form == "triton":
@@ -88,6 +91,13 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """`x`: QuantisedRows if a kernel before has quantised x to `row_format`."""
+        y = self._multiply(x)
+        if self.lora is not None:
+            assert isinstance(x, Tensor), "adapters are served on CPUs, which quantise no activations"
+            self.lora.add_to(y, x)
+        return y
+
+    def _multiply(self, x: Tensor | QuantisedRows) -> Tensor:
         features, depth = self.weight_shape
         if isinstance(x, QuantisedRows):
             if x.format != self.row_format or x.dtype != self.dtype or x.shape[1] != depth:
@@ -103,7 +113,7 @@ class PackedLinear(nn.Module):
             if self.codes.format is None:
                 y = quantised_linear(self.codes, dense, self.bias, batch_invariant=self.batch_invariant)
             else:
-                y = self(quantise_rows(dense, self.codes.format))
+                y = self._multiply(quantise_rows(dense, self.codes.format))
             return y.view(*x.shape[:-1], features)
         if self._has_fixed_order:
             rows = x.reshape(-1, depth).contiguous()
@@ -123,6 +133,11 @@ class PackedLinear(nn.Module):
     def row_format(self) -> RowFormat | None:
         """How x is quantised before the product; None: not at all."""
         return None if self.activations is None else self.activations.format
+
+    @property
+    def has_adapted_rows(self) -> bool:
+        """Whether rows of the step at hand have a LoRA adapter, which may be one of this linear."""
+        return self.lora is not None and self.lora.step.is_active
 
     @property
     def variant(self) -> object:

@@ -25,51 +25,51 @@ _sym_db = _symbol_database.Default()
 from coatcheck.proto.stubs import coatcheck_pb2 as coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"coatcheck/proto/stubs/worker.proto\x12\x13\x63oatcheck.worker.v1\x1a%coatcheck/proto/stubs/coatcheck.proto\"\x9c\x02\n\x07ToGroup\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.coatcheck.worker.v1.HelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.coatcheck.worker.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1a.coatcheck.worker.v1.AbortH\x00\x12\x38\n\x08snapshot\x18\x04 \x01(\x0b\x32$.coatcheck.worker.v1.SnapshotRequestH\x00\x12\x43\n\x12reset_prefix_cache\x18\x05 \x01(\x0b\x32%.coatcheck.worker.v1.ResetPrefixCacheH\x00\x42\t\n\x07message\":\n\x05Hello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x10\n\x08\x63ontract\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\"\x84\x04\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.coatcheck.v1.SamplingParams\x12%\n\x06resume\x18\x06 \x03(\x0b\x32\x15.coatcheck.v1.Resumed\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1c\n\x0funcached_tokens\x18\x14 \x01(\rH\x00\x88\x01\x01\x12/\n\tretention\x18\t \x01(\x0b\x32\x17.coatcheck.v1.RetentionH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x12\n\ntracestate\x18\x16 \x01(\t\x12\x0e\n\x06tenant\x18\x17 \x01(\t\x12\x1e\n\x11max_queued_tokens\x18\x19 \x01(\x04H\x02\x88\x01\x01\x12&\n\x07pooling\x18\x1a \x01(\x0e\x32\x15.coatcheck.v1.Pooling\x12\x19\n\x0cseconds_left\x18\x18 \x01(\x01H\x03\x88\x01\x01\x42\x12\n\x10_uncached_tokensB\x0c\n\n_retentionB\x14\n\x12_max_queued_tokensB\x0f\n\r_seconds_left\"3\n\x05\x41\x62ort\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x11\n\x0fSnapshotRequest\"\x12\n\x10ResetPrefixCache\"\xb8\x03\n\tFromGroup\x12\x39\n\x0cregistration\x18\x01 \x01(\x0b\x32!.coatcheck.worker.v1.RegistrationH\x00\x12/\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1e.coatcheck.worker.v1.StepBatchH\x00\x12/\n\x06\x65vents\x18\x03 \x01(\x0b\x32\x1d.coatcheck.worker.v1.KvEventsH\x00\x12\x36\n\x08snapshot\x18\x04 \x01(\x0b\x32\".coatcheck.worker.v1.SnapshotChunkH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.coatcheck.worker.v1.RefusedH\x00\x12)\n\x04load\x18\x06 \x01(\x0b\x32\x19.coatcheck.worker.v1.LoadH\x00\x12<\n\x0e\x66\x61ilure_notice\x18\x07 \x01(\x0b\x32\".coatcheck.worker.v1.FailureNoticeH\x00\x12\x31\n\x08returned\x18\x08 \x01(\x0b\x32\x1d.coatcheck.worker.v1.ReturnedH\x00\x42\t\n\x07message\"\x92\x02\n\x0cRegistration\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12-\n\x05model\x18\x03 \x01(\x0b\x32\x1e.coatcheck.v1.GetModelResponse\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\n\n\x02tp\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x07 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x08 \x01(\r\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x0f\n\x07version\x18\n \x01(\t\x12\x17\n\x0fno_prefix_cache\x18\x0b \x01(\x08\x12\x14\n\x0ckeeps_states\x18\x0c \x01(\x08\"O\n\tStepBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x34\n\x07outputs\x18\x02 \x03(\x0b\x32#.coatcheck.worker.v1.SequenceOutput\"\xf5\x02\n\x0eSequenceOutput\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.coatcheck.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12;\n\x0c\x66irst_output\x18\x08 \x01(\x0b\x32 .coatcheck.worker.v1.FirstOutputH\x01\x88\x01\x01\x12\x33\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprob\x12\x11\n\tembedding\x18\n \x03(\x02\x42\x10\n\x0e_stop_token_idB\x0f\n\r_first_output\"j\n\x0b\x46irstOutput\x12\x15\n\rdevice_tokens\x18\x01 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x02 \x01(\r\x12\x16\n\x0equeued_seconds\x18\x03 \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x02\"k\n\x07KvEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x12\n\nblock_hash\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\'\n\x04tier\x18\x04 \x01(\x0e\x32\x19.coatcheck.worker.v1.Tier\"Y\n\x08KvEvents\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\"{\n\rSnapshotChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\x12\r\n\x05\x66irst\x18\x04 \x01(\x08\x12\x0c\n\x04last\x18\x05 \x01(\x08\"E\n\x07Refused\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x0f\n\x07message\x18\x04 \x01(\t\"F\n\x08Returned\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\"\x97\x01\n\x04Load\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.coatcheck.v1.GroupStatus\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x04\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bsubmissions\x18\x04 \x01(\x04\x12\x17\n\x0f\x61ll_submissions\x18\x05 \x01(\x04\"2\n\rFailureNotice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tunstarted\x18\x02 \x03(\x04*L\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x0e\n\nTIER_STATE\x10\x03\x32T\n\x06Worker\x12J\n\x06\x41ttach\x12\x1c.coatcheck.worker.v1.ToGroup\x1a\x1e.coatcheck.worker.v1.FromGroup(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"coatcheck/proto/stubs/worker.proto\x12\x13\x63oatcheck.worker.v1\x1a%coatcheck/proto/stubs/coatcheck.proto\"\x9c\x02\n\x07ToGroup\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.coatcheck.worker.v1.HelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.coatcheck.worker.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1a.coatcheck.worker.v1.AbortH\x00\x12\x38\n\x08snapshot\x18\x04 \x01(\x0b\x32$.coatcheck.worker.v1.SnapshotRequestH\x00\x12\x43\n\x12reset_prefix_cache\x18\x05 \x01(\x0b\x32%.coatcheck.worker.v1.ResetPrefixCacheH\x00\x42\t\n\x07message\":\n\x05Hello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x10\n\x08\x63ontract\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\"\x95\x04\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.coatcheck.v1.SamplingParams\x12%\n\x06resume\x18\x06 \x03(\x0b\x32\x15.coatcheck.v1.Resumed\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1c\n\x0funcached_tokens\x18\x14 \x01(\rH\x00\x88\x01\x01\x12/\n\tretention\x18\t \x01(\x0b\x32\x17.coatcheck.v1.RetentionH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x12\n\ntracestate\x18\x16 \x01(\t\x12\x0e\n\x06tenant\x18\x17 \x01(\t\x12\x1e\n\x11max_queued_tokens\x18\x19 \x01(\x04H\x02\x88\x01\x01\x12&\n\x07pooling\x18\x1a \x01(\x0e\x32\x15.coatcheck.v1.Pooling\x12\x0f\n\x07\x61\x64\x61pter\x18\x1b \x01(\t\x12\x19\n\x0cseconds_left\x18\x18 \x01(\x01H\x03\x88\x01\x01\x42\x12\n\x10_uncached_tokensB\x0c\n\n_retentionB\x14\n\x12_max_queued_tokensB\x0f\n\r_seconds_left\"3\n\x05\x41\x62ort\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x11\n\x0fSnapshotRequest\"\x12\n\x10ResetPrefixCache\"\xb8\x03\n\tFromGroup\x12\x39\n\x0cregistration\x18\x01 \x01(\x0b\x32!.coatcheck.worker.v1.RegistrationH\x00\x12/\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1e.coatcheck.worker.v1.StepBatchH\x00\x12/\n\x06\x65vents\x18\x03 \x01(\x0b\x32\x1d.coatcheck.worker.v1.KvEventsH\x00\x12\x36\n\x08snapshot\x18\x04 \x01(\x0b\x32\".coatcheck.worker.v1.SnapshotChunkH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.coatcheck.worker.v1.RefusedH\x00\x12)\n\x04load\x18\x06 \x01(\x0b\x32\x19.coatcheck.worker.v1.LoadH\x00\x12<\n\x0e\x66\x61ilure_notice\x18\x07 \x01(\x0b\x32\".coatcheck.worker.v1.FailureNoticeH\x00\x12\x31\n\x08returned\x18\x08 \x01(\x0b\x32\x1d.coatcheck.worker.v1.ReturnedH\x00\x42\t\n\x07message\"\x92\x02\n\x0cRegistration\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12-\n\x05model\x18\x03 \x01(\x0b\x32\x1e.coatcheck.v1.GetModelResponse\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\n\n\x02tp\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x07 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x08 \x01(\r\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x0f\n\x07version\x18\n \x01(\t\x12\x17\n\x0fno_prefix_cache\x18\x0b \x01(\x08\x12\x14\n\x0ckeeps_states\x18\x0c \x01(\x08\"O\n\tStepBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x34\n\x07outputs\x18\x02 \x03(\x0b\x32#.coatcheck.worker.v1.SequenceOutput\"\xf5\x02\n\x0eSequenceOutput\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.coatcheck.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12;\n\x0c\x66irst_output\x18\x08 \x01(\x0b\x32 .coatcheck.worker.v1.FirstOutputH\x01\x88\x01\x01\x12\x33\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprob\x12\x11\n\tembedding\x18\n \x03(\x02\x42\x10\n\x0e_stop_token_idB\x0f\n\r_first_output\"j\n\x0b\x46irstOutput\x12\x15\n\rdevice_tokens\x18\x01 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x02 \x01(\r\x12\x16\n\x0equeued_seconds\x18\x03 \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x02\"k\n\x07KvEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x12\n\nblock_hash\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\'\n\x04tier\x18\x04 \x01(\x0e\x32\x19.coatcheck.worker.v1.Tier\"Y\n\x08KvEvents\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\"{\n\rSnapshotChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\x12\r\n\x05\x66irst\x18\x04 \x01(\x08\x12\x0c\n\x04last\x18\x05 \x01(\x08\"E\n\x07Refused\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x0f\n\x07message\x18\x04 \x01(\t\"F\n\x08Returned\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\"\x97\x01\n\x04Load\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.coatcheck.v1.GroupStatus\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x04\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bsubmissions\x18\x04 \x01(\x04\x12\x17\n\x0f\x61ll_submissions\x18\x05 \x01(\x04\"2\n\rFailureNotice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tunstarted\x18\x02 \x03(\x04*L\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x0e\n\nTIER_STATE\x10\x03\x32T\n\x06Worker\x12J\n\x06\x41ttach\x12\x1c.coatcheck.worker.v1.ToGroup\x1a\x1e.coatcheck.worker.v1.FromGroup(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'coatcheck.proto.stubs.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=3015
-  _globals['_TIER']._serialized_end=3091
+  _globals['_TIER']._serialized_start=3032
+  _globals['_TIER']._serialized_end=3108
   _globals['_TOGROUP']._serialized_start=99
   _globals['_TOGROUP']._serialized_end=383
   _globals['_HELLO']._serialized_start=385
   _globals['_HELLO']._serialized_end=443
   _globals['_SUBMIT']._serialized_start=446
-  _globals['_SUBMIT']._serialized_end=962
-  _globals['_ABORT']._serialized_start=964
-  _globals['_ABORT']._serialized_end=1015
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1017
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1034
-  _globals['_RESETPREFIXCACHE']._serialized_start=1036
-  _globals['_RESETPREFIXCACHE']._serialized_end=1054
-  _globals['_FROMGROUP']._serialized_start=1057
-  _globals['_FROMGROUP']._serialized_end=1497
-  _globals['_REGISTRATION']._serialized_start=1500
-  _globals['_REGISTRATION']._serialized_end=1774
-  _globals['_STEPBATCH']._serialized_start=1776
-  _globals['_STEPBATCH']._serialized_end=1855
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1858
-  _globals['_SEQUENCEOUTPUT']._serialized_end=2231
-  _globals['_FIRSTOUTPUT']._serialized_start=2233
-  _globals['_FIRSTOUTPUT']._serialized_end=2339
-  _globals['_KVEVENT']._serialized_start=2341
-  _globals['_KVEVENT']._serialized_end=2448
-  _globals['_KVEVENTS']._serialized_start=2450
-  _globals['_KVEVENTS']._serialized_end=2539
-  _globals['_SNAPSHOTCHUNK']._serialized_start=2541
-  _globals['_SNAPSHOTCHUNK']._serialized_end=2664
-  _globals['_REFUSED']._serialized_start=2666
-  _globals['_REFUSED']._serialized_end=2735
-  _globals['_RETURNED']._serialized_start=2737
-  _globals['_RETURNED']._serialized_end=2807
-  _globals['_LOAD']._serialized_start=2810
-  _globals['_LOAD']._serialized_end=2961
-  _globals['_FAILURENOTICE']._serialized_start=2963
-  _globals['_FAILURENOTICE']._serialized_end=3013
-  _globals['_WORKER']._serialized_start=3093
-  _globals['_WORKER']._serialized_end=3177
+  _globals['_SUBMIT']._serialized_end=979
+  _globals['_ABORT']._serialized_start=981
+  _globals['_ABORT']._serialized_end=1032
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1034
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1051
+  _globals['_RESETPREFIXCACHE']._serialized_start=1053
+  _globals['_RESETPREFIXCACHE']._serialized_end=1071
+  _globals['_FROMGROUP']._serialized_start=1074
+  _globals['_FROMGROUP']._serialized_end=1514
+  _globals['_REGISTRATION']._serialized_start=1517
+  _globals['_REGISTRATION']._serialized_end=1791
+  _globals['_STEPBATCH']._serialized_start=1793
+  _globals['_STEPBATCH']._serialized_end=1872
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1875
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2248
+  _globals['_FIRSTOUTPUT']._serialized_start=2250
+  _globals['_FIRSTOUTPUT']._serialized_end=2356
+  _globals['_KVEVENT']._serialized_start=2358
+  _globals['_KVEVENT']._serialized_end=2465
+  _globals['_KVEVENTS']._serialized_start=2467
+  _globals['_KVEVENTS']._serialized_end=2556
+  _globals['_SNAPSHOTCHUNK']._serialized_start=2558
+  _globals['_SNAPSHOTCHUNK']._serialized_end=2681
+  _globals['_REFUSED']._serialized_start=2683
+  _globals['_REFUSED']._serialized_end=2752
+  _globals['_RETURNED']._serialized_start=2754
+  _globals['_RETURNED']._serialized_end=2824
+  _globals['_LOAD']._serialized_start=2827
+  _globals['_LOAD']._serialized_end=2978
+  _globals['_FAILURENOTICE']._serialized_start=2980
+  _globals['_FAILURENOTICE']._serialized_end=3030
+  _globals['_WORKER']._serialized_start=3110
+  _globals['_WORKER']._serialized_end=3194
 # @@protoc_insertion_point(module_scope)

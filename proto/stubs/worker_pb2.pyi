@@ -44,7 +44,7 @@ class Hello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant", "max_queued_tokens", "pooling", "seconds_left")
+    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant", "max_queued_tokens", "pooling", "adapter", "seconds_left")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     id: int
     attempt: int
@@ -76,8 +77,9 @@ class Submit(_message.Message):
     tenant: str
     max_queued_tokens: int
     pooling: _coatcheck_pb2.Pooling
+    adapter: str
     seconds_left: float
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., tenant: _Optional[str] = ..., max_queued_tokens: _Optional[int] = ..., pooling: _Optional[_Union[_coatcheck_pb2.Pooling, str]] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., tenant: _Optional[str] = ..., max_queued_tokens: _Optional[int] = ..., pooling: _Optional[_Union[_coatcheck_pb2.Pooling, str]] = ..., adapter: _Optional[str] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("id", "choice")

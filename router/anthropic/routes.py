@@ -22,7 +22,7 @@ class AnthropicRoutes:
     async def messages(self, request: Request, body: MessagesRequest) -> Response:
         """Generates the assistant's next message, in Anthropic's form."""
         chat = await in_thread_if_long(request, body.to_chat)
-        head = self._chats.response_head(f"msg_{request.scope['request_id']}")
+        head = self._chats.response_head(f"msg_{request.scope['request_id']}", body.model)
         return await self._chats.run(request, chat, lambda plan, _: MessagesAnswer(head.id, head.model, plan))
 
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> dict[str, Any]:

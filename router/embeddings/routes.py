@@ -26,7 +26,6 @@ class EmbeddingRoutes:
         self._service = service
         self._generation = generation
         self._large = large
-        self._model_name = generation.model_name
         app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"], response_model=None)
         app.add_api_route("/v2/embed", self.embed_for_cohere, methods=["POST"], response_model=None)
         app.add_api_route("/v1/score", self.score, methods=["POST"], response_model=None)
@@ -46,7 +45,7 @@ class EmbeddingRoutes:
             values,
             embedding_response,
             f"embd-{request_id}",
-            self._model_name,
+            self._generation.response_name(body.model),
             int(time.time()),
             body.encoding_format,
             embedded,
@@ -75,7 +74,12 @@ class EmbeddingRoutes:
         embedded = await self._embed(request, body, messages)
         values = sum(len(one.embedding) for one in embedded)
         return await self._large.make_json(
-            values, body.make_response, f"{prefix}-{request_id}", self._model_name, int(time.time()), embedded
+            values,
+            body.make_response,
+            f"{prefix}-{request_id}",
+            self._generation.response_name(body.model),
+            int(time.time()),
+            embedded,
         )
 
     async def _embed(

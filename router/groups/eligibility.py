@@ -34,7 +34,7 @@ class EligibleGroups:
         indices: dict[Hashable, list[int]] = {}
         for index, group in enumerate(groups):
             model = group.model
-            indices.setdefault((model.name, model.fingerprint, model.block_size), []).append(index)
+            indices.setdefault((model.name, model.fingerprint, adapters_key(model), model.block_size), []).append(index)
         self.models = [(groups[alike[0]].model, np.array(alike, np.intp)) for alike in indices.values()]
 
     def __len__(self) -> int:
@@ -112,10 +112,15 @@ def max_sequence_tokens(group: GroupConnection) -> int:
     return min(group.model.max_model_len, group.registration.num_blocks * group.model.block_size)
 
 
-def compatibility_key(model: GetModelResponse) -> tuple[str, str, str, str, int]:
+def compatibility_key(model: GetModelResponse) -> Hashable:
     """A key that is equal for groups between which a stream may move. Up to rounding they compute the same logits; with
     --deterministic, the same tp and the same kind of machine the logits are equal bit for bit."""
-    return model.name, model.fingerprint, model.dtype, model.kv_dtype, model.block_size
+    return model.name, model.fingerprint, adapters_key(model), model.dtype, model.kv_dtype, model.block_size
+
+
+def adapters_key(model: GetModelResponse) -> Hashable:
+    """Equal for models with the same LoRA adapters under the same names."""
+    return frozenset((adapter.name, adapter.fingerprint) for adapter in model.adapters)
 
 
 def are_compatible(one: GetModelResponse, other: GetModelResponse) -> bool:

@@ -1,6 +1,6 @@
 """Request: a validated client request in token ids, as it is sent to a group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,7 +31,8 @@ class Request:
     tenant: Tenant = ANONYMOUS
     pooling: Pooling = POOLING_UNSPECIFIED
     deadline: float | None = None  # when the client gives up, in the event loop's time
-    _block_hashes: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
+    adapter: str = ""  # the name of the LoRA adapter; "" for none
+    _block_hashes: dict[Hashable, list[bytes]] = field(default_factory=dict, repr=False)
 
     # Empty, or one serialised Submit with only the prompt's token ids.
     _packed_prompt: list[bytes] = field(default_factory=list, repr=False)
@@ -56,9 +57,10 @@ class Request:
     def block_hashes(self, model: GetModelResponse) -> list[bytes]:
         """The hashes of the prompt's full blocks on a group with this model, computed once. The last token is left out:
         it is always computed, because its logits give the first output."""
-        kind = (model.name, model.fingerprint, model.block_size)
+        adapter = next((one.fingerprint for one in model.adapters if one.name == self.adapter), "")
+        kind = (model.name, model.fingerprint, adapter, model.block_size)
         if kind not in self._block_hashes:
-            key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint)
+            key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint, adapter=adapter)
             self._block_hashes[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
         return self._block_hashes[kind]
 
@@ -92,6 +94,7 @@ class Request:
             tenant="" if self.tenant is ANONYMOUS else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,
             pooling=self.pooling,
+            adapter=self.adapter,
             seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
             **trace_context,
         )

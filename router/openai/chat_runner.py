@@ -81,9 +81,10 @@ class ChatRunner:
         """The model's context; 0 until a group has registered."""
         return self._generation.model.max_model_len if self._generation.model else 0
 
-    def response_head(self, response_id: str) -> ResponseHead:
-        model = self._generation.model
-        return ResponseHead(response_id, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
+    def response_head(self, response_id: str, asked: str) -> ResponseHead:
+        """`asked`: the model that the request names."""
+        model, name = self._generation.model, self._generation.response_name(asked)
+        return ResponseHead(response_id, name, f"fp_{model.fingerprint[:12]}" if model else "")
 
     def _make_plan(self, body: ChatRequest) -> ParsingPlan:
         begins_message = body.add_generation_prompt and not body.continue_final_message

@@ -122,24 +122,24 @@ class OpenAIRoutes:
         ]
         options = body.model_copy(update={"prompt": ""})  # without the prompt it is small to keep and to pickle
         response = CompletionResponse(
-            self.chats.response_head(f"cmpl-{request_id}"), options, echoed, self._formatter_of(body)
+            self.chats.response_head(f"cmpl-{request_id}", body.model), options, echoed, self._formatter_of(body)
         )
         return await self._responder.respond(request, messages, response, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Generates the assistant's next message."""
         self._add_usage(body)
-        head = self.chats.response_head(f"chatcmpl-{request.scope['request_id']}")
+        head = self.chats.response_head(f"chatcmpl-{request.scope['request_id']}", body.model)
         return await self.chats.run(
             request, body, lambda plan, token_ids: ChatResponse(head, body, self._formatter_of(body), plan, token_ids)
         )
 
     async def models(self) -> dict[str, Any]:
-        """Lists the names of the model that is served."""
+        """Lists the names of the model that is served, and its LoRA adapters."""
         return {"object": "list", "data": [self._model_object(name) for name in self._generation.model_names]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """Describes the model that is served, by one of its names."""
+        """Describes the model that is served, by one of its names, or one of its LoRA adapters."""
         if not name:  # /v1/models/
             return await self.models()
         check_model_name(name, self._generation.model_names)
@@ -213,14 +213,14 @@ class OpenAIRoutes:
         return self._formatter.with_ids() if body.return_tokens_as_token_ids else self._formatter
 
     def _model_object(self, name: str) -> dict[str, Any]:
-        model = self._generation.model
+        model, adapter = self._generation.model, self._generation.lora_modules.get(name)
         return {
             "id": name,
             "object": "model",
             "created": self._generation.created,
             "owned_by": "coatcheck",
-            "root": self._generation.model_name,
-            "parent": None,
+            "root": self._generation.model_name if adapter is None else adapter,
+            "parent": None if adapter is None else self._generation.model_name,
             "max_model_len": model.max_model_len if model else None,
             "default_sampling": self._generation.defaults.given_values(),
         }

@@ -52,7 +52,8 @@ class ResponsesRoutes:
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
         if body.has_logprobs:
             self._check_logprobs(body)
-        head = self._chats.response_head(f"resp_{uuid.uuid4().hex}")  # not the request's id, which clients may choose
+        # The id is not the request's, which clients may choose.
+        head = self._chats.response_head(f"resp_{uuid.uuid4().hex}", body.model)
 
         def store(response: dict[str, Any], parts: Sequence[Part]) -> None:
             if body.store:

@@ -128,8 +128,17 @@ class GenerateService:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names of the model for clients."""
+        """All names of the model for clients, and those of its LoRA adapters."""
         return self._config.model_names
+
+    @property
+    def lora_modules(self) -> Mapping[str, str]:
+        """The directory of each LoRA adapter, by its name."""
+        return self._config.lora_modules
+
+    def response_name(self, asked: str) -> str:
+        """The name of the model in a response to a request that asks for `asked`: the adapter's or the model's."""
+        return self._config.adapter_of(asked) or self._config.model_name
 
     @property
     def max_tokenized(self) -> int:
@@ -305,6 +314,7 @@ class GenerateService:
             defaults=self._defaults,
             deadline=deadline,
             max_logprobs=self._config.max_logprobs,
+            adapter=self._config.adapter_of(message.model),
         )
         if request.sampling.bad_words or request.sampling.max_reasoning_tokens is not None:
             sampling = request.sampling

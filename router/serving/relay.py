@@ -75,7 +75,7 @@ class Relay:
         yield pb.GenerateEvent(
             started=pb.Started(
                 request_id=request.request_id,
-                model=self._config.model_name,
+                model=request.adapter or self._config.model_name,
                 seed=request.sampling.seed,
                 group=submission.group,
                 prompt_tokens=len(request.prompt_token_ids),

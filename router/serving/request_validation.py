@@ -91,10 +91,12 @@ def validate_request(
     defaults: SamplingDefaults = NO_DEFAULTS,
     deadline: float | None = None,
     max_logprobs: int = MAX_LOGPROBS,
+    adapter: str = "",
 ) -> Request:
     """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
-    `capacity`: max tokens of one sequence on any group, limited by the model's context or the KV pool. All
+    `capacity`: max tokens of one sequence on any group, limited by the model's context or the KV pool. `adapter`:
+    the LoRA adapter that the request names. All
     sampling values are fixed here, so a group that continues the request after a failover draws the same tokens.
     """
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
@@ -148,6 +150,7 @@ def validate_request(
         tenant=tenant,
         pooling=message.pooling,
         deadline=deadline,
+        adapter=adapter,
     )
 
 

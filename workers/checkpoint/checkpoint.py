@@ -52,7 +52,7 @@ class Checkpoint:
         self._stored = read_entries(directory)
         quantised = read_quantised(name, self.config, self._stored)
         plain = plain_entries(self._stored, quantised)
-        self._plain_names = {text_name: key for key in plain if (text_name := self._text_name(key)) is not None}
+        self._plain_names = {text_name: key for key in plain if (text_name := self.text_name(key)) is not None}
         self._quantised = {
             name: quantised.weights[key] for name, key in self._plain_names.items() if key in quantised.weights
         }
@@ -87,7 +87,8 @@ class Checkpoint:
         self._handles.clear()
         self._open.close()
 
-    def _text_name(self, key: str) -> str | None:
+    def text_name(self, key: str) -> str | None:
+        """The name that a stored tensor has in a text checkpoint; None if it is no part of the text model."""
         return text_tensor_name(key) if is_multimodal(self.config) else key
 
     def dtype_of(self, name: str) -> torch.dtype:

@@ -40,7 +40,7 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for file in _tensor_files(directory):
         try:
-            entries.update(_read_header(file))
+            entries.update(read_header(file))
         except OSError as error:
             raise InvalidModel(f"{file} cannot be read: {error.strerror or error}") from error
     if not entries:
@@ -97,7 +97,7 @@ def _tensor_files(directory: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
+def read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
     """The entries of one file, which starts with the header's length (u64, little endian) and the header as JSON."""
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coatcheck.proto.log_lines import LogFormat
+from coatcheck.workers.core.lora_module import LoraModule
 
 if TYPE_CHECKING:  # `coatcheck plan` uses this module without gRPC
     from coatcheck.proto.internal_tls import ClusterCertificate
@@ -52,6 +53,7 @@ class GroupConfig:
     attention_backend: str = "auto"
     expert_parallel: bool = False
     mla_shard: str = "replicate"
+    lora_modules: tuple[LoraModule, ...] = ()
     skip_verify: bool = False
     threads: int = 0
     cluster_certificate: "ClusterCertificate | None" = None

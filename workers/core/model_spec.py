@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
+from coatcheck.workers.core.lora_module import LoadedAdapter
+
 _MATRIX_ITEMSIZE: Final = 4  # matrices of states are float32, whatever the model's dtype
 
 
@@ -115,7 +117,7 @@ class ModelSpec:
 
     `fingerprint`: identifies the weights, for block hashes and for failover between equal groups.
     `layers`: those with attention. `state_layers`: those that keep a state for each sequence.
-    `num_weights`, `weight_bytes`: of this rank.
+    `num_weights`, `weight_bytes`: of this rank; the bytes with those of the adapters.
     """
 
     name: str
@@ -130,6 +132,11 @@ class ModelSpec:
     num_weights: int
     weight_bytes: int
     state_layers: tuple[StateSpec, ...] = ()
+    adapters: tuple[LoadedAdapter, ...] = ()
+
+    def adapter_index(self, name: str) -> int:
+        """The index of an adapter in a step, from 1; 0 for "", no adapter. Raises ValueError for an unknown name."""
+        return [adapter.name for adapter in self.adapters].index(name) + 1 if name else 0
 
     @property
     def state_bytes(self) -> int:

@@ -25,6 +25,7 @@ class EngineRequest:
     `uncached_tokens`: prompt tokens that the router expects to be computed; None for all.
     `seconds_left`: the request must start within this time or is refused; None for no deadline.
     `tenant`: "" if every `cache_salt` is a tenant.
+    `adapter`: the name of the LoRA adapter that all tokens are computed with; "" for none.
     `pooling`: the first output of choice 0 has the prompt's embedding.
     """
 
@@ -39,6 +40,7 @@ class EngineRequest:
     seconds_left: float | None = None
     tenant: str = ""
     pooling: Pooling = Pooling.NONE
+    adapter: str = ""
 
     @property
     def owner(self) -> str:

@@ -54,6 +54,7 @@ class Sequence:
     snapshot_points: list[int] = field(default_factory=list)
     awaited_hash: bytes = b""
     num_prompt_logprobs: int = 0  # already sent
+    adapter: int = 0  # the index of the request's adapter in a step, from 1; 0 without one
     embedding: list[float] = field(default_factory=list)  # of the prompt, once it is computed
     has_sent_output: bool = False
     submitted_at: float = 0.0

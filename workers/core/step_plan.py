@@ -33,6 +33,7 @@ class NewSequence:
     """A sequence gets a slot.
 
     `stop_token_ids`: the model's and the request's end tokens, which may not be sampled before `min_tokens`.
+    `adapter`: the index in ModelSpec.adapters of the sequence's LoRA adapter, from 1; 0 without one.
     """
 
     slot: int
@@ -43,6 +44,7 @@ class NewSequence:
     stop_token_ids: tuple[int, ...]
     grammar_id: int | None = None
     pooling: Pooling = Pooling.NONE
+    adapter: int = 0
 
 
 class ScheduledSequence(NamedTuple):
@@ -100,7 +102,7 @@ class StepPlan:
         out = array("i", (self.step, int(self.stop), len(self.new_sequences), len(self.new_grammars)))
         for new in self.new_sequences:
             grammar_id = -1 if new.grammar_id is None else new.grammar_id
-            out.extend((new.slot, new.choice, new.prompt_len, grammar_id, new.pooling.value))
+            out.extend((new.slot, new.choice, new.prompt_len, grammar_id, new.pooling.value, new.adapter))
             _put_list(out, new.token_ids)
             _put_list(out, new.stop_token_ids)
             _put_sampling(out, new.sampling)
@@ -162,10 +164,11 @@ class _Reader:
 
 
 def _decode_new_sequence(reader: _Reader) -> NewSequence:
-    slot, choice, prompt_len, grammar_id, pooling = reader.take(5)
+    slot, choice, prompt_len, grammar_id, pooling, adapter = reader.take(6)
     ids, stops = reader.take_list().tolist(), tuple(reader.take_list())
     grammar = None if grammar_id < 0 else grammar_id
-    return NewSequence(slot, choice, prompt_len, ids, _take_sampling(reader), stops, grammar, Pooling(pooling))
+    sampling = _take_sampling(reader)
+    return NewSequence(slot, choice, prompt_len, ids, sampling, stops, grammar, Pooling(pooling), adapter)
 
 
 def _put_sampling(out: "array[int]", params: SamplingParams) -> None:

@@ -40,7 +40,8 @@ class InputProcessor:
         self._grammars = grammars
         self._prefixes = prefixes
         self._clock = clock
-        self._keys: dict[str, bytes] = {}  # cached block keys, by cache salt
+        self._keys: dict[tuple[str, str], bytes] = {}  # cached block keys, by cache salt and adapter
+        self._fingerprints = {"": "", **{adapter.name: adapter.fingerprint for adapter in spec.adapters}}
         self._num_sequences = 0  # since the start
 
     def make_sequences(self, request: EngineRequest, grammar_id: int | None) -> list[Sequence]:
@@ -55,7 +56,7 @@ class InputProcessor:
             self.check_grammar(request, grammar_id)
         if not self._has_prefix_cache:  # without hashes no block is looked up, registered or reported
             return [self._make_sequence(request, choice, None, []) for choice in range(request.sampling.n)]
-        chain = hash_chain(self._block_key(request.cache_salt), request.prompt_token_ids, self._block_size)
+        chain = hash_chain(self._block_key(request), request.prompt_token_ids, self._block_size)
         self._prefixes.advance_clock(self._clock())
         contents = content_chain(request.prompt_token_ids, self._block_size)
         self._prefixes.record_request(chain, request.owner, request.retention, contents)
@@ -78,7 +79,7 @@ class InputProcessor:
         size = self._block_size
         while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
             parent = sequence.block_hashes[-1] if sequence.block_hashes else b""
-            key = self._block_key(sequence.request.cache_salt)
+            key = self._block_key(sequence.request)
             sequence.block_hashes.append(hash_block(key, parent, sequence.token_ids[start : start + size]))
 
     def _check_request(self, request: EngineRequest) -> None:
@@ -89,6 +90,8 @@ class InputProcessor:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
         request.sampling.check_model(vocab)
+        if request.adapter not in self._fingerprints:
+            raise InvalidRequest(f"this group has no LoRA adapter {request.adapter!r}; see --lora-modules")
         wanted = prompt_len + (request.sampling.max_tokens or 1)
         if request.pooling is not Pooling.NONE and request.sampling.max_tokens == 1:
             wanted = prompt_len  # the token beside an embedding is never computed, so it needs no place
@@ -121,20 +124,27 @@ class InputProcessor:
             sort_key=(request.priority, self._num_sequences),
             end_token_ids=frozenset(end_token_ids),
             prompt_source=prompt_source,
+            adapter=self._spec.adapter_index(request.adapter),
             submitted_at=now,
             deadline=math.inf if request.seconds_left is None else now + request.seconds_left,
         )
         if not self._has_prefix_cache:
             return sequence
         # Resumed tokens may fill further blocks.
-        key, hashed = self._block_key(request.cache_salt), len(chain) * self._block_size
+        key, hashed = self._block_key(request), len(chain) * self._block_size
         resumed = hash_chain(key, sequence.token_ids[hashed:], self._block_size, chain[-1] if chain else b"")
         sequence.block_hashes = [*chain, *resumed]
         return sequence
 
-    def _block_key(self, salt: str) -> bytes:
-        if salt not in self._keys:
+    def _block_key(self, request: EngineRequest) -> bytes:
+        kind = request.cache_salt, request.adapter
+        if kind not in self._keys:
             if len(self._keys) > _MAX_KEYS:
                 self._keys.clear()
-            self._keys[salt] = block_key(salt=salt, model=self._spec.name, fingerprint=self._spec.fingerprint)
-        return self._keys[salt]
+            self._keys[kind] = block_key(
+                salt=request.cache_salt,
+                model=self._spec.name,
+                fingerprint=self._spec.fingerprint,
+                adapter=self._fingerprints[request.adapter],
+            )
+        return self._keys[kind]

@@ -326,7 +326,16 @@ class Scheduler:
         ids = list(sequence.token_ids)
         pooling = Pooling.NONE if sequence.choice or sequence.has_sent_output else sequence.request.pooling
         plan.new_sequences.append(
-            NewSequence(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops, pooling=pooling)
+            NewSequence(
+                sequence.slot,
+                sequence.choice,
+                sequence.prompt_len,
+                ids,
+                sampling,
+                stops,
+                pooling=pooling,
+                adapter=sequence.adapter,
+            )
         )
         plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
         return True

@@ -31,10 +31,11 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata, Lo
 from coatcheck.workers.attention.state_layers import StateLayer
 from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.lora.attach_adapters import LoraTarget
 from coatcheck.workers.model.latent_attention import LatentAttention
 from coatcheck.workers.model.linear_attention import LinearAttention
 from coatcheck.workers.model.multi_head_attention import Family, MultiHeadAttention, RotaryTables, read_norm
-from coatcheck.workers.model.packed_linears import pack_merged, pack_row_parallel
+from coatcheck.workers.model.packed_linears import merged_targets, pack_merged, pack_row_parallel
 from coatcheck.workers.model.parallel_layers import RankSum, add_and_norm, norm_for_linear
 from coatcheck.workers.model.shortcut_experts import ShortcutExperts
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
@@ -82,6 +83,7 @@ class DecoderLayer:
         else:
             self.mlp = SparseMlp(layer.mlp, norm, batch_invariant=batch_invariant)
         self._row_format: RowFormat | None = None  # of the linear behind the first norm
+        self._attention_targets: dict[str, LoraTarget] = {}
         # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x has `_row_format`.
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
@@ -97,11 +99,22 @@ class DecoderLayer:
             self.attention_sublayer = heads.native_sublayer(self.first_norm, self.output)
             self._attention_linears = heads.linears()
             self._row_format = heads.qkv.row_format
+            if heads.lora_targets:
+                output = LoraTarget(self.output, 0, self.output.weight_shape[0])
+                self._attention_targets = {**heads.lora_targets, "o_proj": output}
 
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layer, in the order of their use."""
         shortcut = [] if self.starts is None else self.starts.moe.linears()
         return [*self._attention_linears, self.output, *self.mlp.linears(), *shortcut]
+
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """The linears that LoRA adapters may have, by name within the layer."""
+        mlp = self.mlp.lora_targets if isinstance(self.mlp, DenseMlp) else {}
+        return {
+            **{f"self_attn.{name}": target for name, target in self._attention_targets.items()},
+            **{f"mlp.{name}": target for name, target in mlp.items()},
+        }
 
     def experts(self) -> list[PackedExperts]:
         """The layer's experts; none in a dense layer."""
@@ -166,8 +179,13 @@ class DenseMlp:
         """`starts`, `adds`: see DecoderLayer."""
         self.norm = norm
         self._starts, self._adds = starts, adds
-        self.gate_up = pack_merged(mlp, "gate_up_proj", ("gate_proj", "up_proj"), batch_invariant=batch_invariant)
+        parts = ("gate_up_proj", ("gate_proj", "up_proj"))
+        self.gate_up = pack_merged(mlp, *parts, batch_invariant=batch_invariant)
         self.down, self.reduce = pack_row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
+        self.lora_targets: dict[str, LoraTarget] = {}
+        if starts is None and adds is None:  # the names of a half of a LongCat layer are not those of the layer
+            down = LoraTarget(self.down, 0, self.down.weight_shape[0])
+            self.lora_targets = {**merged_targets(self.gate_up, mlp, *parts), "down_proj": down}
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
         can_run_native = starts is None and adds is None and is_native(self.gate_up, self.down)
         self.native_sublayer = MlpSublayer(norm, self.gate_up, self.down, self.activation) if can_run_native else None
@@ -177,7 +195,8 @@ class DenseMlp:
 
     def __call__(self, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
         """`owed`: the sum over ranks that `x` still lacks."""
-        if self.native_sublayer is not None:
+        has_adapters = self.gate_up.has_adapted_rows or self.down.has_adapted_rows
+        if self.native_sublayer is not None and not has_adapters:
             x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
         else:
             if self._starts is not None:  # the experts read the norm too, unquantised

@@ -16,11 +16,13 @@ from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.kernels.lora.lora_step import LoraStep
 from coatcheck.workers.attention.attention import AttentionLayer, LayerCaches
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.state_layers import StateLayer, interleave
 from coatcheck.workers.attention.token_shards import localise
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.lora.attach_adapters import LoraTarget
 from coatcheck.workers.model.decoder_layer import (
     DecoderLayer,
     activation_name,
@@ -71,6 +73,7 @@ class FusedBody:
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
+        self.lora_step = LoraStep()
         self._has_half_tables = has_half_tables
         self._rope_types = tuple(dict.fromkeys(rope_types))
         self._layers = list(zip(layers, rope_types, strict=True))
@@ -125,6 +128,14 @@ class FusedBody:
         """Every linear of the layers."""
         return [linear for layer, _ in self._layers for linear in layer.linears()]
 
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """The linears that LoRA adapters may have, by name within the base model."""
+        return {
+            f"layers.{index}.{name}": target
+            for index, (layer, _) in enumerate(self._layers)
+            for name, target in layer.lora_targets().items()
+        }
+
     def _rotary_tables(
         self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata
     ) -> RotaryTables:
@@ -135,7 +146,7 @@ class FusedBody:
         cos, sin = (table[0] for table in tables)
         if self._has_half_tables:
             cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-        if not self._is_native:
+        if not self._is_native or self.lora_step.is_active:  # the layers in C know no adapters
             return RotaryTables(cos, sin, None)
         places = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         return RotaryTables(cos, sin, StepTables(cos, sin, *places))

@@ -52,6 +52,9 @@ from coatcheck.workers.model.sparse_mlp import (
 )
 
 _PROBED_LENGTH: Final = 4096
+# Linears beside attention that LoRA adapters may have: of fused models and of others.
+_FUSED_MLP: Final = re.compile(r".+\.layers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)")
+_ANY_MLP: Final = re.compile(r".+\.(layers|h|blocks)\.\d+\.\w+\.\w+")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -150,6 +153,21 @@ def prepare_model(
                 if isinstance(linear, nn.Linear) and name != "o_proj"
             }
     return PreparedModel(causal, layers, states, unpackable_linears, plan, model_dtype, length)
+
+
+def adaptable_linears(prepared: PreparedModel) -> dict[str, tuple[int, int]]:
+    """[out, in] of the linears that LoRA adapters may have, by name: those of the attention and MLP of each layer.
+
+    Left out are latent and gated attention, whose weights are reordered, linear attention, and experts.
+    """
+    attention = {layer.module for layer in prepared.layers if not layer.is_latent and not layer.has_gate}
+    others = _FUSED_MLP if is_fusable(prepared.causal) else _ANY_MLP
+    shapes = {}
+    for name, module in prepared.causal.named_modules():
+        is_served = name.rpartition(".")[0] in attention or others.fullmatch(name)
+        if type(module) is nn.Linear and is_served and module not in prepared.unpackable_linears:
+            shapes[name] = (module.out_features, module.in_features)
+    return shapes
 
 
 def read_config(directory: Path) -> Any:

@@ -19,6 +19,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.layers.experts import PackedExperts
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
+from coatcheck.kernels.lora.lora_step import LoraStep
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
 from coatcheck.workers.attention.attention import AttentionLayer, AttentionStep, LayerCaches, use_step
@@ -29,12 +30,15 @@ from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization,
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.attention_selector import check_backend_model
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.lora_module import LoadedAdapter, LoraModule
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
+from coatcheck.workers.lora.attach_adapters import LoraTarget, attach_adapters
+from coatcheck.workers.lora.open_adapters import open_adapters
 from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.lm_head import LmHead
-from coatcheck.workers.model.meta_model import check_complete, prepare_model
+from coatcheck.workers.model.meta_model import adaptable_linears, check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard, check_state_device
 from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
@@ -60,12 +64,20 @@ class Body(Protocol):
     def linears(self) -> Sequence[PackedLinear]:
         """Every linear of the layers."""
 
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """The linears that LoRA adapters may have, by name within the base model."""
+
+    @property
+    def lora_step(self) -> LoraStep:
+        """The rows of the step that have an adapter."""
+
 
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens.
 
     `directory`: of the checkpoint. `supports_cuda_graphs`: whether a CUDA graph can capture the collectives.
     `shards_logits`: whether `shard_logits` can be called. `note`: a limit of the model that users must know, or "".
+    `lora_step`: within its `use`, `forward` adds the adapters of rows.
     """
 
     def __init__(
@@ -86,6 +98,7 @@ class Model:
         self.supports_cuda_graphs = supports_cuda_graphs
         self.shards_logits = shards_logits
         self.note = note
+        self.lora_step = body.lora_step
         self._body = body
         self._head = head
 
@@ -165,6 +178,7 @@ def load_model(
     mla_shard: str = "replicate",
     attention_backend: str = "auto",
     kv_dtype: str = "auto",
+    lora_modules: Sequence[LoraModule] = (),
     progress: Progress | None = None,
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
@@ -176,6 +190,7 @@ def load_model(
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
     `attention_backend`, `kv_dtype`: as in GroupConfig; they are compared with the model, and change nothing in it.
+    `lora_modules`: LoRA adapters; `spec.adapters` has them in this order.
     `progress(done_bytes, total_bytes)` is called while weights are read.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
@@ -204,6 +219,8 @@ def load_model(
             deterministic=deterministic,
             has_sinks=any(layer.has_sinks for layer in prepared.layers),
         )
+        shapes = adaptable_linears(prepared)
+        adapters = open_adapters(lora_modules, shapes, checkpoint.text_name, device=device, dtype=prepared.dtype)
         weights = load_weights(
             causal,
             checkpoint,
@@ -227,6 +244,9 @@ def load_model(
     body = fuse(causal, layers, states, communicator, batch_invariant=deterministic) or TransformersBody(
         causal.base_model, layers, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
     )
+    prefix = next(name for name, module in causal.named_modules() if module is causal.base_model)
+    targets = {f"{prefix}.{name}".lstrip("."): target for name, target in body.lora_targets().items()}
+    lora_bytes = attach_adapters(adapters, targets, prepared.plan.slices, body.lora_step)
     head = LmHead(causal)
     pack_linears(head.model, batch_invariant=deterministic, exclude=prepared.unpackable_linears)
     spec = ModelSpec(
@@ -240,8 +260,9 @@ def load_model(
         layers=layers,
         tp=shard.size,
         num_weights=weights.count,
-        weight_bytes=weights.bytes,
+        weight_bytes=weights.bytes + lora_bytes,
         state_layers=tuple(state.spec for state in states),
+        adapters=tuple(LoadedAdapter(adapter.name, adapter.fingerprint()) for adapter in adapters),
     )
     with torch.inference_mode():
         hidden = torch.linspace(-2, 2, config.hidden_size, dtype=prepared.dtype, device=device)[None]
@@ -297,6 +318,7 @@ class TransformersBody:
         unpackable: Collection[nn.Module],
     ) -> None:
         self.base = base
+        self.lora_step = LoraStep()
         self._layers = layers
         replace_experts(base, batch_invariant=batch_invariant)
         pack_linears(base, batch_invariant=batch_invariant, exclude=unpackable)
@@ -322,3 +344,12 @@ class TransformersBody:
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layers."""
         return [module for module in self.base.modules() if isinstance(module, PackedLinear)]
+
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """The linears that LoRA adapters may have, by name within the base model."""
+        linears = {name: module for name, module in self.base.named_modules() if isinstance(module, PackedLinear)}
+        # A row-parallel linear is the child `linear` of its wrapper.
+        return {
+            name.removesuffix(".linear"): LoraTarget(linear, 0, linear.weight_shape[0])
+            for name, linear in linears.items()
+        }

@@ -17,7 +17,7 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionLayer, attend_cache
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.model.packed_linears import PlainLinear, pack_merged, select_rows
+from coatcheck.workers.model.packed_linears import PlainLinear, merged_targets, pack_merged, select_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class MultiHeadAttention:
             _separate_gates(attention, spec)
         names = ("q_proj", "k_proj", "v_proj", *(["gate_proj"] if spec.has_gate else []))
         self.qkv = pack_merged(attention, "qkv_proj", names, batch_invariant=batch_invariant)
+        # A gated attention's rows of q are not those of q_proj.
+        self.lora_targets = {} if spec.has_gate else merged_targets(self.qkv, attention, "qkv_proj", names)
         self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
         has_qk_norm = hasattr(attention, "q_norm")
         self.q_norm = read_norm(attention.q_norm, family) if has_qk_norm else None

@@ -18,6 +18,7 @@ from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice
 from coatcheck.workers.distributed.tensor_slice import Range
+from coatcheck.workers.lora.attach_adapters import LoraTarget
 from coatcheck.workers.model.parallel_layers import RankSum
 
 
@@ -50,6 +51,18 @@ def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invari
     linears = [getattr(owner, name) for name in parts]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return PackedLinear(_merge([linear.weight for linear in linears]), bias, batch_invariant=batch_invariant)
+
+
+def merged_targets(packed: PackedLinear, owner: Any, merged: str, parts: tuple[str, ...]) -> dict[str, LoraTarget]:
+    """The linears in `packed`, made by `pack_merged` with the same arguments, that LoRA adapters may have."""
+    if hasattr(owner, merged):
+        return {merged: LoraTarget(packed, 0, packed.weight_shape[0])}
+    targets, column = {}, 0
+    for name in parts:
+        features = getattr(owner, name).weight.shape[0]
+        targets[name] = LoraTarget(packed, column, features)
+        column += features
+    return targets
 
 
 def pack_reordered(linear: Any, rows: Sequence[Range], *, batch_invariant: bool) -> PackedLinear:

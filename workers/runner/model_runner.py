@@ -13,6 +13,7 @@ Sampled tokens therefore never go through the host before the next step, and ste
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import cast
 
@@ -95,6 +96,7 @@ class ModelRunner:
             vocab_size=model.spec.vocab_size,
         )  # fmt: skip
         self._pooler = Pooler()
+        self._adapters = [0] * max_num_seqs  # the LoRA adapter of each slot, as in NewSequence
         grammars = grammars or GrammarBackend(None, "this runner has no grammar backend")
         self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
         self._grammar_compiler = GrammarCompiler(grammars, communicator or Communicator())
@@ -144,6 +146,7 @@ class ModelRunner:
             self._token_ids[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
             self._sampler.set_parameters(new)
             self._pooler.set_sequence(new)
+            self._adapters[new.slot] = new.adapter
             self._bitmasks.set_grammar(new)
         if plan.table_writes:
             triples = self._int32([(write.slot, write.block_index, write.block) for write in plan.table_writes]).T
@@ -231,7 +234,19 @@ class ModelRunner:
             max_query_len=max(lens),
         )
         input_ids = self._token_ids[token_slots, positions].long()
-        return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
+        with self._use_adapters(rows, samples_only=logits_indices is not None):
+            return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
+
+    def _use_adapters(self, rows: list[ScheduledSequence], *, samples_only: bool) -> AbstractContextManager[None]:
+        """Makes the linears add the adapters of the rows. `samples_only`: the last layer ends with the tokens of
+        LogitsIndices."""
+        adapters = [self._adapters[row.slot] for row in rows]
+        if not any(adapters):
+            return nullcontext()
+        pairs = list(zip(rows, adapters, strict=True))
+        tokens = [adapter for row, adapter in pairs for _ in range(row.num_tokens)]
+        sampled = [adapter for row, adapter in pairs if row.needs_sample]
+        return self.model.lora_step.use(tokens, sampled if samples_only else None)
 
     def _sample(
         self, rows: list[ScheduledSequence], hidden: Tensor | None, prompt_logprobs: dict[int, list[LogprobReport]]

@@ -34,6 +34,7 @@ def request_from_message(submit: wire.Submit, engine_request_id: str) -> EngineR
         retention=Retention.from_message(submit.retention) if submit.HasField("retention") else None,
         tenant=submit.tenant,
         pooling=Pooling(submit.pooling),
+        adapter=submit.adapter,
         seconds_left=submit.seconds_left if submit.HasField("seconds_left") else None,
     )
 

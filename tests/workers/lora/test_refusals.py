@@ -1,0 +1,149 @@
+"""LoRA adapters that are not served are refused before weights are read, with their name and what to change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.preflight.adapters import check_adapters
+from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
+from coatcheck.workers.core.lora_module import LoraModule
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.lora.adapter import Adapter
+from coatcheck.workers.lora.open_adapters import open_adapters
+from coatcheck.workers.model.model import load_model
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.lora.adapter_files import write_adapter
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("refusals"))
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    """An adapter that is served."""
+    return write_adapter(base, tmp_path / "adapter", seed=1, linears=["q_proj", "down_proj"])
+
+
+def serve_config(base: Path, adapter: Path, **settings: Any) -> ServeConfig:
+    return ServeConfig(model=str(base), lora_modules=f"sql={adapter}", **settings)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("peft_type", "LOHA", "peft_type is 'LOHA', and only LORA"),
+        ("task_type", "SEQ_CLS", "only CAUSAL_LM"),
+        ("use_dora", True, "use_dora is True"),
+        ("kasa_config", {"a": 1}, "kasa_config is .*a variant of LoRA"),
+        ("bias", "all", "bias is 'all'"),
+        ("fan_in_fan_out", True, "fan_in_fan_out is True"),
+        ("modules_to_save", ["lm_head"], "modules_to_save is .* merge the adapter"),
+        ("trainable_token_indices", [3], "embeddings of tokens are trained"),
+        ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
+        ("lora_alpha", "eight", "must be a number"),
+    ],
+)
+def test_fields_that_change_the_result(base: Path, adapter: Path, field: str, value: object, reason: str) -> None:
+    """What adapter_config.json asks for beyond plain LoRA is refused by the name of its field."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(InvalidModel, match=f"lora-modules sql: .*{reason}"):
+        check_adapters(serve_config(base, adapter))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        ("base_model.model.model.embed_tokens.lora_embedding_A", (4, 9), "not A or B of a linear"),
+        ("base_model.model.lm_head.lora_A.weight", (4, 64), "lm_head has only lora_A"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", (64, 5), r"they must be \[rank, in\]"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", (9, 4), "belongs to another base model"),
+    ],
+)
+def test_tensors_that_do_not_fit(base: Path, adapter: Path, name: str, shape: tuple[int, ...], reason: str) -> None:
+    """Tensors of other parts, without their pair, or of other shapes are refused by name."""
+    file = adapter / "adapter_model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(shape)}, file)
+    with pytest.raises(InvalidModel, match=f"lora-modules sql.*{reason}"):
+        check_adapters(serve_config(base, adapter))
+
+
+def test_missing_files(base: Path, adapter: Path) -> None:
+    """A missing directory, config or weights file is named."""
+    for path in (adapter / "adapter_model.safetensors", adapter / "adapter_config.json"):
+        path.unlink()
+        with pytest.raises(InvalidModel, match=f"has no {path.name}"):
+            check_adapters(serve_config(base, adapter))
+    with pytest.raises(InvalidModel, match="no directory .*nowhere"):
+        check_adapters(serve_config(base, adapter.parent / "nowhere"))
+
+
+def test_layers_that_the_model_lacks(base: Path, tmp_path: Path) -> None:
+    """An adapter of a deeper model is refused with the linears that may be adapted."""
+    deep = tiny_checkpoint("llama", tmp_path, num_hidden_layers=4)
+    adapter = write_adapter(deep, tmp_path / "adapter", seed=1, layers=[3])
+    with pytest.raises(InvalidModel, match=r"layers\.3\..* may be adapted: .*q_proj"):
+        check_adapters(serve_config(base, adapter))
+
+
+def test_linears_that_are_not_served(tmp_path: Path) -> None:
+    """Ranks refuse linears whose weights their kernels reorder, such as those of latent attention."""
+    path = tiny_checkpoint("deepseek-v2", tmp_path)
+    adapter = write_adapter(path, tmp_path / "adapter", seed=1, linears=["q_proj", "kv_b_proj"])
+    modules = [LoraModule("mla", str(adapter))]
+    with pytest.raises(InvalidModel, match="lora-modules mla adapts .*not served"):
+        load_model(path, communicator=Communicator(), device="cpu", lora_modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"device": "cuda"}, "CPUs alone"), ({"dtype": "float16"}, "bfloat16 or float32")]
+)
+def test_settings_that_adapters_exclude(base: Path, adapter: Path, settings: dict[str, str], reason: str) -> None:
+    """GPUs and float16 are refused with adapters, before Ray starts and by ranks."""
+    with pytest.raises(InvalidConfig, match=reason):
+        check_adapters(serve_config(base, adapter, **settings))
+    device, dtype = torch.device(settings.get("device", "cpu")), getattr(torch, settings.get("dtype", "float32"))
+    with pytest.raises(InvalidConfig, match=reason):
+        open_adapters([LoraModule("sql", str(adapter))], {}, lambda name: name, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("sql", "write NAME=PATH"),
+        ("sql=", "write NAME=PATH"),
+        ("=a", "write NAME=PATH"),
+        ("a=x,b=y,a=z", "it has 'a' twice"),
+        ("m=x", "has the name of the model"),
+    ],
+)
+def test_the_setting_itself(value: str, reason: str) -> None:
+    """A wrong --lora-modules is refused with its form."""
+    with pytest.raises(CoatcheckError, match=reason):
+        ServeConfig.build({"model": "o/m", "served_model_name": "m", "lora_modules": value})
+
+
+def test_several_adapters_have_absolute_paths() -> None:
+    """Several adapters are given with commas, or as a list in a file; their paths hold in every process."""
+    for value in ("a=x, b=/y", ["a=x", "b=/y"]):
+        config = ServeConfig.build({"model": "m", "lora_modules": value})
+        assert config.adapters == (("a", str(Path("x").resolve())), ("b", "/y"))
+
+
+def test_the_fingerprint_is_of_weights_and_scale(base: Path, adapter: Path) -> None:
+    """Another alpha or another weight is another adapter; another name is not."""
+    first = Adapter.open(LoraModule("a", str(adapter))).fingerprint()
+    assert Adapter.open(LoraModule("b", str(adapter))).fingerprint() == first
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 9}))
+    second = Adapter.open(LoraModule("a", str(adapter))).fingerprint()
+    weights = adapter / "adapter_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
+    assert len({first, second, Adapter.open(LoraModule("a", str(adapter))).fingerprint()}) == 3

@@ -1,0 +1,137 @@
+"""Adapter: a LoRA adapter's files, read from their headers alone, and checked against its base model. No torch.
+
+`adapter_model.safetensors` has for each adapted linear two tensors: base_model.model.NAME.lora_A.weight [rank, in] and
+base_model.model.NAME.lora_B.weight [out, rank].
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_header, stored_dtype
+from coatcheck.workers.core.lora_module import LoraModule
+from coatcheck.workers.lora.adapter_config import AdapterConfig, read_adapter_config
+
+_FILE: Final = "adapter_model.safetensors"
+_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_READ_BYTES: Final = 1 << 22
+_ROW_PARALLEL: Final = ("o_proj", "down_proj", "dense", "fc2", "c_proj", "dense_4h_to_h")
+_FLOAT_BYTES: Final = 4  # A and B are held as float32
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """One linear of the base model. `a`, `b`: the names of its tensors. `scale`: of their product."""
+
+    a: str
+    b: str
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`modules`: by the name of the linear in a text checkpoint of the base model, without ".weight"."""
+
+    name: str
+    file: Path
+    config: AdapterConfig
+    modules: Mapping[str, AdaptedModule]
+
+    @classmethod
+    def open(cls, lora: LoraModule, text_name: Callable[[str], str | None] = lambda name: name) -> Self:
+        """Read the headers. `text_name`: the name that a tensor of the base model has in a text checkpoint; None for
+        tensors of other parts. Raises InvalidModel with the name of the adapter, the reason and what to change."""
+        directory = Path(lora.path).expanduser()
+        if not directory.is_dir():
+            raise InvalidModel(
+                f"lora-modules {lora.name}: no directory {lora.path} on this host; every node with ranks needs it "
+                "under this path"
+            )
+        config = read_adapter_config(lora.name, directory)
+        if not (file := directory / _FILE).is_file():
+            raise InvalidModel(
+                f"lora-modules {lora.name}: {directory} has no {_FILE}; save the adapter with PEFT's save_pretrained"
+            )
+        return cls(lora.name, file, config, _modules(lora.name, config, dict(read_header(file)), text_name))
+
+    def check_base(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Raise InvalidModel unless every module can be adapted. `shapes`: [out, in] of the base model's linears that
+        adapters may have, by name."""
+        for name, module in self.modules.items():
+            if name not in shapes:
+                kinds = sorted({known.rpartition(".")[2] for known in shapes if ".layers." in known or ".h." in known})
+                raise InvalidModel(
+                    f"lora-modules {self.name} adapts {name}, which the model lacks or which is not served; linears "
+                    f"that may be adapted: {', '.join(kinds) or 'none'}; check that this is the adapter's base model, "
+                    "or merge the adapter into it"
+                )
+            if shapes[name] != (have := (module.out_features, module.in_features)):
+                raise InvalidModel(
+                    f"lora-modules {self.name}: {name} is [{have[0]}, {have[1]}] in the adapter and "
+                    f"{list(shapes[name])} in the model; the adapter belongs to another base model"
+                )
+
+    def fingerprint(self) -> str:
+        """A hash of all weights and scales. Equal adapters give equal tokens: block hashes contain it."""
+        digest = hashlib.blake2b(digest_size=16)
+        scales = {name: module.scale for name, module in self.modules.items()}
+        digest.update(json.dumps(scales, sort_keys=True).encode())
+        with self.file.open("rb") as stream:
+            while piece := stream.read(_READ_BYTES):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def rank_bytes(self, tp: int, kv_ranks: int) -> int:
+        """Bytes on each of `tp` ranks: A and B as float32, sharded as their linears. `kv_ranks`: over how many ranks
+        the KV heads are divided, at most `tp`."""
+        total = 0
+        for name, module in self.modules.items():
+            leaf, out, width = name.rpartition(".")[2], module.out_features, module.in_features
+            if leaf in _ROW_PARALLEL:
+                width //= tp
+            else:
+                out //= kv_ranks if leaf in ("k_proj", "v_proj") else tp
+            total += _FLOAT_BYTES * module.rank * (out + width)
+        return total
+
+
+def _modules(
+    adapter: str, config: AdapterConfig, entries: Mapping[str, TensorEntry], text_name: Callable[[str], str | None]
+) -> dict[str, AdaptedModule]:
+    found: dict[str, dict[str, str]] = {}
+    for key in entries:
+        match = _TENSOR.fullmatch(key)
+        if match is None:
+            raise InvalidModel(
+                f"lora-modules {adapter}: {key} is not A or B of a linear; embeddings, biases and magnitudes are not "
+                "served: merge the adapter into its base model"
+            )
+        stored_dtype(f"lora-modules {adapter}", key, entries[key])
+        if (name := text_name(f"{match[1]}.weight")) is None:
+            raise InvalidModel(f"lora-modules {adapter} adapts {match[1]}, which is no part of the text model")
+        found.setdefault(name.removesuffix(".weight"), {})[match[2]] = key
+    if not found:
+        raise InvalidModel(f"lora-modules {adapter}: {_FILE} holds no tensor; save the adapter again")
+    modules = {}
+    for name, keys in sorted(found.items()):
+        if set(keys) != {"A", "B"}:
+            raise InvalidModel(
+                f"lora-modules {adapter}: {name} has only lora_{next(iter(keys))}; save the adapter again"
+            )
+        a, b = entries[keys["A"]].shape, entries[keys["B"]].shape
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
+            raise InvalidModel(
+                f"lora-modules {adapter}: {name} has A {list(a)} and B {list(b)}; they must be [rank, in] and "
+                "[out, rank]"
+            )
+        # An A with another rank than r has its own rank in rank_pattern.
+        modules[name] = AdaptedModule(keys["A"], keys["B"], a[0], a[1], b[0], config.scale(name, a[0]))
+    return modules
