@@ -20,22 +20,15 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, StatusResponse
 from tests.cluster.command_line import run_here
 from tests.cluster.running_server import coatcheck, until
 from tests.cluster.serving import END_SECONDS, Serving, kill, lives, still_running
-from tests.workers.lora.adapter_files import greedy, merged_model, write_adapter
 
 _FLAGS = ("--no-ray", "--grpc-port", "0", "--kv-memory", "4MiB")
 PROMPT = "the quick brown fox jumps over the lazy dog"
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter of the model."""
-    return write_adapter(tiny_model, tmp_path_factory.mktemp("adapters") / "sql", seed=1)
-
-
-@pytest.fixture(scope="module")
-def serving(tiny_model: Path, adapter: Path) -> Iterator[Serving]:
+def serving(tiny_model: Path) -> Iterator[Serving]:
     """One group of two ranks, shared by the tests of this file."""
-    with Serving(str(tiny_model), *_FLAGS, "--tp", "2", "--lora-modules", f"sql={adapter}") as serving:
+    with Serving(str(tiny_model), *_FLAGS, "--tp", "2") as serving:
         assert "1 group x tp 2" in serving.wait_ready()
         yield serving
 
@@ -61,24 +54,6 @@ def test_it_answers_without_ray(serving: Serving) -> None:
     below = serving.descendants()
     assert set(ranks_of(serving)) <= below.keys()
     assert not [command for command in below.values() if "ray" in command.replace("--no-ray", "")]
-
-
-def test_an_adapter_answers_under_its_name(serving: Serving, tiny_model: Path, adapter: Path) -> None:
-    """The tokens of a request for an adapter, and of one for its base model, are those of transformers."""
-    prompt = list(range(5, 40))
-    for name, weights in (("sql", adapter), (tiny_model.name, None)):
-        body = {"model": name, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{serving.url}/v1/completions",
-            json.dumps({**body, "return_token_ids": True}).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=MAX_WAIT_SECONDS) as answer:
-            said = json.load(answer)
-        assert (said["model"], said["choices"][0]["token_ids"]) == (
-            name,
-            greedy(merged_model(tiny_model, weights), prompt, 12),
-        )
 
 
 def test_the_commands_work(serving: Serving) -> None:

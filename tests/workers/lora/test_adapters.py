@@ -25,6 +25,7 @@ from tests.workers.ranks import run_ranks
 
 PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0, seed=1, ignore_eos=True, logprobs=1)
+SHORT = SamplingParams(max_tokens=30, temperature=0.0, seed=1, ignore_eos=True, logprobs=1)
 Answers = dict[str, tuple[list[int], list[float], int]]
 
 
@@ -50,7 +51,7 @@ def make_engine(model: Model, *, budget: int = 256, communicator: Communicator |
     return engine, runner
 
 
-def ask(adapter: str, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = GREEDY, **more: Any) -> EngineRequest:
+def ask(adapter: str, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = SHORT, **more: Any) -> EngineRequest:
     return EngineRequest(adapter or "none", tuple(prompt), sampling, adapter=adapter, **more)
 
 
@@ -105,7 +106,7 @@ def alone(make: Callable[..., Engine]) -> Answers:
 
 def test_each_row_has_its_adapter(make: Callable[..., Engine], expected: dict[str, list[int]]) -> None:
     """Two adapters and none in one batch give transformers' tokens, and each other ones."""
-    said = run(make(), *map(ask, expected))
+    said = run(make(), *(ask(name, PROMPT, GREEDY) for name in expected))
     for name, tokens in expected.items():
         assert said[name or "none"][0] == tokens
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
@@ -131,8 +132,8 @@ def test_prefixes_of_adapters_do_not_mix(make: Callable[..., Engine], alone: Ans
 def test_a_resume_continues_with_its_adapter(make: Callable[..., Engine], alone: Answers) -> None:
     """A request with the tokens delivered so far continues as if it had not been lost."""
     tokens = alone["all"][0]
-    said = run(make(), ask("all", resume={0: tuple(tokens[:33])}))
-    assert said["all"][0] == tokens[33:]
+    said = run(make(), ask("all", resume={0: tuple(tokens[:13])}))
+    assert said["all"][0] == tokens[13:]
 
 
 def test_an_unknown_adapter_is_refused(make: Callable[..., Engine]) -> None:
@@ -148,7 +149,7 @@ def answer(communicator: Communicator, argument: tuple[Path, list[LoraModule]]) 
     engine, runner = make_engine(model, communicator=communicator)
     if communicator.rank:
         return None
-    said = run(engine, ask("few"), ask(""), ask("all"))
+    said = run(engine, *(ask(name, PROMPT, GREEDY) for name in ("few", "", "all")))
     runner.stop_followers()
     return said
 
@@ -159,17 +160,16 @@ def test_two_ranks_give_the_same_tokens(base: Path, modules: list[LoraModule], e
     assert {name: said[name or "none"][0] for name in expected} == expected
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "phi3", "gemma2", "olmo2"])
+@pytest.mark.parametrize("arch", ["phi3", "gemma2", "olmo2"])
 def test_other_architectures(arch: str, tmp_path: Path) -> None:
-    """Biases, merged projections, norms behind sublayers, and layers of transformers' own code have adapters too."""
+    """Merged projections, norms behind sublayers, and layers of transformers' own code have adapters too."""
     path = tiny_checkpoint(arch, tmp_path)
     modules = adapters_of(path, tmp_path / "adapters")
     model = load_model(path, communicator=Communicator(), device="cpu", lora_modules=modules)
-    sampling = SamplingParams(max_tokens=24, temperature=0.0, seed=1, ignore_eos=True)
-    said = run(make_engine(model)[0], *(ask(name, PROMPT, sampling) for name in ("", "all", "few")))
+    said = run(make_engine(model)[0], *(ask(name) for name in ("", "all", "few")))
     for module in (None, *modules):
         reference = merged_model(path, module and Path(module.path))
-        assert said[module.name if module else "none"][0] == greedy(reference, PROMPT, 24)
+        assert said[module.name if module else "none"][0] == greedy(reference, PROMPT, 30)
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
