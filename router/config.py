@@ -117,6 +117,10 @@ class RouterConfig:
         """All names of the model for clients, and those of its LoRA adapters."""
         return (self.model_name, *self.model_aliases, *self.lora_modules)
 
+    def response_name(self, asked: str) -> str:
+        """The model's name in a response to a request that asks for `asked`: that of the adapter, or of the model."""
+        return self.adapter_of(asked) or self.model_name
+
     def adapter_of(self, asked: str) -> str:
         """The LoRA adapter that a request for the model `asked` names; "" if that is the model itself."""
         return asked if asked in self.lora_modules else ""

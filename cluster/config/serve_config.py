@@ -325,13 +325,6 @@ class ServeConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        for name, path in self.adapters:
-            if name in (self.model_name, *self.model_aliases):
-                raise ValueError(f"lora-modules {name}={path} has the name of the model; give the adapter another name")
-        return self
-
-    @model_validator(mode="after")
     def _check_no_ray(self) -> Self:
         needing = ("ray_address", "ray_start_timeout", "router_per_node", "router_resource", "max_groups")
         given = [name for name in needing if getattr(self, name) != type(self).model_fields[name].default]

@@ -16,8 +16,11 @@ from coatcheck.workers.lora.adapter import Adapter
 def check_adapters(config: ServeConfig) -> None:
     """Raise InvalidConfig or InvalidModel, with the adapter's name and what to change.
 
-    Skipped if `serve` joins a Ray cluster, whose hosts may have other files.
+    All but the names is skipped if `serve` joins a Ray cluster, whose hosts may have other files.
     """
+    for name, path in config.adapters:
+        if name in (config.model_name, *config.model_aliases):
+            raise InvalidConfig(f"lora-modules {name}={path} has the name of the model; give the adapter another name")
     if not config.adapters or config.ray_address is not None:
         return
     if config.device == "cuda":

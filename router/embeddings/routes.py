@@ -45,7 +45,7 @@ class EmbeddingRoutes:
             values,
             embedding_response,
             f"embd-{request_id}",
-            self._generation.response_name(body.model),
+            self._generation.config.response_name(body.model),
             int(time.time()),
             body.encoding_format,
             embedded,
@@ -77,7 +77,7 @@ class EmbeddingRoutes:
             values,
             body.make_response,
             f"{prefix}-{request_id}",
-            self._generation.response_name(body.model),
+            self._generation.config.response_name(body.model),
             int(time.time()),
             embedded,
         )

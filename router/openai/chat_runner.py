@@ -83,7 +83,7 @@ class ChatRunner:
 
     def response_head(self, response_id: str, asked: str) -> ResponseHead:
         """`asked`: the model that the request names."""
-        model, name = self._generation.model, self._generation.response_name(asked)
+        model, name = self._generation.model, self._generation.config.response_name(asked)
         return ResponseHead(response_id, name, f"fp_{model.fingerprint[:12]}" if model else "")
 
     def _make_plan(self, body: ChatRequest) -> ParsingPlan:

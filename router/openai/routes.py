@@ -136,13 +136,13 @@ class OpenAIRoutes:
 
     async def models(self) -> dict[str, Any]:
         """Lists the names of the model that is served, and its LoRA adapters."""
-        return {"object": "list", "data": [self._model_object(name) for name in self._generation.model_names]}
+        return {"object": "list", "data": [self._model_object(name) for name in self._generation.config.model_names]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describes the model that is served, by one of its names, or one of its LoRA adapters."""
         if not name:  # /v1/models/
             return await self.models()
-        check_model_name(name, self._generation.model_names)
+        check_model_name(name, self._generation.config.model_names)
         return self._model_object(name)
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
@@ -213,7 +213,7 @@ class OpenAIRoutes:
         return self._formatter.with_ids() if body.return_tokens_as_token_ids else self._formatter
 
     def _model_object(self, name: str) -> dict[str, Any]:
-        model, adapter = self._generation.model, self._generation.lora_modules.get(name)
+        model, adapter = self._generation.model, self._generation.config.lora_modules.get(name)
         return {
             "id": name,
             "object": "model",

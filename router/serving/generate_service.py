@@ -127,18 +127,9 @@ class GenerateService:
         return self._config.model_name
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """All names of the model for clients, and those of its LoRA adapters."""
-        return self._config.model_names
-
-    @property
-    def lora_modules(self) -> Mapping[str, str]:
-        """The directory of each LoRA adapter, by its name."""
-        return self._config.lora_modules
-
-    def response_name(self, asked: str) -> str:
-        """The name of the model in a response to a request that asks for `asked`: the adapter's or the model's."""
-        return self._config.adapter_of(asked) or self._config.model_name
+    def config(self) -> RouterConfig:
+        """The settings of this router."""
+        return self._config
 
     @property
     def max_tokenized(self) -> int:

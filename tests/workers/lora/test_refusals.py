@@ -127,7 +127,7 @@ def test_settings_that_adapters_exclude(base: Path, adapter: Path, settings: dic
 def test_the_setting_itself(value: str, reason: str) -> None:
     """A wrong --lora-modules is refused with its form."""
     with pytest.raises(CoatcheckError, match=reason):
-        ServeConfig.build({"model": "o/m", "served_model_name": "m", "lora_modules": value})
+        check_adapters(ServeConfig.build({"model": "o/m", "served_model_name": "m", "lora_modules": value}))
 
 
 def test_several_adapters_have_absolute_paths() -> None:
