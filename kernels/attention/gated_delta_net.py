@@ -41,7 +41,8 @@ from coatcheck.kernels.launch_check import (
 )
 from coatcheck.kernels.linear_attention.chunks import LEAST, compute_chunks, pick_chunks, takes_chunks
 from coatcheck.kernels.linear_attention.convolution import convolve
-from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, compute_tokens, fits_gpu
+from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
+from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, compute_tokens
 
 _NORM_EPS = 1e-6  # of q and k
 _MAX_DIM = 256  # of a head in the C form

@@ -20,15 +20,6 @@ from torch import Tensor
 from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.linear_attention.convolution import _keep_window
 
-# Elements of a head's state in one program. More do not fit into the registers of 8 warps.
-MAX_STATE = 128 * 128
-
-
-def fits_gpu(key_dim: int, value_dim: int) -> bool:
-    """Whether the kernels compute heads of these sizes: powers of two from 16 on, with at most MAX_STATE elements."""
-    is_power = all(dim >= 16 and dim & (dim - 1) == 0 for dim in (key_dim, value_dim))
-    return is_power and key_dim * value_dim <= MAX_STATE
-
 
 def pick_warps(key_dim: int, value_dim: int) -> int:
     """At most 64 elements of the state for each thread."""

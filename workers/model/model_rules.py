@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from coatcheck.kernels.linear_attention.recurrence import MAX_STATE, fits_gpu
+from coatcheck.kernels.linear_attention.head_sizes import MAX_STATE, fits_gpu
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec

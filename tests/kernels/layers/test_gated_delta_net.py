@@ -6,7 +6,7 @@ import torch
 from coatcheck.kernels import native
 from coatcheck.kernels.kv.recurrent_state import StateRows
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear_attention.recurrence import fits_gpu
+from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
 from coatcheck.kernels.linear_attention.step_tiles import _first_tile, count_tiles
 from tests.kernels.layers.delta_nets import make_inputs, make_net, make_state, rows_of
 
