@@ -26,9 +26,11 @@ KERNELS = [
     "experts",
     "linear",
     "lora",
+    "mamba2",
     "rows",
     "sampling",
     "shared_memory",
+    "short_conv",
     "transfer_blocks",
 ]
 CLASSES = {"generic": (KERNELS, [])}

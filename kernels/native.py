@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 20
+VERSION = 21
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
 # Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
@@ -48,6 +48,7 @@ _CLASS_SIGNATURES = {
     "linears_f32": "pq:v",
     "logprobs": "pqqqpqpppp:v",
     "lora": "p:v",
+    "mamba2": "p:v",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",
     "rms_norm": "p:v",
@@ -57,6 +58,7 @@ _CLASS_SIGNATURES = {
     "shared_all_gather": "ppqp:r",
     "shared_all_reduce": "ppqq:r",
     "shared_broadcast": "ppq:r",
+    "short_conv": "p:v",
     "silu_mul": "pqpqqqq:v",
     "token_mask": "pqqpqpq:v",
     "transfer_blocks": "pqppqpqqp:v",
@@ -86,6 +88,9 @@ KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
 GATED_DELTA_NET = struct.Struct("@12P11qff")
+_CONVOLUTION = "6P5q"
+SHORT_CONV = struct.Struct(f"@{_CONVOLUTION}2Pq")
+MAMBA2 = struct.Struct(f"@{_CONVOLUTION}9P7q4f")
 LATENT_ROTARY = struct.Struct("@8P11qff")
 LORA = struct.Struct("@7P7q")
 HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")

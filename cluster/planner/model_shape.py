@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+from coatcheck.cluster.planner.hybrid_layers import HybridLayers
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.held_weights import SHARED_LAYERS
 from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import LayerSpec, StateSpec
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 # Fields of families whose layers keep other state than keys and values.
@@ -32,8 +33,6 @@ _OTHER_STATE: Final = (
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "cohere2": 4}
 # Families whose decoder layers hold several attentions.
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
-# Families whose layers of kind linear_attention keep a state of fixed size for each sequence, and that are served.
-_HYBRID: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 # Families with more KV heads in layers with a sliding window, and how many times as many.
 _MORE_KV_HEADS: Final = {"mimo_v2_flash": 2}
 # Families whose values are shorter than their keys. The pool stores such a value with zeros behind it.
@@ -59,7 +58,9 @@ class ModelShape:
     @classmethod
     def of(cls, config: ModelConfig) -> Self:
         """Raise InvalidModel if fields are missing, or if layers keep other state than keys and values."""
-        _refuse_other_state(config)
+        hybrid = HybridLayers.of(config)
+        if hybrid is None:
+            _refuse_other_state(config)
         notes = []
         if config.is_multimodal:
             notes.append(
@@ -68,11 +69,11 @@ class ModelShape:
                 else "only the text part is counted; `coatcheck serve` does not serve this model"
             )
         heads = config.count("num_attention_heads", "n_head", "num_heads")
-        count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
-        states = _state_layers(config, count)
-        windows = [0] * (count - len(states))
-        if not states:
+        if hybrid is None:
+            count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
             windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
+        else:
+            windows = [0] * len(hybrid.attention)
         if not windows:
             raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
         if config.values.get("kv_lora_rank") is not None:
@@ -109,7 +110,7 @@ class ModelShape:
             dtype=dtype,
             max_model_len=longest or None,
             notes=tuple(notes),
-            states=states,
+            states=() if hybrid is None else hybrid.states,
             names_dtype=names_dtype,
         )
 
@@ -141,8 +142,8 @@ def _kv_heads(config: ModelConfig, heads: int) -> int:
 
 
 def _head_dim(config: ModelConfig, heads: int) -> int:
-    if config.values.get("head_dim") is not None:
-        return config.count("head_dim")
+    if config.values.get("head_dim") is not None or config.model_type == "nemotron_h":
+        return config.count("head_dim", default=128)
     hidden = config.count("hidden_size", "n_embd", "d_model")
     if hidden % heads:
         raise InvalidModel(
@@ -194,39 +195,6 @@ def _kv_sources(config: ModelConfig, windows: Sequence[int]) -> list[int | None]
     return [None] * len(storing) + [last[window] for window in windows[len(storing) :]]
 
 
-def _state_layers(config: ModelConfig, num_layers: int) -> tuple[StateSpec, ...]:
-    """The gated delta nets of a hybrid family, with the defaults of its config class."""
-    if config.model_type not in _HYBRID:
-        return ()
-    kinds = config.values.get("layer_types")
-    if not isinstance(kinds, list):
-        interval = config.count("full_attention_interval", default=4)
-        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise InvalidModel(f"{config.name}: config.json has {len(kinds)} layer_types for {num_layers} layers")
-    key_heads, value_heads = (
-        config.count(name, default=default)
-        for name, default in (("linear_num_key_heads", 16), ("linear_num_value_heads", 32))
-    )
-    if value_heads % key_heads:
-        raise InvalidModel(
-            f"{config.name}: config.json has {key_heads} linear_num_key_heads for {value_heads} "
-            "linear_num_value_heads; the key heads must divide the value heads"
-        )
-    return tuple(
-        DeltaNetSpec(
-            layer=index,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=config.count("linear_key_head_dim", default=128),
-            value_dim=config.count("linear_value_head_dim", default=128),
-            conv_size=config.count("linear_conv_kernel_dim", default=4),
-        )
-        for index, kind in enumerate(kinds)
-        if kind == "linear_attention"
-    )
-
-
 def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
     """Sliding window of each layer in tokens; 0: full attention."""
     values = config.values
@@ -266,8 +234,6 @@ def _refuse_other_state(config: ModelConfig) -> None:
         )
     kinds = config.values.get("layer_types")
     known = {"full_attention", "sliding_attention", "chunked_attention"}
-    if config.model_type in _HYBRID:
-        known = {"full_attention", "linear_attention"}
     unknown = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if unknown:
         raise InvalidModel(

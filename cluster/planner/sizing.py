@@ -302,7 +302,7 @@ def _state_notes(settings: PlanSettings, rank_state_bytes: int, num_snapshots: i
     if not rank_state_bytes:
         return []
     return [
-        f"layers without attention keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the states "
+        f"some layers keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the states "
         f"of {settings.concurrency:,} sequences (--concurrency) are subtracted from the pool's memory: serve with "
         f"--max-num-seqs {settings.concurrency}",
         f"{num_snapshots:,} snapshots of states, at which cached prompts start, take "
@@ -310,7 +310,7 @@ def _state_notes(settings: PlanSettings, rank_state_bytes: int, num_snapshots: i
         f"{settings.state_snapshot_share:g})"
         if num_snapshots
         else "no prefix cache: every prompt is computed from its first token",
-        "gated delta nets are served on CPUs alone (--device cpu)",
+        "gated delta nets are served on CPUs and GPUs, other layers that keep a state on CPUs alone (--device cpu)",
     ]
 
 

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
+from coatcheck.cluster.planner.hybrid_layers import HybridLayers
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ATTENTIONS_PER_LAYER
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 # Families whose MLP has two matrices instead of three.
 _UNGATED: Final = frozenset(
     {
-        "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt",
-        "phi", "starcoder2",
+        "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron",
+        "nemotron_h", "opt", "phi", "starcoder2",
     }
 )  # fmt: skip
 # Families that tie the head to the embedding if config.json lacks tie_word_embeddings.
@@ -25,12 +26,15 @@ _TIED: Final = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5",
         "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "minicpm3",
+        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2",
+        "lfm2_moe", "minicpm3",
         "modernbert-decoder", "mpt", "opt", "smollm3", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 # Families whose first layers have a dense MLP, if config.json does not say.
-_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1, "mimo_v2_flash": 1}
+_FIRST_DENSE: Final = {"axk1": 1, "glm4_moe_lite": 1, "lfm2_moe": 2, "mimo_v2_flash": 1}
+# Families whose query projection has a gate for each head's output.
+_GATED_ATTENTION: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +67,21 @@ class WeightCount:
         tied = ties_head(config)
         dense, experts = table, 0  # every step reads the head
         layer = layers[0]
+        hybrid = HybridLayers.of(config)
+        attending = range(len(layers)) if hybrid is None else hybrid.attention
         by_layer, attentions = {state.layer: state for state in states}, iter(layers)
-        for index in range(len(layers) + len(states)):
+        for index in range(len(layers) if hybrid is None else len(hybrid.kinds)):
+            dense += _beside_attention(config, hidden)
             if index in by_layer:
-                dense += _delta_net(by_layer[index], shard, hidden) + 2 * hidden
-            else:
+                dense += _state_layer(by_layer[index], shard, hidden)
+            if index in attending:
                 layer = next(attentions)
-                dense += _attention(config, layer, shard, hidden) + _beside_attention(config, hidden)
-                dense += _output_gate(layers[0], shard, hidden) if states else 0
-            has_experts = _has_experts(config, index)
+                dense += _attention(config, layer, shard, hidden)
+                dense += _output_gate(layer, shard, hidden) if config.model_type in _GATED_ATTENTION else 0
+            if hybrid is not None and not hybrid.has_mlp(index):
+                continue
+            by_kind = None if hybrid is None else hybrid.has_experts(index)
+            has_experts = _has_experts(config, index) if by_kind is None else by_kind
             if has_experts:
                 shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
                 dense, experts = dense + shared, experts + routed
@@ -125,9 +135,15 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: in
     return queries + hidden * (rank + rope) + rank * heads * (nope + layer.value_dim) + heads * layer.value_dim * hidden
 
 
-def _delta_net(state: StateSpec, shard: TpShard, hidden: int) -> int:
-    assert isinstance(state, DeltaNetSpec)
+def _state_layer(state: StateSpec, shard: TpShard, hidden: int) -> int:
     part = shard.shard_state(state)
+    inner, (inputs, channels) = part.inner_size, part.window
+    convolution = (inputs + 1) * channels
+    if isinstance(part, ShortConvSpec):
+        return hidden * (3 * channels + inner) + convolution
+    if isinstance(part, Mamba2Spec):
+        return hidden * (2 * inner + channels + part.heads) + convolution
+    assert isinstance(part, DeltaNetSpec)
     values = part.value_heads * part.value_dim
     return hidden * (part.conv_channels + 2 * values + 2 * part.value_heads) + part.conv_channels * part.conv_size
 
@@ -150,8 +166,22 @@ def _inner_size(config: ModelConfig, hidden: int, index: int, layer: LayerSpec) 
         return ModelConfig(config.name, {"intermediate_size": sizes[index]}).count("intermediate_size")
     if config.values.get("use_double_wide_mlp") and layer.kv_source is not None:  # Gemma 4
         return 2 * config.count("intermediate_size")
+    if config.model_type == "granitemoehybrid":  # without experts, the shared MLP is the only one
+        return config.count("shared_intermediate_size", default=1024)
+    if config.model_type == "lfm2" and config.values.get("block_auto_adjust_ff_dim") is not False:
+        return _adjusted_size(config)
     default = 4 * hidden if config.model_type in _UNGATED else None  # that of these families' config classes
     return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=default)
+
+
+def _adjusted_size(config: ModelConfig) -> int:
+    """LFM2's inner size: two thirds of the field, times a factor, rounded up to a multiple."""
+    size = int(2 * config.count("block_ff_dim", "intermediate_size", default=12288) / 3)
+    factor = config.values.get("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return size
+    multiple = config.count("block_multiple_of", default=256)
+    return multiple * -(-int(factor * size) // multiple)
 
 
 def _is_sparse_mlp(config: ModelConfig, index: int) -> bool:
@@ -207,15 +237,17 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
     step = config.count("decoder_sparse_step", "moe_layer_freq", default=1)
     if "decoder_sparse_step" in config.values:
         return (index + 1) % step == 0
-    first = config.number("first_k_dense_replace", default=_FIRST_DENSE.get(config.model_type, 0))
+    first = config.number("first_k_dense_replace", "num_dense_layers", default=_FIRST_DENSE.get(config.model_type, 0))
     return index >= first and index % step == 0
 
 
 def _experts(config: ModelConfig, shard: TpShard, hidden: int, *, expert_parallel: bool) -> tuple[int, int]:
     """(weights that every token uses, weights of all experts together) of one layer."""
     inner = config.count("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-    shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
-    shared += config.number("n_shared_experts", default=0) * inner
+    names = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared = config.number(*names, default=0)
+    if config.model_type != "nemotron_h":  # whose field is the size of all shared experts together
+        shared += config.number("n_shared_experts", default=0) * inner
     count = _num_experts(config)
     if expert_parallel:
         first, last = shard.split_evenly(count, "the experts, as --expert-parallel needs")

@@ -147,13 +147,8 @@ class GatedDeltaNet:
     def reference(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
         """The formula in torch, token by token."""
         out = qkvz.new_zeros((qkvz.shape[0], self.value_heads * self.value_dim))
-        starts = rows.cu_seqlens.tolist()
-        for index, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.seq_lens.tolist(), strict=True)):
-            first, last = starts[index], starts[index + 1]
-            if not length or first == last:
-                continue
-            is_new = length == last - first
-            out[first:last] = self._compute_sequence(qkvz[first:last], ba[first:last], state, slot, is_new=is_new)
+        for part, slot, is_new in rows.sequences():
+            out[part] = self._compute_sequence(qkvz[part], ba[part], state, slot, is_new=is_new)
         return out
 
     def _compute_sequence(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, slot: int, *, is_new: bool) -> Tensor:

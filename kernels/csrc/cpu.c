@@ -2,7 +2,7 @@
 #include <string.h>
 
 /* Raised with every change of a signature or a struct: the Python side refuses a library that was built before. */
-int native_version(void) { return 20; }
+int native_version(void) { return 21; }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>

@@ -11,7 +11,7 @@ A sequence whose next token is its first one starts from zeros, whatever its slo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,14 @@ class StateRows:
     seq_lens: Tensor
     cu_seqlens: Tensor
     max_query_len: int = sys.maxsize
+
+    def sequences(self) -> Iterator[tuple[slice, int, bool]]:
+        """(tokens, slot, whether they are the first ones) of each sequence that has some. Waits for the device."""
+        starts = self.cu_seqlens.tolist()
+        for index, (slot, length) in enumerate(zip(self.slots.tolist(), self.seq_lens.tolist(), strict=True)):
+            first, last = starts[index], starts[index + 1]
+            if length and first < last:
+                yield slice(first, last), slot, length == last - first
 
     def check(self, device: torch.device) -> None:
         """Raise LaunchRefused unless shapes, dtypes and devices fit."""

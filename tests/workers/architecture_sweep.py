@@ -56,6 +56,8 @@ _SHAPE: dict[str, Any] = dict(
 
 # What a family needs besides to be built, and to be small.
 _FAMILY: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1, 3]),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * (LAYERS // 2)),
     "ctrl": dict(n_positions=256),
     "codegen": dict(rotary_dim=8),
     "gptj": dict(rotary_dim=8),

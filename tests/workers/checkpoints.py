@@ -129,6 +129,16 @@ _DELTA_NETS: dict[str, Any] = dict(  # three layers with a state, then one with 
 _DELTA_NET_EXPERTS = _DELTA_NETS | dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=64
 )
+_MAMBA: dict[str, Any] = dict(  # of most types with Mamba-2
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=32,
+    mamba_chunk_size=16,
+)
+_LFM2: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"])
 # Types that only the parity tests and the tests of their peculiarities cover: `serve` verifies them when it starts.
 FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("axk1", _DEEPSEEK | dict(n_group=2, topk_group=1)),
@@ -166,11 +176,59 @@ FURTHER_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA_NET_EXPERTS),
     "youtu": ("youtu", _LATENT | dict(tie_word_embeddings=True)),
 }
+# Types whose layers with a state are not divided over ranks.
+ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("bamba", {k: v for k, v in _MAMBA.items() if k != "layer_types"} | dict(attn_layer_indices=[1])),
+    "falcon-h1": (
+        "falcon_h1",
+        {k: v for k, v in _MAMBA.items() if k != "layer_types"}
+        | dict(
+            mamba_d_ssm=128,
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=True,
+            ssm_in_multiplier=1.3,
+            ssm_multipliers=[0.7, 1.2, 0.9, 1.1, 0.8],
+            key_multiplier=1.2,
+        ),
+    ),
+    "falcon-h1-no-norm": (
+        "falcon_h1",
+        {k: v for k, v in _MAMBA.items() if k != "layer_types"} | dict(mamba_d_ssm=128, mamba_rms_norm=False),
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        _MAMBA
+        | dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, position_embedding_type="rope")
+        | dict(embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.3, attention_multiplier=0.2),
+    ),
+    "lfm2": ("lfm2", _LFM2 | dict(conv_bias=True, block_multiple_of=16)),
+    "lfm2-moe": (
+        "lfm2_moe",
+        _LFM2 | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, num_dense_layers=1),
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        dict(
+            num_hidden_layers=6,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=32,
+            time_step_min=1e-5,  # transformers' decodes do not apply this limit
+            head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=48,
+        ),
+    ),
+}
 
 
 def tiny_config(arch: str, **overrides: Any) -> Any:
     """The config of a tiny model."""
-    model_type, differences = (ARCHITECTURES | FURTHER_ARCHITECTURES)[arch]
+    model_type, differences = (ARCHITECTURES | FURTHER_ARCHITECTURES | ONE_RANK)[arch]
     return CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **overrides})
 
 

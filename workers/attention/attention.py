@@ -8,7 +8,7 @@ transformers' mask interface, so no mask is built: the kernel applies causality,
 arguments on to their attention.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,10 +49,14 @@ class AttentionLayer(LayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What the attention layers of one forward pass need. `layers`, `layer_caches`: by layer index."""
+    """What the layers of one forward pass need.
+
+    `layers`: those with attention. `places`: by the layer's index in the model, its place in `layers`.
+    """
 
     metadata: AttentionMetadata
     layers: Sequence[AttentionLayer]
+    places: Mapping[int, int]
     layer_caches: LayerCaches
 
 
@@ -67,6 +71,11 @@ def use_step(step: AttentionStep) -> Iterator[None]:
         yield
     finally:
         _step.reset(token)
+
+
+def current_step() -> AttentionStep:
+    """The step of the innermost `use_step`. Raises LookupError outside of one."""
+    return _step.get()
 
 
 def register_attention() -> None:
@@ -91,8 +100,9 @@ def attend(
     The layer's parameters are those that the probe found. They replace the arguments that are ignored, because some
     models write their window only into the mask. `s_aux`: attention sinks, [heads].
     """
-    step, index = _step.get(), layer_index(module)
-    cache, layer = step.layer_caches[index], step.layers[index]
+    step = current_step()
+    place = step.places[layer_index(module)]
+    cache, layer = step.layer_caches[place], step.layers[place]
     assert isinstance(cache, KVCache)  # only our own code computes latent attention
     size = value.shape[3]
     if layer.kv_source is None:

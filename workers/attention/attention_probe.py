@@ -28,7 +28,12 @@ from coatcheck.workers.attention.attention import NAME, AttentionLayer, layer_in
 from coatcheck.workers.attention.dummy_weights import TokensMixed, use_dummy_weights
 from coatcheck.workers.attention.latent_description import LatentDescription
 from coatcheck.workers.attention.mask_probe import MaskRecorder, UnsupportedMask, find_sliding_window
-from coatcheck.workers.attention.state_layers import find_state_layers, has_output_gate, pass_tokens_alone
+from coatcheck.workers.attention.state_layers import (
+    find_mlp_layers,
+    find_state_layers,
+    has_output_gate,
+    pass_tokens_alone,
+)
 
 _PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is: no mask is built
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
@@ -115,15 +120,15 @@ def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLa
     model.config._attn_implementation = _MASKED_PROBE
     recording = _Recording(_module_names(model), num_tokens, max_model_len, masks)
     _run(model, _Tokens(_some_ids(model, num_tokens), torch.arange(num_tokens)), recording)
-    states = {state.spec.layer for state in find_state_layers(model)}
-    expected = [layer for layer in range(model.config.get_text_config().num_hidden_layers) if layer not in states]
-    missing = [str(layer) for layer in expected if layer not in recording.layers]
+    others = {state.spec.layer for state in find_state_layers(model)} | find_mlp_layers(model)
+    count = model.config.get_text_config().num_hidden_layers
+    missing = [str(layer) for layer in range(count) if layer not in recording.layers and layer not in others]
     if missing:
         named = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise _Unsupported(f"layers {named} attend, or keep a state, outside of transformers' attention interface")
-    if not expected:
+    if not recording.layers:
         raise _Unsupported("none of its layers has attention")
-    return [recording.layers[layer] for layer in expected]
+    return [recording.layers[layer] for layer in sorted(recording.layers)]
 
 
 def _check_tokens_are_independent(model: PreTrainedModel, max_model_len: int) -> None:

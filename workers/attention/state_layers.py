@@ -1,11 +1,11 @@
-"""The layers of a hybrid model that keep a state in place of keys and values: transformers' gated delta nets.
+"""The layers of a hybrid model that keep a state in place of keys and values, or beside them.
 
-Our own code computes these layers (workers/model/linear_attention.py). The probe of attention_probe.py refuses layers
-whose tokens interact outside of attention. So `pass_tokens_alone` removes the interaction of these layers while the
-probe runs, and the probe checks everything else.
+Our own code computes these layers (workers/model/linear_attention.py). The probe of
+attention_probe.py refuses layers whose tokens interact outside of attention. So `pass_tokens_alone` removes the
+interaction of these layers while the probe runs, and the probe checks everything else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -13,9 +13,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from coatcheck.workers.core.model_spec import DeltaNetSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 
-_DELTA_NETS: Final = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 # Attention whose query projection has each head's query and then its gate, by which the head's output is multiplied.
 _GATED_ATTENTIONS: Final = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 
@@ -32,22 +31,16 @@ class StateLayer:
 
 
 def find_state_layers(model: nn.Module) -> list[StateLayer]:
-    """The gated delta nets of `model` with the heads of all ranks, in the order of the layers."""
-    found = [
-        StateLayer(
-            name,
-            DeltaNetSpec(
-                layer=module.layer_idx,
-                key_heads=module.num_k_heads,
-                value_heads=module.num_v_heads,
-                key_dim=module.head_k_dim,
-                value_dim=module.head_v_dim,
-                conv_size=module.conv_kernel_size,
-            ),
-        )
-        for name, module in _delta_nets(model)
-    ]
-    return sorted(found, key=lambda state: state.spec.layer)
+    """The layers of `model` that keep a state, with the heads of all ranks, in the order of the layers."""
+    return sorted(
+        (StateLayer(name, spec) for name, _, spec in _state_modules(model)), key=lambda state: state.spec.layer
+    )
+
+
+def find_mlp_layers(model: nn.Module) -> set[int]:
+    """The layers of `model` that are an MLP or experts alone: no token reads another one there (nemotron_h)."""
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "NemotronHBlock"]
+    return {block.layer_idx for block in blocks if block.block_type in ("mlp", "moe")}
 
 
 def has_output_gate(attention: nn.Module) -> bool:
@@ -64,30 +57,81 @@ def interleave(others: Sequence[_Other], states: Sequence[tuple[int, _State]]) -
 
 @contextmanager
 def pass_tokens_alone(model: nn.Module) -> Iterator[None]:
-    """While inside, every gated delta net of `model` computes each token from itself alone, with the same linears."""
-    modules: list[Any] = [module for _, module in _delta_nets(model)]
-    for module in modules:
-        module.forward = _TokenwiseForward(module)
+    """While inside, every layer of `model` with a state computes each token from itself, with the same linears."""
+    modules = [(module, spec) for _, module, spec in _state_modules(model)]
+    for module, spec in modules:
+        module.forward = _TokenwiseForward(module, spec)
     try:
         yield
     finally:
-        for module in modules:
+        for module, _ in modules:
             del module.forward
 
 
 class _TokenwiseForward:
-    """The forward of a gated delta net without its recurrence: the linears of each token, with tanh between them."""
+    """The forward of a layer without its state: the linears of each token, with tanh between them."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, spec: StateSpec) -> None:
+        self._module, self._size = module, spec.inner_size
 
-    def __call__(self, hidden_states: Tensor, **ignored: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
         module = self._module
         names = [name for name, child in module.named_children() if name.startswith("in_proj")]
         wide = torch.cat([getattr(module, name)(hidden_states) for name in names], dim=-1)
-        out: Tensor = module.out_proj(torch.tanh(wide[..., : module.value_dim]))
+        out: Tensor = module.out_proj(torch.tanh(wide[..., : self._size]))
         return out
 
 
-def _delta_nets(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in _DELTA_NETS]
+def _read_delta_net(module: Any) -> DeltaNetSpec:
+    return DeltaNetSpec(
+        layer=module.layer_idx,
+        key_heads=module.num_k_heads,
+        value_heads=module.num_v_heads,
+        key_dim=module.head_k_dim,
+        value_dim=module.head_v_dim,
+        conv_size=module.conv_kernel_size,
+    )
+
+
+def _read_short_conv(module: Any) -> ShortConvSpec:
+    return ShortConvSpec(module.layer_idx, channels=module.conv.in_channels, conv_size=module.conv_kernel_size)
+
+
+def _read_mamba2(module: Any) -> Mamba2Spec:
+    return Mamba2Spec(
+        layer=module.layer_idx,
+        heads=module.num_heads,
+        head_dim=module.head_dim,
+        groups=module.n_groups,
+        state_size=module.ssm_state_size,
+        conv_size=module.conv_kernel_size,
+        norm_size=_norm_size(module),
+    )
+
+
+def _norm_size(mixer: Any) -> int:
+    """Elements that share a mean square in a Mamba-2 mixer's norm; 0 without a norm."""
+    norm = mixer.norm
+    if isinstance(norm, nn.Identity):
+        return 0
+    if hasattr(norm, "group_size"):
+        return int(norm.group_size)
+    return int(mixer.intermediate_size // getattr(norm, "n_groups", 1))
+
+
+# By the class of transformers' module.
+_READERS: Final[Mapping[str, Callable[[Any], StateSpec]]] = {
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _read_delta_net),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _read_short_conv),
+    **dict.fromkeys(
+        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), _read_mamba2
+    ),
+}
+
+
+def _state_modules(model: nn.Module) -> list[tuple[str, Any, StateSpec]]:
+    return [
+        (name, module, read(module))
+        for name, module in model.named_modules()
+        if (read := _READERS.get(type(module).__name__)) is not None
+    ]

@@ -74,6 +74,7 @@ def plan_sharding(
         shard_one = _shard_latent_attention if layer.is_latent else _shard_attention
         shard_one(plan, shapes, layer, shard)
     for state in states:
+        shard.shard_state(state.spec)  # raises InvalidConfig
         assert isinstance(state.spec, DeltaNetSpec)
         _shard_delta_net(plan, shapes, state.module, state.spec, shard)
     attention = {layer.module for layer in layers} | {state.module for state in states}

@@ -78,6 +78,11 @@ class StateSpec(ABC):
     def matrix(self) -> tuple[int, int, int] | None:
         """(heads, rows, columns) of the recurrence's state in float32; None for a layer without recurrence."""
 
+    @property
+    @abstractmethod
+    def inner_size(self) -> int:
+        """Elements of a token's output, before the output projection."""
+
     def bytes_per_sequence(self, itemsize: int) -> int:
         """Bytes of one sequence's state. `itemsize`: bytes of an element of the model's dtype."""
         matrix = 0 if self.matrix is None else math.prod(self.matrix)
@@ -109,6 +114,60 @@ class DeltaNetSpec(StateSpec):
     @property
     def matrix(self) -> tuple[int, int, int]:
         return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def inner_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec(StateSpec):
+    """One gated short convolution (LFM2), which remembers its last inputs alone. `conv_size`: tokens that it reads."""
+
+    channels: int
+    conv_size: int
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.conv_size - 1, self.channels
+
+    @property
+    def matrix(self) -> None:
+        return None
+
+    @property
+    def inner_size(self) -> int:
+        return self.channels
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec(StateSpec):
+    """One Mamba-2 mixer. `groups`: of heads, each with a B and a C of its own. `norm_size`: elements that share a mean
+    square in the norm behind the recurrence; 0 without such a norm."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    conv_size: int
+    norm_size: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.conv_size - 1, self.conv_channels
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        return self.heads, self.head_dim, self.state_size
+
+    @property
+    def inner_size(self) -> int:
+        return self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

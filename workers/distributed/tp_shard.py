@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, ShortConvSpec, StateSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 
 _Layer = TypeVar("_Layer", bound=LayerSpec)
@@ -65,9 +65,12 @@ class TpShard:
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads, token_shards=shards, token_shard=shard)
 
     def shard_state(self, layer: _State) -> _State:
-        """`layer` with this rank's key heads and the value heads that they serve."""
+        """`layer` with this rank's key heads and the value heads that they serve. Other kinds are not divided."""
+        if self.size == 1:
+            return layer
         if not isinstance(layer, DeltaNetSpec):
-            raise TypeError(f"no rule for {type(layer).__name__}")
+            kind = "short convolutions" if isinstance(layer, ShortConvSpec) else "Mamba-2 mixers"
+            raise InvalidConfig(f"tp {self.size} would divide {kind} over ranks, which is not supported; use tp 1")
         first, last = self.split_evenly(layer.key_heads, "the key heads of linear attention")
         group = layer.value_heads // layer.key_heads
         return replace(layer, key_heads=last - first, value_heads=(last - first) * group)

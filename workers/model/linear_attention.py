@@ -1,19 +1,27 @@
-"""LinearAttention: the gated delta net of a fused decoder layer, called as multi_head_attention.py is.
+"""Layers that keep a state: gated delta nets within fused decoder layers, others within transformers' own layers.
 
-Two linears read the normalised hidden states: one for q, k, v and z, one for the b and a of each value head. Qwen3.5
-has four linears for these, Qwen3-Next two whose rows are in order of the key heads; their rows are put in order here.
+LinearAttention is called as multi_head_attention.py is. Two linears read the normalised hidden states: one for q, k, v
+and z, one for the b and a of each value head. Qwen3.5 has four linears for these, Qwen3-Next two whose rows are in
+order of the key heads; their rows are put in order here.
+
+`adapt_state_layer` replaces the forward of transformers' module, a short convolution (LFM2) or a Mamba-2 mixer: our
+kernels compute what lies between its projections, over the flattened tokens of a step, with the states of each
+sequence's slot.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
+from coatcheck.kernels.attention.mamba2 import GatedNorm, Mamba2
+from coatcheck.kernels.attention.short_conv import Convolution, ShortConv
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.workers.attention.attention import current_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
-from coatcheck.workers.core.model_spec import DeltaNetSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
 
@@ -77,3 +85,64 @@ def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
         for group in range(groups):
             start = group * sum(sizes) + sum(sizes[:part])
             yield start, start + size
+
+
+def adapt_state_layer(module: Any, spec: StateSpec, place: int) -> None:
+    """Make `module`, with this rank's weights, compute with the state at `place` of the step's caches."""
+    assert isinstance(spec, ShortConvSpec | Mamba2Spec), "prepare_model leaves gated delta nets to fusion.py"
+    mixer = _read_short_conv(module) if isinstance(spec, ShortConvSpec) else _read_mamba2(module, spec)
+    module.forward = _MixerForward(module, mixer, place)
+
+
+class _MixerForward:
+    """[1, T, hidden] -> [1, T, hidden]. `place`: of the state in the step's caches."""
+
+    def __init__(self, module: Any, mixer: ShortConv | Mamba2, place: int) -> None:
+        self._module, self._mixer, self._place = module, mixer, place
+        # falcon_h1: factors of the input and of each column of the projection.
+        self._input_factor = getattr(module, "ssm_in_multiplier", None)
+        self._factors: Tensor | None = getattr(module, "mup_vector", None)
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
+        step = current_step()
+        metadata, state = step.metadata, step.layer_caches[self._place]
+        assert metadata.state_slots is not None, "the step of a hybrid model has slots"
+        assert isinstance(state, RecurrentState)
+        if self._input_factor is not None:
+            hidden_states = hidden_states * self._input_factor
+        wide: Tensor = self._module.in_proj(hidden_states)
+        if self._factors is not None:
+            wide = wide * self._factors
+        rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q)
+        out: Tensor = self._module.out_proj(self._mixer(wide[0], state, rows)[None])
+        return out
+
+
+def _read_short_conv(module: Any) -> ShortConv:
+    return ShortConv(_read_convolution(module.conv))
+
+
+def _read_mamba2(module: Any, spec: Mamba2Spec) -> Mamba2:
+    norm = None
+    if spec.norm_size:
+        norm = GatedNorm(
+            weight=module.norm.weight.detach(),
+            eps=module.norm.variance_epsilon,
+            groups=spec.inner_size // spec.norm_size,
+            norm_first=getattr(module.norm, "norm_before_gate", False),
+        )
+    return Mamba2(
+        conv=_read_convolution(module.conv1d),
+        a_log=module.A_log.detach(),
+        dt_bias=module.dt_bias.detach(),
+        skip=module.D.detach(),
+        norm=norm,
+        dt_limits=module.time_step_limit,
+        groups=spec.groups,
+        head_dim=spec.head_dim,
+        state_size=spec.state_size,
+    )
+
+
+def _read_convolution(conv: nn.Conv1d) -> Convolution:
+    return Convolution(conv.weight.detach().squeeze(1), None if conv.bias is None else conv.bias.detach())

@@ -25,7 +25,7 @@ class LmHead:
     def __init__(self, model: PreTrainedModel) -> None:
         get_linear: Any = model.get_output_embeddings
         linear = get_linear()
-        setattr(model, model.base_model_prefix, _PassThroughBody())
+        setattr(model, model.base_model_prefix, _PassThroughBody(model.base_model))
         self.model: Any = model
         self._linear_name = next((name for name, module in model.named_modules() if module is linear), None)
         self._only_linear: nn.Module | None = None
@@ -116,6 +116,13 @@ class _BodyOutput(MoeModelOutputWithPast):
 
 
 class _PassThroughBody(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        """Has the numbers of `base`: the head of falcon_h1 reads one."""
+        super().__init__()
+        for name, value in vars(base).items():
+            if type(value) in (int, float):
+                setattr(self, name, value)
+
     @property
     def decoder(self) -> Self:
         """OPT's head calls this part of its base model."""

@@ -28,6 +28,7 @@ from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.model_alias import is_alias, resolve_alias
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
 from coatcheck.workers.checkpoint.text_tower import text_fields, text_model_type
+from coatcheck.workers.core.model_spec import DeltaNetSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.attention_adapters import adapt_attention, needs_adapter
 from coatcheck.workers.model.fusion import LATENT_TYPES, is_fusable
@@ -102,11 +103,18 @@ def prepare_model(
         probe_head(causal)
     states = find_state_layers(causal)
     check_convolutions(config.model_type, [state.spec for state in states])
-    if states and not is_fusable(causal):
+    if any(isinstance(state.spec, DeltaNetSpec) for state in states) and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
             "with silu; set hidden_act, if config.json is wrong"
         )
+    for state in states:
+        activation = getattr(causal.get_submodule(state.module), "activation", "silu")
+        if activation not in ("silu", "swish"):
+            raise InvalidModel(
+                f"{config.model_type} with {activation} behind its convolutions cannot be served: Mamba-2 is served "
+                "with silu; correct hidden_act or mamba_hidden_act, if config.json is wrong"
+            )
     if any(layer.is_latent for layer in layers) and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
@@ -242,6 +250,10 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
         if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
             model.base_model_prefix = "model"
         uninitialised = _compute_buffers(model, model, device)
+        if uninitialised:  # falcon_h1's base model initialises the buffers of its mixers
+            with torch.no_grad():
+                model._init_weights(model.base_model)
+            uninitialised = _unset_buffers(model)
         pin_rope_scaling(model, max_model_len)
     except CoatcheckError:
         raise
@@ -336,6 +348,13 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
         initialise: Any = model._init_weights  # untyped in transformers
         initialise(module)
     return uninitialised + [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
+
+
+def _unset_buffers(model: nn.Module) -> list[str]:
+    """The non-persistent buffers that `_compute_buffers` could not fill: NaN, or no floats."""
+    names = [(module, name) for module in model.modules() for name in sorted(module._non_persistent_buffers_set)]
+    buffers = [(name, buffer) for module, name in names if (buffer := module._buffers[name]) is not None]
+    return [name for name, buffer in buffers if not buffer.is_floating_point() or bool(buffer.isnan().any())]
 
 
 def check_deterministic(

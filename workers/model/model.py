@@ -22,8 +22,9 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind, quantise
 from coatcheck.kernels.lora.lora_step import LoraStep
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
-from coatcheck.workers.attention.attention import AttentionLayer, AttentionStep, LayerCaches, use_step
+from coatcheck.workers.attention.attention import AttentionLayer, AttentionStep, LayerCaches, layer_index, use_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
+from coatcheck.workers.attention.state_layers import StateLayer
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.model_alias import sparse_attention_note
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
@@ -37,6 +38,7 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.lora.attach_adapters import LoraTarget, attach_adapters
 from coatcheck.workers.lora.open_adapters import open_adapters
 from coatcheck.workers.model.fusion import fuse
+from coatcheck.workers.model.linear_attention import adapt_state_layer
 from coatcheck.workers.model.lm_head import LmHead
 from coatcheck.workers.model.meta_model import adaptable_linears, check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard, check_state_device
@@ -242,7 +244,7 @@ def load_model(
     if shard.size > 1:
         apply_tensor_parallel(causal, prepared.plan, layers, config.vocab_size, communicator)
     body = fuse(causal, layers, states, communicator, batch_invariant=deterministic) or TransformersBody(
-        causal.base_model, layers, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
+        causal, layers, states, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
     )
     prefix = next(name for name, module in causal.named_modules() if module is causal.base_model)
     targets = {f"{prefix}.{name}".lstrip("."): target for name, target in body.lora_targets().items()}
@@ -311,17 +313,21 @@ class TransformersBody:
 
     def __init__(
         self,
-        base: nn.Module,
+        causal: Any,
         layers: Sequence[AttentionLayer],
+        states: Sequence[StateLayer],
         *,
         batch_invariant: bool,
         unpackable: Collection[nn.Module],
     ) -> None:
-        self.base = base
+        self.base: nn.Module = causal.base_model
         self.lora_step = LoraStep()
         self._layers = layers
-        replace_experts(base, batch_invariant=batch_invariant)
-        pack_linears(base, batch_invariant=batch_invariant, exclude=unpackable)
+        self._places = {layer_index(causal.get_submodule(layer.module)): i for i, layer in enumerate(layers)}
+        for place, state in enumerate(states, len(layers)):
+            adapt_state_layer(causal.get_submodule(state.module), state.spec, place)
+        replace_experts(self.base, batch_invariant=batch_invariant)
+        pack_linears(self.base, batch_invariant=batch_invariant, exclude=unpackable)
 
     def __call__(
         self,
@@ -331,7 +337,7 @@ class TransformersBody:
         layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        with use_step(AttentionStep(metadata, self._layers, layer_caches)):
+        with use_step(AttentionStep(metadata, self._layers, self._places, layer_caches)):
             hidden: Tensor = self.base(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             ).last_hidden_state

@@ -10,7 +10,7 @@ from typing import Any, Final
 from coatcheck.kernels.linear_attention.head_sizes import MAX_STATE, fits_gpu
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
-from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, StateSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, ShortConvSpec, StateSpec
 
 # Fields of DeepSeek's own code that transformers' classes do not read, and the values that they compute.
 _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
@@ -23,7 +23,7 @@ _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
 }
 
-_MAX_TAPS: Final = 8  # of a convolution: kernels/attention/gated_delta_net.py computes no more
+_MAX_TAPS: Final = 8  # of a convolution: the kernels compute no more
 
 
 def check_docstrings() -> None:
@@ -146,22 +146,35 @@ def check_deterministic_heads(layer: LayerSpec) -> None:
 
 
 def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidConfig for heads of linear attention that the C library does not compute."""
+    """Raise InvalidConfig for sizes of layers with a state that the C library does not compute."""
     for layer in layers:
         if isinstance(layer, DeltaNetSpec) and any(dim % 16 or dim > 256 for dim in (layer.key_dim, layer.value_dim)):
             raise InvalidConfig(
                 "deterministic on CPU needs a linear_key_head_dim and a linear_value_head_dim that are multiples of 16 "
                 f"and at most 256 (here: {layer.key_dim}, {layer.value_dim}); leave --deterministic out"
             )
+        if isinstance(layer, ShortConvSpec) and layer.channels % 16:
+            raise InvalidConfig(
+                "deterministic on CPU needs a hidden_size that is a multiple of 16 for short convolutions (here: "
+                f"{layer.channels}); leave --deterministic out"
+            )
+        sizes = (layer.state_size, layer.conv_channels, layer.norm_size) if isinstance(layer, Mamba2Spec) else ()
+        if any(size % 16 for size in sizes):
+            raise InvalidConfig(
+                "deterministic on CPU needs Mamba-2 mixers whose state size, channels and groups of the norm are "
+                f"multiples of 16 (here: {', '.join(map(str, sizes))}); leave --deterministic out"
+            )
 
 
 def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidModel for a convolution before a gated delta net that kernels do not compute."""
+    """Raise InvalidModel for a convolution of a layer with a state that kernels do not compute."""
+    fields = {DeltaNetSpec: "linear_conv_kernel_dim", ShortConvSpec: "conv_L_cache", Mamba2Spec: "mamba_d_conv"}
     for layer in layers:
-        if isinstance(layer, DeltaNetSpec) and layer.conv_size > _MAX_TAPS:
+        size, field = layer.window[0] + 1, fields[type(layer)]
+        if size > _MAX_TAPS:
             raise InvalidModel(
-                f"{model_type} with linear_conv_kernel_dim {layer.conv_size} cannot be served: convolutions read at "
-                f"most {_MAX_TAPS} tokens; correct linear_conv_kernel_dim, if config.json is wrong"
+                f"{model_type} with {field} {size} cannot be served: convolutions read at most {_MAX_TAPS} tokens; "
+                f"correct {field}, if config.json is wrong"
             )
 
 

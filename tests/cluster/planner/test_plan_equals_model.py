@@ -35,7 +35,7 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.meta_model import build_meta_model, read_config
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
-from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
+from tests.workers.checkpoints import ARCHITECTURES, ONE_RANK, tiny_checkpoint, tiny_config
 from tests.workers.model.architectures import SERVED, shape_of
 from tests.workers.multimodal_checkpoints import write_multimodal
 from tests.workers.rank_client import read_registration
@@ -106,7 +106,7 @@ def test_weights_of_other_families(arch: str) -> None:
     assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
 
 
-@pytest.mark.parametrize("arch", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("arch", ["qwen3-next", "qwen3.5", "qwen3.5-moe", *ONE_RANK])
 def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, tmp_path: Path) -> None:
     """Layers with attention, states and their bytes are those of the loaded model, and weights are within 2%."""
     path = tiny_checkpoint(arch, tmp_path)
@@ -129,8 +129,9 @@ def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, t
     assert "--max-num-seqs 7" in " ".join(sizing.notes)
     counted = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states).total
     assert counted == pytest.approx(spec.num_weights, rel=0.02)
-    with pytest.raises(InvalidConfig, match="the states of 1,000,000 sequences take .* lower concurrency"):
-        Sizing.of(PlanSettings(model=str(path), concurrency=1_000_000, gpu_memory=8 * 2**30))
+    too_many = 8 * 2**30 // spec.state_bytes + 1
+    with pytest.raises(InvalidConfig, match=f"the states of {too_many:,} sequences take .* lower concurrency"):
+        Sizing.of(PlanSettings(model=str(path), concurrency=too_many, gpu_memory=8 * 2**30))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4"])

@@ -155,7 +155,7 @@ def test_the_model_is_left_as_it_was() -> None:
     [
         ("llama", dict(hidden_size=16384, intermediate_size=53248, num_hidden_layers=8, num_attention_heads=128,
                        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)),
-        ("falcon_h1", {}),
+        ("jamba", {}),
     ],
 )  # fmt: skip
 def test_a_probe_takes_seconds_at_any_size(model_type: str, differences: dict[str, Any]) -> None:

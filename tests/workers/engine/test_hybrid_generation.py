@@ -13,7 +13,7 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.model_spec import DeltaNetSpec
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 from coatcheck.workers.core.request import EngineRequest, Pooling
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
@@ -31,7 +31,7 @@ from coatcheck.workers.runner.kv_memory import allocate_kv_pool, make_states
 from coatcheck.workers.runner.memory_budget import subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
 from tests.resident_memory import resident_bytes, wait_until_populated
-from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+from tests.workers.checkpoints import ONE_RANK, VOCAB, tiny_checkpoint
 
 PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(45)]
 GREEDY = SamplingParams(max_tokens=200, seed=1, ignore_eos=True, temperature=0.0)
@@ -53,7 +53,10 @@ def model(checkpoint: Path) -> Model:
 @pytest.fixture(scope="module")
 def make(model: Model) -> Make:
     """Creates engines, each with a new pool and new states."""
+    return engines_of(model)
 
+
+def engines_of(model: Model) -> Make:
     def make_engine(
         num_blocks: int = 200,
         budget: int = 256,
@@ -99,13 +102,33 @@ def alone(make: Make) -> list[int]:
     return run(make(), ask())["a", 0]
 
 
-def test_200_greedy_tokens_are_transformers_own(make: Make, checkpoint: Path) -> None:
-    """In float32 the 200 token ids after a prompt of 45, computed in chunks of 16, are those of its `generate`."""
+def greedy_tokens(checkpoint: Path) -> list[int]:
+    """The 200 token ids that transformers' `generate` puts behind the prompt in float32."""
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     reference.generation_config.eos_token_id = None
     ids = torch.tensor([PROMPT])
     out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=200, do_sample=False)  # type: ignore[misc]
-    assert run(make(budget=16), ask(sampling=GREEDY))["a", 0] == out[0, len(PROMPT) :].tolist()
+    ids_behind: list[int] = out[0, len(PROMPT) :].tolist()
+    return ids_behind
+
+
+def test_200_greedy_tokens_are_transformers_own(make: Make, checkpoint: Path) -> None:
+    """In float32 the 200 token ids after a prompt of 45, computed in chunks of 16, are those of its `generate`."""
+    assert run(make(budget=16), ask(sampling=GREEDY))["a", 0] == greedy_tokens(checkpoint)
+
+
+@pytest.mark.parametrize("arch", sorted(ONE_RANK))
+def test_200_greedy_tokens_of_further_types(arch: str, tmp_path: Path) -> None:
+    """Short convolutions and Mamba-2: whole, and in chunks of 16 beside neighbours with a preemption."""
+    checkpoint = tiny_checkpoint(arch, tmp_path)
+    make = engines_of(load_model(checkpoint, communicator=Communicator(), device="cpu"))
+    wanted = greedy_tokens(checkpoint)
+    assert run(make(), ask(sampling=GREEDY))["a", 0] == wanted
+    engine = make(budget=16, num_blocks=70)
+    requests = [ask(name, sampling=GREEDY) for name in ("first", "a", "third")]
+    said = run(engine, *requests, ask("other", PROMPT[5:]))
+    assert engine.stats().preemptions > 0
+    assert said["first", 0] == said["a", 0] == said["third", 0] == wanted
 
 
 @pytest.mark.parametrize("budget", [3, 16, 44])
@@ -262,6 +285,7 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     assert subtract_states(config, 2 * wanted + 5, wanted, 2) == 5
     with pytest.raises(InvalidConfig, match="states of 256 sequences take .* on each of 2 ranks.*; lower max-num-seqs"):
         subtract_states(config, 2 * wanted, wanted, 2)
+    assert isinstance(layer, DeltaNetSpec)
     with pytest.raises(
         InvalidConfig, match="tp 3 does not divide the key heads of linear attention .4.; use a divisor"
     ):
@@ -272,6 +296,24 @@ def test_settings_that_do_not_fit_a_state_are_refused(model: Model) -> None:
     check_deterministic_states([layer])
     with pytest.raises(InvalidConfig, match="multiples of 16 and at most 256 .here: 24, 32."):
         check_deterministic_states([replace(layer, key_dim=24)])
+
+
+def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
+    """Short convolutions and Mamba-2 are refused over ranks, and --deterministic for sizes that C does not compute."""
+    conv = ShortConvSpec(0, channels=32, conv_size=3)
+    mamba = Mamba2Spec(0, heads=8, head_dim=16, groups=2, state_size=32, conv_size=4, norm_size=64)
+    with pytest.raises(InvalidConfig, match="tp 2 would divide Mamba-2 mixers over ranks, .*; use tp 1"):
+        TpShard(0, 2).shard_state(mamba)
+    with pytest.raises(InvalidConfig, match="tp 2 would divide short convolutions over ranks, .*; use tp 1"):
+        TpShard(0, 2).shard_state(conv)
+    check_convolutions("lfm2", [mamba, conv])
+    with pytest.raises(InvalidModel, match="lfm2 with conv_L_cache 9 cannot be served: .* at most 8 tokens"):
+        check_convolutions("lfm2", [replace(conv, conv_size=9)])
+    check_deterministic_states([mamba, conv])
+    with pytest.raises(InvalidConfig, match="multiples of 16 .here: 24, 224, 64."):
+        check_deterministic_states([replace(mamba, state_size=24)])
+    with pytest.raises(InvalidConfig, match="multiple of 16 for short convolutions .here: 24."):
+        check_deterministic_states([replace(conv, channels=24)])
 
 
 def test_a_group_starts_again_beside_groups_that_have_their_states(model: Model) -> None:

@@ -1,0 +1,156 @@
+"""HybridLayers: which layers of a hybrid family attend, which keep a state, and of what size, from config.json alone.
+
+With the defaults of transformers' config classes. Lists of layer types may have the names of older releases.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Self
+
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+
+_ATTENTION: Final = frozenset({"full_attention", "attention", "hybrid"})
+_STATE: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+_MLP: Final = frozenset({"mlp", "moe"})
+# The letters of nemotron_h's hybrid_override_pattern.
+_LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+@dataclass(frozen=True, slots=True)
+class HybridLayers:
+    """`kinds`: of each layer. `has_mlp_layers`: MLPs are layers of their own (nemotron_h). `states`: of the layers that
+    keep one."""
+
+    kinds: tuple[str, ...]
+    has_mlp_layers: bool
+    states: tuple[StateSpec, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self | None:
+        """None for a family with attention in every layer. Raises InvalidModel if fields are missing."""
+        if (read := _STATE_OF.get(config.model_type)) is None:
+            return None
+        kinds = _layer_kinds(config)
+        states = tuple(read(config, layer) for layer, kind in enumerate(kinds) if kind in _STATE)
+        return cls(kinds, config.model_type == "nemotron_h", states)
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        """The layers with attention."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind in _ATTENTION)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts: in nemotron_h an MLP is a layer of its own."""
+        return not self.has_mlp_layers or self.kinds[layer] in _MLP
+
+    def has_experts(self, layer: int) -> bool | None:
+        """Whether the layer's MLP is a mixture of experts; None if its kind does not say."""
+        return self.kinds[layer] == "moe" if self.has_mlp_layers else None
+
+
+def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The kind of every layer. Raises InvalidModel for a kind that is not served."""
+    values, family = config.values, config.model_type
+    count = config.number("num_hidden_layers", "n_layer", "num_layers", default=0)
+    listed = values.get("layers_block_type") or values.get("layer_types")
+    pattern = values.get("hybrid_override_pattern")
+    if family == "falcon_h1":
+        kinds = ["hybrid"] * count
+    elif family == "bamba":
+        attending = values.get("attn_layer_indices") or []
+        kinds = ["full_attention" if layer in attending else "linear_attention" for layer in range(count)]
+    elif isinstance(listed, list):
+        kinds = [str(kind) for kind in listed]
+    elif isinstance(pattern, str):
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern]
+    elif family == "lfm2":
+        attending = values.get("full_attn_idxs")
+        kinds = ["full_attention" if attending is None or layer in attending else "conv" for layer in range(count)]
+    elif family in _DELTA_NETS:
+        interval = config.count("full_attention_interval", default=4)
+        kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
+    else:
+        raise InvalidModel(f"{config.name}: config.json has no layer_types, which sizing needs; add it")
+    if family != "nemotron_h" and len(kinds) != count:
+        raise InvalidModel(f"{config.name}: config.json has {len(kinds)} layer_types for {count} layers")
+    unknown = sorted(set(kinds) - _ATTENTION - _STATE - _MLP)
+    if unknown:
+        raise InvalidModel(
+            f"{config.name}: layers of kind {', '.join(unknown)} keep state outside of the KV cache; "
+            "such models are not served"
+        )
+    return tuple(kinds)
+
+
+def _delta_net(config: ModelConfig, layer: int) -> DeltaNetSpec:
+    key_heads, value_heads = (
+        config.count(name, default=default)
+        for name, default in (("linear_num_key_heads", 16), ("linear_num_value_heads", 32))
+    )
+    if value_heads % key_heads:
+        raise InvalidModel(
+            f"{config.name}: config.json has {key_heads} linear_num_key_heads for {value_heads} "
+            "linear_num_value_heads; the key heads must divide the value heads"
+        )
+    return DeltaNetSpec(
+        layer=layer,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.count("linear_key_head_dim", default=128),
+        value_dim=config.count("linear_value_head_dim", default=128),
+        conv_size=config.count("linear_conv_kernel_dim", default=4),
+    )
+
+
+def _short_conv(config: ModelConfig, layer: int) -> ShortConvSpec:
+    return ShortConvSpec(layer, config.count("hidden_size"), config.count("conv_L_cache", default=3))
+
+
+def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
+    """Of granitemoehybrid, bamba and falcon_h1."""
+    heads = config.count("mamba_n_heads", default=128)
+    inner = config.count("mamba_expand", default=2) * config.count("hidden_size")
+    has_norm = True
+    if config.model_type == "falcon_h1":
+        inner = config.count("mamba_d_ssm", default=inner if "mamba_d_ssm" in config.values else 1024)
+        has_norm = bool(config.values.get("mamba_rms_norm"))
+    if inner % heads:
+        raise InvalidModel(
+            f"{config.name}: config.json has {heads} mamba_n_heads for {inner} elements of the mixer; the heads must "
+            "divide them"
+        )
+    groups = config.count("mamba_n_groups", default=1)
+    return Mamba2Spec(
+        layer=layer,
+        heads=heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_size=config.count("mamba_d_state", default=256),
+        conv_size=config.count("mamba_d_conv", default=4),
+        norm_size=inner // groups if has_norm else 0,
+    )
+
+
+def _nemotron_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
+    heads, head_dim = config.count("mamba_num_heads", default=128), config.count("mamba_head_dim", default=64)
+    groups = config.count("mamba_n_groups", "n_groups", default=8)
+    return Mamba2Spec(
+        layer=layer,
+        heads=heads,
+        head_dim=head_dim,
+        groups=groups,
+        state_size=config.count("ssm_state_size", default=128),
+        conv_size=config.count("mamba_d_conv", "conv_kernel", default=4),
+        norm_size=heads * head_dim // groups,
+    )
+
+
+_DELTA_NETS: Final = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_STATE_OF: Final[dict[str, Callable[[ModelConfig, int], StateSpec]]] = {
+    **dict.fromkeys(_DELTA_NETS, _delta_net),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _short_conv),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _mamba2),
+    "nemotron_h": _nemotron_mamba2,
+}

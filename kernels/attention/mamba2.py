@@ -1,0 +1,164 @@
+"""A Mamba-2 mixer between its projections: convolution, state space, gated norm (Dao and Gu, 2024, 2405.21060).
+
+For each token, with the columns z (gate), [x | B | C] and dt of its row, per head h with the B and C of its group:
+
+    x, B, C = silu(convolution of [x | B | C])              each channel by itself, rounded to the dtype
+    d = clamp(softplus(dt + dt_bias), dt_limits)            float32 from here on
+    S = exp(-exp(a_log) * d) * S + (d * x) B^T              S [head_dim, state_size]
+    y = S C + skip * x
+    out = norm_weight * norm(y * silu(z))                   norm: y / sqrt(mean y^2 + eps), in each of its groups
+
+With `norm_first`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z).
+
+Shapes, with inner = heads * head_dim and channels = inner + 2 * groups * state_size: rows [T, inner + channels + heads]
+with columns z, x, B, C and dt; rows may be strided; out [T, inner]. Every form takes the tokens of a sequence one after
+the other, so a result has the same bits in any chunks and beside any other sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.attention.short_conv import Convolution
+from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
+from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedNorm:
+    """weight [inner] in the model's dtype. `groups`: each has a mean square. `norm_first`: before the gate."""
+
+    weight: Tensor
+    eps: float
+    groups: int
+    norm_first: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2:
+    """a_log, dt_bias and skip (transformers' D): [heads]. `dt_limits`: least and most."""
+
+    conv: Convolution
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: GatedNorm | None
+    dt_limits: tuple[float, float]
+    groups: int
+    head_dim: int
+    state_size: int
+    # As the kernels read them, in float32: -exp(a_log) and the others.
+    _rates: Tensor = field(init=False)
+    _biases: Tensor = field(init=False)
+    _skips: Tensor = field(init=False)
+    _scales: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_shape("dt_bias", self.dt_bias, (self.heads,))
+        check_shape("skip", self.skip, (self.heads,))
+        if self.heads % self.groups:
+            refuse("a_log", f"a multiple of {self.groups} heads", self.heads)
+        if self.conv.channels != self.inner + 2 * self.groups * self.state_size:
+            refuse("conv", "a channel for each element of x, B and C", self.conv.channels)
+        if self.norm is not None:
+            check_shape("norm", self.norm.weight, (self.inner,))
+            if self.inner % self.norm.groups:
+                refuse("norm", f"a multiple of {self.norm.groups} elements", self.inner)
+        for name, tensor in (
+            ("_rates", -self.a_log.detach().float().exp()),
+            ("_biases", self.dt_bias.detach().float()),
+            ("_skips", self.skip.detach().float()),
+            ("_scales", None if self.norm is None else self.norm.weight.detach().float()),
+        ):
+            object.__setattr__(self, name, None if tensor is None else tensor.contiguous())
+
+    @property
+    def heads(self) -> int:
+        return self.a_log.shape[0]
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def fits_native(self) -> bool:
+        """Whether the C form computes these sizes: it has whole vectors of states and of the norm's groups."""
+        norm_size = self.inner if self.norm is None else self.inner // self.norm.groups
+        return self.conv.fits_native and self.state_size % 16 == 0 and norm_size % 16 == 0
+
+    def __call__(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
+        """out. Replaces the states in the slots of `rows`. Raises LaunchRefused."""
+        _check(projected, self.inner + self.conv.channels + self.heads)
+        rows.check(projected.device)
+        state.check_shapes(self.conv.window, (self.heads, self.head_dim, self.state_size), projected)
+        assert state.matrix is not None
+        library = native.library_for(projected)
+        if library is None or not self.fits_native:
+            return self.reference(projected, state, rows)
+        tokens, norm = projected.shape[0], self.norm
+        out = projected.new_empty((tokens, self.inner))
+        inputs = out.new_empty((tokens, self.conv.channels), dtype=torch.float32)
+        sums = out.new_zeros((tokens, self.inner), dtype=torch.float32)  # padding has no sum
+        library.mamba2(
+            native.MAMBA2.pack(
+                *self.conv.arguments(state, rows, tokens), projected.data_ptr(), self._rates.data_ptr(),
+                self._biases.data_ptr(), self._skips.data_ptr(),
+                0 if self._scales is None else self._scales.data_ptr(), state.matrix.data_ptr(), inputs.data_ptr(),
+                sums.data_ptr(), out.data_ptr(), projected.stride(0), self.heads, self.head_dim, self.groups,
+                self.state_size, 0 if norm is None else self.inner // norm.groups,
+                norm is not None and norm.norm_first, *self.dt_limits, 0.0 if norm is None else norm.eps, 0.0,
+            )
+        )  # fmt: skip
+        return out
+
+    def reference(self, projected: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
+        """The formula in torch, token by token."""
+        out = projected.new_zeros((projected.shape[0], self.inner))
+        for part, slot, is_new in rows.sequences():
+            if is_new:
+                for tensor in state.tensors:
+                    tensor[slot].zero_()
+            out[part] = self._compute_sequence(projected[part], state, slot)
+        return out
+
+    def _compute_sequence(self, projected: Tensor, state: RecurrentState, slot: int) -> Tensor:
+        assert state.matrix is not None
+        dtype, count, heads = projected.dtype, projected.shape[0], self.heads
+        gate, xbc, dt = projected.split_with_sizes((self.inner, self.conv.channels, heads), dim=1)
+        xbc = F.silu(self.conv.reference(xbc, state.window[slot])).float()
+        columns = self.groups * self.state_size
+        x, b, c = xbc.split_with_sizes((self.inner, columns, columns), dim=1)
+        x = x.view(count, heads, self.head_dim)
+        b, c = (
+            part.view(count, self.groups, self.state_size).repeat_interleave(heads // self.groups, 1) for part in (b, c)
+        )
+        steps = F.softplus(dt.float() + self._biases).clamp(*self.dt_limits)
+        decays = (steps * self._rates).exp()
+        matrix = state.matrix[slot]
+        outs = []
+        for t in range(count):
+            matrix = matrix * decays[t, :, None, None] + (steps[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
+            outs.append((matrix * c[t, :, None, :]).sum(2) + self._skips[:, None] * x[t])
+        state.matrix[slot] = matrix
+        return self._norm_and_gate(torch.stack(outs).view(count, self.inner), F.silu(gate.float())).to(dtype)
+
+    def _norm_and_gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        norm = self.norm
+        if norm is None:
+            return y * gate
+        grouped = (y if norm.norm_first else y * gate).unflatten(1, (norm.groups, -1))
+        normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + norm.eps)
+        y = normed.flatten(1).to(norm.weight.dtype).float() * norm.weight.float()
+        return y * gate if norm.norm_first else y
+
+
+@once_per_geometry
+def _check(projected: Tensor, columns: int) -> None:
+    check_shape("projected", projected, (None, columns))
+    check_dtype("projected", projected, *FLOATS)
+    check_rows("projected", projected)

@@ -1,0 +1,31 @@
+/* The arguments of the layers that keep a state, as kernels/attention/short_conv.py and mamba2.py pack them. */
+#pragma once
+#include <stdint.h>
+
+/* A depthwise convolution over the tokens of each sequence. */
+typedef struct {
+    const float *taps, *bias; /* [taps_count][channels], oldest first; [channels] or null */
+    void *window;             /* [slots][taps_count - 1][channels] */
+    const int64_t *slots;     /* of each sequence */
+    const int32_t *seq_lens, *cu_seqlens;
+    int64_t sequences, tokens, channels, taps_count, type;
+} Convolution;
+
+typedef struct {
+    Convolution conv;
+    const void *rows; /* [tokens] rows `stride` elements apart: B, C and x of all channels */
+    void *out;        /* [tokens][channels] */
+    int64_t stride;
+} ShortConv;
+
+typedef struct {
+    Convolution conv;
+    const void *rows;    /* [tokens] rows `stride` elements apart: gate, x, B, C and dt */
+    const float *rates, *biases, *skips; /* [heads]: -exp(a_log), dt_bias, D */
+    const float *norm;   /* [heads * head_dim]; null: none */
+    float *matrix;       /* [slots][heads][head_dim][state_size] */
+    float *inputs, *sums; /* scratch: [tokens][channels], [tokens][heads * head_dim] */
+    void *out;           /* [tokens][heads * head_dim] */
+    int64_t stride, heads, head_dim, groups, state_size, norm_size, norm_first;
+    float least, most, eps, unused; /* limits of dt */
+} Mamba2;
