@@ -4,6 +4,7 @@ Switches, layer types, activations, multipliers and kinds of scaling stay as the
 windows and original context lengths shorter than the prompts that are compared, and of the layers the first few remain.
 """
 
+import math
 import re
 import sys
 from copy import deepcopy
@@ -46,7 +47,9 @@ _MOST: Final = tuple(
 )
 _SIZE: Final = re.compile(r".*(size|dim|rank|inner|width|channels|hidden|ffn|embd|intermediate)(_.*)?|d_ff")
 # Lists of layer indices. Lists with an element for each layer are recognised by their length.
-_LAYER_INDICES: Final = ("mlp_only_layers", "moe_layers", "dense_layers", "global_attn_layers")
+_LAYER_INDICES: Final = (
+    "mlp_only_layers", "moe_layers", "dense_layers", "global_attn_layers", "attn_layer_indices", "full_attn_idxs",
+)  # fmt: skip
 # The number of first layers of another kind.
 _FIRST_LAYERS: Final = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
@@ -83,7 +86,9 @@ def _count_layers(config: Any) -> int:
     kinds = getattr(config, "layer_types", None)
     if old <= most or not isinstance(kinds, list) or len(kinds) != old:
         return min(old, most)
-    return next((count for count in range(most, 0, -1) if kinds[count - 1] == kinds[-1]), most)
+    least = max(kinds.index(kind) + 1 for kind in kinds)  # nemotron_h may attend first in its 15th layer
+    most = max(most, least)
+    return next((count for count in range(most, least - 1, -1) if kinds[count - 1] == kinds[-1]), most)
 
 
 class _Shrinker:
@@ -111,7 +116,13 @@ class _Shrinker:
 
     def shrink(self) -> dict[str, Any]:
         """The small config's fields."""
-        return self._fields(self.values)
+        values = self._fields(self.values)
+        if values.get("mamba_n_heads") and values.get("mamba_d_ssm") is None:
+            # The mixer's heads are together as wide as mamba_expand * hidden_size.
+            inner, head_dim = values["mamba_expand"] * self.hidden, _HEAD_DIM // 2
+            groups = math.gcd(values.get("mamba_n_groups") or 1, inner // head_dim)
+            values |= dict(mamba_n_heads=inner // head_dim, mamba_d_head=head_dim, mamba_n_groups=groups)
+        return values
 
     def _fields(self, values: dict[str, Any]) -> dict[str, Any]:
         return {name: self._field(name, value) for name, value in values.items()}

@@ -103,6 +103,22 @@ def test_lists_for_each_layer_are_cut() -> None:
     assert max(first.moe_layers) < 3
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "layers"),
+    [
+        ("bamba", dict(attn_layer_indices=[9, 18, 27]), 10),
+        ("granitemoehybrid", dict(layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4), 8),
+        ("nemotron_h", dict(hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-"), 15),
+    ],
+)
+def test_a_copy_has_a_layer_of_every_kind(model_type: str, fields: dict[str, Any], layers: int) -> None:
+    """Hybrid models whose first layer with attention comes late keep that layer, and heads that fit the mixer."""
+    extra = dict(num_hidden_layers=40) if "layer_types" in fields else {}
+    small = shrink_config(config_of(model_type, **fields, **extra))
+    assert small.num_hidden_layers == layers
+    assert {"linear_attention", "full_attention"} <= set(small.layer_types)
+
+
 def test_a_config_that_has_no_small_copy_is_refused() -> None:
     """A config without the usual fields is refused with its model type."""
     with pytest.raises(InvalidModel, match="mamba: no small copy of its config can be made"):
