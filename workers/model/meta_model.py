@@ -39,6 +39,7 @@ from coatcheck.workers.model.model_rules import (
     check_deterministic_states,
     check_docstrings,
     check_latent_attention,
+    check_mixer_activation,
     check_model_kind,
     deterministic_experts_error,
 )
@@ -109,12 +110,7 @@ def prepare_model(
             "with silu; set hidden_act, if config.json is wrong"
         )
     for state in states:
-        activation = getattr(causal.get_submodule(state.module), "activation", "silu")
-        if activation not in ("silu", "swish"):
-            raise InvalidModel(
-                f"{config.model_type} with {activation} behind its convolutions cannot be served: Mamba-2 is served "
-                "with silu; correct hidden_act or mamba_hidden_act, if config.json is wrong"
-            )
+        check_mixer_activation(config.model_type, getattr(causal.get_submodule(state.module), "activation", "silu"))
     if any(layer.is_latent for layer in layers) and not is_fusable(causal):
         raise InvalidModel(
             f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
@@ -352,9 +348,8 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
 
 def _unset_buffers(model: nn.Module) -> list[str]:
     """The non-persistent buffers that `_compute_buffers` could not fill: NaN, or no floats."""
-    names = [(module, name) for module in model.modules() for name in sorted(module._non_persistent_buffers_set)]
-    buffers = [(name, buffer) for module, name in names if (buffer := module._buffers[name]) is not None]
-    return [name for name, buffer in buffers if not buffer.is_floating_point() or bool(buffer.isnan().any())]
+    names = [(module._buffers[name], name) for module in model.modules() for name in module._non_persistent_buffers_set]
+    return [name for x, name in names if x is not None and (not x.is_floating_point() or bool(x.isnan().any()))]
 
 
 def check_deterministic(

@@ -178,6 +178,15 @@ def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
             )
 
 
+def check_mixer_activation(model_type: str, activation: str) -> None:
+    """Raise InvalidModel for an activation behind a mixer's convolution that kernels do not compute."""
+    if activation not in ("silu", "swish"):
+        raise InvalidModel(
+            f"{model_type} with {activation} behind its convolutions cannot be served: Mamba-2 is served with silu; "
+            "correct hidden_act or mamba_hidden_act, if config.json is wrong"
+        )
+
+
 def check_host_tier(architecture: str, host_kv_memory: float, *, has_states: bool) -> None:
     """Raise InvalidConfig for a host tier whose blocks no prompt could use."""
     if host_kv_memory and has_states:

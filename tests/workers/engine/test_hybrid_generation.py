@@ -24,6 +24,7 @@ from coatcheck.workers.model.model_rules import (
     check_convolutions,
     check_deterministic_states,
     check_host_tier,
+    check_mixer_activation,
     check_state_device,
 )
 from coatcheck.workers.runner.graph_shapes import GraphSizes
@@ -309,6 +310,8 @@ def test_settings_that_do_not_fit_other_kinds_of_state() -> None:
     check_convolutions("lfm2", [mamba, conv])
     with pytest.raises(InvalidModel, match="lfm2 with conv_L_cache 9 cannot be served: .* at most 8 tokens"):
         check_convolutions("lfm2", [replace(conv, conv_size=9)])
+    with pytest.raises(InvalidModel, match="bamba with gelu behind its convolutions cannot be served"):
+        check_mixer_activation("bamba", "gelu")
     check_deterministic_states([mamba, conv])
     with pytest.raises(InvalidConfig, match="multiples of 16 .here: 24, 224, 64."):
         check_deterministic_states([replace(mamba, state_size=24)])
