@@ -25,7 +25,7 @@ class LmHead:
     def __init__(self, model: PreTrainedModel) -> None:
         get_linear: Any = model.get_output_embeddings
         linear = get_linear()
-        setattr(model, model.base_model_prefix, _PassThroughBody(model.base_model))
+        setattr(model, model.base_model_prefix, _PassThroughBody(getattr(model, model.base_model_prefix)))
         self.model: Any = model
         self._linear_name = next((name for name, module in model.named_modules() if module is linear), None)
         self._only_linear: nn.Module | None = None
