@@ -263,7 +263,7 @@ class Scheduler:
         self._unsent_writes = [write for write in self._unsent_writes if write.slot != sequence.slot]
         self.kv_cache.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
         self.kv_cache.cancel_restores(sequence)
-        self.kv_cache.cancel_saves(sequence)
+        self.kv_cache.end_saves(sequence)
         self.pool.release_blocks(sequence.block_table)
         sequence.block_table = []
         self._free_slots.append(sequence.slot)

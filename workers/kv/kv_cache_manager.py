@@ -180,7 +180,7 @@ class KVCacheManager:
         """
         if self.states is None:
             return
-        hashes = sequence.block_hashes
+        hashes, sequence.snapshot_end = sequence.block_hashes, num_cached
         if num_cached:
             plan.state_restores.append((self.states.plan_restore(hashes[num_cached - 1]), sequence.slot))
         last = min(last_point(len(sequence.token_ids), self.block_size), len(hashes))
@@ -193,19 +193,33 @@ class KVCacheManager:
                 start = point
 
     def plan_save(self, sequence: Sequence, plan: StepPlan) -> None:
-        """If the sequence's scheduled tokens end at its next snapshot point, save its states behind the plan's step."""
-        points = sequence.snapshot_points
-        if self.states is None or not points or sequence.num_scheduled != points[0] * self.block_size:
+        """Save the sequence's states behind the plan's step if its scheduled tokens end at its next snapshot point. A
+        sequence that decodes replaces one snapshot of its own, so that its answer is not computed again in the next
+        turn or after a preemption."""
+        end, rest = divmod(sequence.num_scheduled, self.block_size)
+        if self.states is None or rest:
             return
-        slot = self.states.plan_save(sequence, points.pop(0) - 1)
+        if points := sequence.snapshot_points:
+            if end != points[0]:
+                return
+            slot = self.states.plan_save(sequence, points.pop(0) - 1)
+        elif (
+            sequence.num_output_placeholders
+            and sequence.num_scheduled > sequence.prompt_len
+            and is_far_enough(sequence.snapshot_end, end, self.block_size, 1)
+        ):
+            slot = self.states.replace_latest(sequence, end - 1)
+        else:
+            return
         if slot is not None:
+            sequence.snapshot_end = end
             plan.state_saves.append((sequence.slot, slot))
 
-    def cancel_saves(self, sequence: Sequence) -> None:
-        """Forget the snapshots of a sequence that gives up its blocks, as far as these are not registered."""
+    def end_saves(self, sequence: Sequence) -> None:
+        """Of a sequence that gives up its blocks, hold the snapshots whose blocks are registered. Forget the others."""
         sequence.snapshot_points = []
         if self.states is not None:
-            self.states.cancel_saves(sequence)
+            self.states.end_sequence(sequence)
 
     # Copies between the tiers.
 

@@ -3,6 +3,7 @@
 Each rank has slots for snapshots behind the slots of running sequences. A snapshot is
 
     planned   a plan copies a sequence's states to the slot, and the block at whose end they stand is not registered yet
+    latest    of a sequence that decodes; its next one replaces it. Held once the sequence ends or is preempted
     held      the block is registered: a prompt with this prefix can start behind the block
 
 Ranks execute plans in order, restores before the forward pass and saves behind it. So a held snapshot can be evicted
@@ -27,6 +28,7 @@ class StateSnapshots:
         self._free = list(reversed(self._slots))
         self._held: OrderedDict[bytes, int] = OrderedDict()  # slot by block hash, least recently used first
         self._planned: dict[Choice, dict[int, int]] = {}  # slot by the block's index in the sequence
+        self._latest: dict[Choice, tuple[int, int]] = {}  # slot, and the block's index in the sequence
         self._events: list[KvEvent] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -48,14 +50,19 @@ class StateSnapshots:
 
     def plan_save(self, sequence: Choice, index: int) -> int | None:
         """A slot for the states of `sequence` at the end of its block `index`. None if all slots are planned."""
-        if not self._free:
-            if not self._held:
-                return None
-            self.num_evictions += 1
-            self._drop(next(iter(self._held)))
-        slot = self._free.pop()
-        self._planned.setdefault(sequence, {})[index] = slot
-        self.num_saves += 1
+        if (slot := self._take_slot()) is not None:
+            self._planned.setdefault(sequence, {})[index] = slot
+        return slot
+
+    def replace_latest(self, sequence: Choice, index: int) -> int | None:
+        """The slot of the sequence's latest snapshot, for its states at the end of block `index`. None if half of all
+        slots have latest snapshots of other sequences: the rest is for prompts."""
+        slot, _ = self._latest.get(sequence, (None, 0))
+        if slot is not None:
+            self.num_saves += 1
+        elif 2 * len(self._latest) + 2 > self.num_slots or (slot := self._take_slot()) is None:
+            return None
+        self._latest[sequence] = slot, index
         return slot
 
     def record_registered(self, sequence: Choice, index: int, block_hash: bytes) -> None:
@@ -65,16 +72,19 @@ class StateSnapshots:
             return
         if not planned:
             del self._planned[sequence]
-        if block_hash in self._held:
-            self._held.move_to_end(block_hash)
-            self._free.append(slot)
-            return
-        self._held[block_hash] = slot
-        self._events.append(KvEvent(True, block_hash, b"", Tier.STATE))
+        self._hold(block_hash, slot)
 
-    def cancel_saves(self, sequence: Choice) -> None:
-        """Free the slots that are planned for a sequence which gives up its blocks."""
+    def end_sequence(self, sequence: Choice) -> None:
+        """Of a sequence that gives up its blocks, hold the latest snapshot if its block is registered. Free the slots
+        of the others that are not held."""
         self._free.extend(self._planned.pop(sequence, {}).values())
+        if (latest := self._latest.pop(sequence, None)) is None:
+            return
+        slot, index = latest
+        if index < sequence.num_registered:
+            self._hold(sequence.block_hashes[index], slot)
+        else:
+            self._free.append(slot)
 
     def drop_blocks(self, hashes: Iterable[bytes]) -> None:
         """Drop the snapshots of blocks whose KV has left the device."""
@@ -96,11 +106,31 @@ class StateSnapshots:
         return [KvEvent(True, block_hash, b"", Tier.STATE) for block_hash in hashes if block_hash in self._held]
 
     def check(self, running: Iterable[Choice]) -> None:
-        """Raises AssertionError unless each slot is free, planned or held, and planned for a running sequence."""
+        """Raises AssertionError unless each slot is in one state, and those that are not held are of `running`."""
         planned = [slot for slots in self._planned.values() for slot in slots.values()]
+        planned += [slot for slot, _ in self._latest.values()]
         assert sorted([*self._free, *planned, *self._held.values()]) == list(self._slots), "slots lost or doubled"
         assert all(self._planned.values()), "a sequence without planned snapshots is listed"
-        assert self._planned.keys() <= set(running), "a snapshot is planned for a sequence that does not run"
+        assert {*self._planned, *self._latest} <= set(running), "a snapshot is planned for a sequence that does not run"
+
+    def _take_slot(self) -> int | None:
+        """A slot to save states in. None if no slot is free and no snapshot is held."""
+        if not self._free:
+            if not self._held:
+                return None
+            self.num_evictions += 1
+            self._drop(next(iter(self._held)))
+        self.num_saves += 1
+        return self._free.pop()
+
+    def _hold(self, block_hash: bytes, slot: int) -> None:
+        """Hold a snapshot, which becomes the most recently used one. If one of the block is held, free `slot`."""
+        if block_hash in self._held:
+            self._held.move_to_end(block_hash)
+            self._free.append(slot)
+            return
+        self._held[block_hash] = slot
+        self._events.append(KvEvent(True, block_hash, b"", Tier.STATE))
 
     def _drop(self, block_hash: bytes) -> None:
         self._free.append(self._held.pop(block_hash))

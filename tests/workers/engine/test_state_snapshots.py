@@ -12,7 +12,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
 from tests.examples import examples
 from tests.workers.collector import Collector, make_engine, request
-from tests.workers.fake_runner import answer
+from tests.workers.fake_runner import answer, next_token
 
 SYSTEM = [1 + i % 7 for i in range(100)]  # 25 blocks
 QUESTION = [20 + i % 9 for i in range(80)]
@@ -99,6 +99,82 @@ def test_a_preempted_sequence_resumes_at_its_snapshot() -> None:
     assert runner.computed < 2 * (99 + 39) + 99
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_long_answer_is_not_computed_again(depth: int) -> None:
+    """The next turn starts at most 67 tokens before the end of the answer: a sequence that decodes saves its states
+    every 64 tokens at the end of a block, each time in the same slot."""
+    engine, runner = make_engine(300, depth=depth, snapshots=4)
+    length = 210
+    said = said_by_long(engine, "a", SYSTEM, length)
+    states = states_of(engine)
+    assert states.num_saves == 1 + length // 64 and len(states) == 2
+    computed = runner.computed
+    cached, _ = ask(engine, "b", SYSTEM + said + QUESTION)
+    assert cached == (96 + length // 64 * 64)
+    assert runner.computed - computed < 67 + len(QUESTION) + 10
+
+
+def said_by_long(engine: Engine, name: str, prompt: list[int], max_tokens: int) -> list[int]:
+    """The answer of exactly `max_tokens` tokens."""
+    engine.submit_request(request(name, prompt, max_tokens, ignore_eos=True))
+    return Collector(engine).run().tokens[name, 0]
+
+
+def test_an_ended_answer_leaves_its_last_snapshot_however_it_ends() -> None:
+    """An aborted sequence leaves the states that it has saved, and one that was preempted starts at them again."""
+    engine, runner = make_engine(300, snapshots=4)
+    engine.submit_request(request("a", SYSTEM, 400, ignore_eos=True))
+    collector = Collector(engine)
+    while len(collector.tokens.get(("a", 0), [])) < 100:
+        collector.step()
+    engine.abort_request("a")
+    said = collector.run().tokens["a", 0]
+    assert ask(engine, "b", SYSTEM + said + QUESTION)[0] == 96 + 64
+
+    engine, runner = make_engine(90, snapshots=4)
+    for index, (name, limit) in enumerate((("older", 90), ("younger", 150)), start=1):
+        engine.submit_request(request(name, [index] * 99, limit, ignore_eos=True))
+    done = Collector(engine).run()
+    assert engine.stats().preemptions == 1
+    assert done.tokens["younger", 0] == unended_answer([2] * 99, 150)
+    assert runner.computed < 99 + 89 + 99 + 149 + 40
+
+
+def test_answers_take_at_most_half_of_the_slots() -> None:
+    """Sequences that decode leave the other half for prompts, and a single slot is for prompts alone."""
+    for snapshots, saves in ((1, 1), (2, 2 + 1), (3, 2 + 1), (4, 2 + 2)):
+        engine, _ = make_engine(300, snapshots=snapshots, budget=256)
+        for index in range(2):
+            engine.submit_request(request(f"r{index}", [index + 1] * 90, 66, ignore_eos=True))
+        Collector(engine).run()
+        assert states_of(engine).num_saves == saves
+
+
+def test_a_preempted_sequence_whose_snapshots_were_evicted_computes_all_again() -> None:
+    """Another request takes the only slot, and blocks of the preempted sequence, while that waits: it starts at its
+    first token, and its answer goes on exactly."""
+    engine, runner = make_engine(60, snapshots=1)
+    collector = Collector(engine)
+    for index, name in enumerate(("older", "younger"), start=1):
+        engine.submit_request(request(name, [index] * 99, 40, ignore_eos=True))
+    while not engine.stats().preemptions:
+        collector.step()
+    before, computed = len(collector.tokens["younger", 0]), runner.computed
+    engine.submit_request(request("urgent", [3] * 70, 1, priority=-1))
+    collector.run()
+    for index, name in enumerate(("older", "younger"), start=1):
+        assert collector.tokens[name, 0] == unended_answer([index] * 99, 40)
+    assert runner.computed - computed >= 70 + 99 + before
+
+
+def unended_answer(prompt: list[int], max_tokens: int) -> list[int]:
+    """As `answer`, of a request that ignores the end of the sequence."""
+    said: list[int] = []
+    while len(said) < max_tokens:
+        said.append(next_token(prompt + said, 0, 7))
+    return said
+
+
 def test_the_least_recently_used_snapshot_is_evicted() -> None:
     """With two slots, a third prompt takes the slot of the one that was not asked for again."""
     engine, _ = make_engine(300, snapshots=2)
@@ -137,7 +213,7 @@ def test_a_scored_prompt_is_computed_whole() -> None:
 @given(
     data=st.data(),
     depth=st.integers(0, 1),
-    num_blocks=st.integers(40, 120),
+    num_blocks=st.integers(46, 120),
     budget=st.integers(8, 90),
     snapshots=st.integers(1, 5),
 )
@@ -153,7 +229,7 @@ def test_any_mix_is_answered_exactly(
     wanted: dict[tuple[str, int], list[int]] = {}
     for i in range(data.draw(st.integers(1, 8))):
         prompt = data.draw(st.sampled_from(stems)) + data.draw(st.lists(st.integers(1, 3), max_size=2)) * 12
-        n, limit = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+        n, limit = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([*range(1, 13), 68]))
         resume = {}
         for choice in range(n):
             whole = answer(prompt, limit, choice, 7)
