@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Final, Self
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_header, stored_dtype
+from coatcheck.workers.checkpoint.safetensors_headers import STORED_DTYPES, TensorEntry, read_header
 from coatcheck.workers.core.lora_module import LoraModule
 from coatcheck.workers.lora.adapter_config import AdapterConfig, read_adapter_config
 
 _FILE: Final = "adapter_model.safetensors"
+_PICKLED: Final = "adapter_model.bin"  # older versions of PEFT wrote this file
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _READ_BYTES: Final = 1 << 22
-_ROW_PARALLEL: Final = ("o_proj", "down_proj", "dense", "fc2", "c_proj", "dense_4h_to_h")
+_ROW_PARALLEL: Final = ("o_proj", "out_proj", "down_proj", "dense", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
 _FLOAT_BYTES: Final = 4  # A and B are held as float32
 
 
@@ -57,8 +58,10 @@ class Adapter:
             )
         config = read_adapter_config(lora.name, directory)
         if not (file := directory / _FILE).is_file():
+            pickled = " (it has adapter_model.bin, which is not read)" if (directory / _PICKLED).is_file() else ""
             raise InvalidModel(
-                f"lora-modules {lora.name}: {directory} has no {_FILE}; save the adapter with PEFT's save_pretrained"
+                f"lora-modules {lora.name}: {directory} has no {_FILE}{pickled}; load the adapter with PEFT and "
+                "save it with save_pretrained"
             )
         return cls(lora.name, file, config, _modules(lora.name, config, dict(read_header(file)), text_name))
 
@@ -107,6 +110,7 @@ def _modules(
     adapter: str, config: AdapterConfig, entries: Mapping[str, TensorEntry], text_name: Callable[[str], str | None]
 ) -> dict[str, AdaptedModule]:
     found: dict[str, dict[str, str]] = {}
+    own_names: dict[str, str] = {}  # in the model that was adapted, by the name in a text checkpoint
     for key in entries:
         match = _TENSOR.fullmatch(key)
         if match is None:
@@ -114,10 +118,16 @@ def _modules(
                 f"lora-modules {adapter}: {key} is not A or B of a linear; embeddings, biases and magnitudes are not "
                 "served: merge the adapter into its base model"
             )
-        stored_dtype(f"lora-modules {adapter}", key, entries[key])
+        if entries[key].dtype not in STORED_DTYPES:
+            raise InvalidModel(
+                f"lora-modules {adapter}: {key} is stored as {entries[key].dtype}; only {', '.join(STORED_DTYPES)} are "
+                "served: save the adapter in one of them"
+            )
         if (name := text_name(f"{match[1]}.weight")) is None:
             raise InvalidModel(f"lora-modules {adapter} adapts {match[1]}, which is no part of the text model")
-        found.setdefault(name.removesuffix(".weight"), {})[match[2]] = key
+        name = name.removesuffix(".weight")
+        found.setdefault(name, {})[match[2]] = key
+        own_names[name] = match[1]
     if not found:
         raise InvalidModel(f"lora-modules {adapter}: {_FILE} holds no tensor; save the adapter again")
     modules = {}
@@ -133,5 +143,5 @@ def _modules(
                 "[out, rank]"
             )
         # An A with another rank than r has its own rank in rank_pattern.
-        modules[name] = AdaptedModule(keys["A"], keys["B"], a[0], a[1], b[0], config.scale(name, a[0]))
+        modules[name] = AdaptedModule(keys["A"], keys["B"], a[0], a[1], b[0], config.scale(own_names[name], a[0]))
     return modules

@@ -5,6 +5,7 @@ An adapter whose effect would differ from what is computed here is refused, and 
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,22 +27,25 @@ _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 }
 # Fields of variants of LoRA are called use_NAME or NAME_config. These few change only the training, or are served.
 _HARMLESS: Final = ("use_rslora", "eva_config", "loftq_config", "lora_ga_config", "corda_config")
-# Ways to initialise that leave the base model as it is. The others (PiSSA, OLoRA, LoftQ, CorDA) change its weights.
-_PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga", "mica")
+# Ways to initialise that leave the base model as it is. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) change its
+# weights.
+_PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """`alpha_pattern`: the alpha of modules whose name ends with, or matches, a key. Ranks are those of the tensors."""
+    """`alpha_pattern`: regular expression -> alpha of the modules whose name, or its end behind a dot, matches. The
+    first match counts. Ranks are those of the tensors."""
 
     alpha: float
     uses_rslora: bool
     alpha_pattern: dict[str, float]
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of A and B is multiplied with. `rank`: of the module's A."""
-        keys = (key for key in self.alpha_pattern if re.match(rf"(.*\.)?({key})$", module))
-        alpha = self.alpha_pattern.get(next(keys, ""), self.alpha)
+        """What the product of A and B is multiplied with. `module`: its name in the model that was adapted. `rank`: of
+        the module's A."""
+        matches = (alpha for key, alpha in self.alpha_pattern.items() if re.match(_pattern(key), module))
+        alpha = next(matches, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
@@ -77,9 +81,23 @@ def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
             f"lora-modules {name}: adapter_config.json has r {rank!r}, lora_alpha {alpha!r} and alpha_pattern "
             f"{alphas!r}; every rank and alpha must be a number: save the adapter again"
         )
+    for key in alphas:
+        try:
+            re.compile(_pattern(key))
+        except re.error as error:
+            raise InvalidModel(
+                f"lora-modules {name}: the key {key!r} of alpha_pattern in adapter_config.json is no regular "
+                f"expression ({error}); correct it"
+            ) from None
     values = {key: float(value) for key, value in alphas.items()}
     return AdapterConfig(float(str(alpha)), bool(fields.get("use_rslora")), values)
 
 
+def _pattern(key: str) -> str:
+    """The regular expression that PEFT makes of a key of alpha_pattern."""
+    return rf"(.*\.)?({key})$"
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float can hold. NaN and infinity are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

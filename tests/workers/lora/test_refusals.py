@@ -47,7 +47,10 @@ def serve_config(base: Path, adapter: Path, **settings: Any) -> ServeConfig:
         ("modules_to_save", ["lm_head"], "modules_to_save is .* merge the adapter"),
         ("trainable_token_indices", [3], "embeddings of tokens are trained"),
         ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
+        ("init_lora_weights", "lora_ga", "so the adapter fits a changed base model"),
         ("lora_alpha", "eight", "must be a number"),
+        ("lora_alpha", 10**400, "must be a number"),
+        ("alpha_pattern", {"*": 3}, r"the key '\*' of alpha_pattern .* is no regular expression"),
     ],
 )
 def test_fields_that_change_the_result(base: Path, adapter: Path, field: str, value: object, reason: str) -> None:
@@ -75,6 +78,23 @@ def test_tensors_that_do_not_fit(base: Path, adapter: Path, name: str, shape: tu
         check_adapters(serve_config(base, adapter))
 
 
+def test_a_dtype_that_is_not_served(base: Path, adapter: Path) -> None:
+    """A and B in another dtype than the three of checkpoints are refused by the tensor's name."""
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.double() for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(
+        InvalidModel, match=r"lora-modules sql: .*\.lora_A\.weight is stored as F64; only F32, BF16, F16"
+    ):
+        check_adapters(serve_config(base, adapter))
+
+
+def test_a_pickled_adapter(base: Path, adapter: Path) -> None:
+    """The file that older versions of PEFT wrote is named as the reason, and never loaded."""
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(InvalidModel, match="it has adapter_model.bin, which is not read.*save_pretrained"):
+        check_adapters(serve_config(base, adapter))
+
+
 def test_missing_files(base: Path, adapter: Path) -> None:
     """A missing directory, config or weights file is named."""
     for path in (adapter / "adapter_model.safetensors", adapter / "adapter_config.json"):
@@ -91,6 +111,17 @@ def test_layers_that_the_model_lacks(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(deep, tmp_path / "adapter", seed=1, layers=[3])
     with pytest.raises(InvalidModel, match=r"layers\.3\..* may be adapted: .*q_proj"):
         check_adapters(serve_config(base, adapter))
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone."])
+def test_files_with_other_names_than_the_modules(base: Path, adapter: Path, tmp_path: Path, prefix: str) -> None:
+    """PEFT uses the names of transformers' modules. Where a checkpoint's files have others, ranks check the adapter."""
+    other = tmp_path / "other"
+    other.mkdir()
+    tensors = load_file(base / "model.safetensors")
+    save_file({name.replace("model.", prefix): tensor for name, tensor in tensors.items()}, other / "model.safetensors")
+    (other / "config.json").write_bytes((base / "config.json").read_bytes())
+    check_adapters(serve_config(other, adapter))
 
 
 def test_linears_that_are_not_served(tmp_path: Path) -> None:
@@ -135,6 +166,17 @@ def test_several_adapters_have_absolute_paths() -> None:
     for value in ("a=x, b=/y", ["a=x", "b=/y"]):
         config = ServeConfig.build({"model": "m", "lora_modules": value})
         assert config.adapters == (("a", str(Path("x").resolve())), ("b", "/y"))
+
+
+def test_patterns_are_of_the_adapted_models_names(base: Path, adapter: Path) -> None:
+    """The keys of alpha_pattern match the names in the model that was adapted, also if the served one has others."""
+    file = adapter / "adapter_config.json"
+    fields = {**json.loads(file.read_text()), "alpha_pattern": {"^model.layers.0.*": 2, "q_proj": 16}}
+    file.write_text(json.dumps(fields))
+    module = LoraModule("a", str(adapter))
+    found = Adapter.open(module, lambda name: name.replace("model.layers", "layers"))
+    scales = {name: one.scale for name, one in found.modules.items() if "q_proj" in name}
+    assert scales == {"layers.0.self_attn.q_proj": 0.5, "layers.1.self_attn.q_proj": 4.0}
 
 
 def test_the_fingerprint_is_of_weights_and_scale(base: Path, adapter: Path) -> None:
