@@ -5,6 +5,7 @@ attention_probe.py refuses layers whose tokens interact outside of attention. So
 interaction of these layers while the probe runs, and the probe checks everything else.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,18 @@ def find_mlp_layers(model: nn.Module) -> set[int]:
     """The layers of `model` that are an MLP or experts alone: no token reads another one there (nemotron_h)."""
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "NemotronHBlock"]
     return {block.layer_idx for block in blocks if block.block_type in ("mlp", "moe")}
+
+
+def correct_dt_limits(model: nn.Module) -> None:
+    """Give the mixers of nemotron_h, in a model of transformers, the limits of dt that config.json has.
+
+    transformers takes `time_step_min` as the least dt, the range from which training initialised dt_bias. The code of
+    the published models limits dt by `time_step_limit`, 0 to infinity in all of them: a head that remembers for
+    thousands of tokens has smaller dt than `time_step_min` (huggingface/transformers pull request 48989).
+    """
+    mixers: list[Any] = [module for module in model.modules() if type(module).__name__ == "NemotronHMamba2Mixer"]
+    for mixer in mixers:
+        mixer.time_step_limit = tuple(mixer.config.time_step_limit or (0.0, math.inf))
 
 
 def has_output_gate(attention: nn.Module) -> bool:

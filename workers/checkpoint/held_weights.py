@@ -27,6 +27,7 @@ _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 _UNQUANTISED: Final = frozenset(
     ("lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 )
+_MTP: Final = re.compile(r"(.+\.)?mtp[._]")  # layers for multi-token prediction, which are not loaded
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
 # How many of the last layers read the keys and values of earlier layers, if config.json lacks num_kv_shared_layers.
 SHARED_LAYERS: Final = {"gemma3n_text": 15}
@@ -78,7 +79,7 @@ def held_bytes(
                 continue  # a layer for multi-token prediction, which is not loaded
             if int(layer[1]) >= layers - readers and _KEYS_AND_VALUES.fullmatch(key):
                 continue
-        if key.startswith("model.mtp.") or _is_identity_expert(config, key) or is_indexer_weight(config, key):
+        if _MTP.match(key) or _is_identity_expert(config, key) or is_indexer_weight(config, key):
             continue
         if config.get("model_type") == "axk1" and key.endswith(_ROUTER):
             bias = stored_key.removesuffix("weight") + "e_score_correction_bias"

@@ -23,7 +23,7 @@ from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.attention import attention
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
-from coatcheck.workers.attention.state_layers import StateLayer, find_state_layers
+from coatcheck.workers.attention.state_layers import StateLayer, correct_dt_limits, find_state_layers
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.model_alias import is_alias, resolve_alias
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
@@ -242,6 +242,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
         _move_to_meta(model)
         nn.Module.train(model, False)
         _keep_in_float32(model)
+        correct_dt_limits(model)
         drop_weights_of_identity_experts(model)
         if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
             model.base_model_prefix = "model"

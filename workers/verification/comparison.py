@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from coatcheck.workers.attention.state_layers import correct_dt_limits
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
@@ -80,11 +81,13 @@ def make_sequences(vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def reference_logits(checkpoint: Path, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' logits of each sequence alone, float32 [tokens, vocab_size]. Raises NoReference."""
+    """transformers' logits of each sequence alone, float32 [tokens, vocab_size], with the limits of dt that config.json
+    has. Raises NoReference."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
+        correct_dt_limits(model)
         model.eval()
         with torch.inference_mode():
             logits = [model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float() for tokens in sequences]

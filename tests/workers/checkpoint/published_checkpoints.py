@@ -5,6 +5,7 @@ The configs have the fields of the published ones, in the form of the release th
 
 import base64
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
                              "ignored_layers": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(6)],
                              "weight_block_size": [16, 40]},
     ),
+    "LFM2-8B-A1B": dict(
+        architectures=["Lfm2MoeForCausalLM"], bos_token_id=1, conv_L_cache=3, conv_bias=False, dtype="bfloat16",
+        eos_token_id=2, hidden_size=64, initializer_range=0.02, intermediate_size=96,
+        layer_types=["conv", "conv", "full_attention", "conv"], max_position_embeddings=512, model_type="lfm2_moe",
+        moe_intermediate_size=32, norm_eps=1e-5, norm_topk_prob=True, num_attention_heads=4, num_dense_layers=2,
+        num_experts=8, num_experts_per_tok=2, num_hidden_layers=4, num_key_value_heads=2, pad_token_id=0,
+        rope_theta=1000000.0, routed_scaling_factor=1.0, transformers_version="4.57.0.dev0", use_cache=True,
+        use_expert_bias=True, vocab_size=VOCAB,
+    ),
+    "NVIDIA-Nemotron-3-Super-120B-A12B": dict(
+        architectures=["NemotronHForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        auto_map={"AutoConfig": "configuration_nemotron_h.NemotronHConfig"}, bos_token_id=1, chunk_size=16,
+        conv_kernel=4, eos_token_id=2, expand=2, head_dim=16, hidden_dropout=0.0, hidden_size=64,
+        hybrid_override_pattern="MEM-M*EM", initializer_range=0.02, intermediate_size=48, layer_norm_epsilon=1e-5,
+        mamba_head_dim=16, mamba_hidden_act="silu", mamba_num_heads=8, mamba_proj_bias=False,
+        mamba_ssm_cache_dtype="float32", max_position_embeddings=512, mlp_bias=False, mlp_hidden_act="relu2",
+        model_type="nemotron_h", moe_intermediate_size=48, moe_latent_size=32, moe_shared_expert_intermediate_size=96,
+        mtp_hybrid_override_pattern="*E", n_group=1, n_groups=2, n_routed_experts=8, n_shared_experts=1, norm_eps=1e-5,
+        norm_topk_prob=True, num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=8, num_key_value_heads=2,
+        num_logits_to_keep=1, num_nextn_predict_layers=1, pad_token_id=0, partial_rotary_factor=1.0,
+        rescale_prenorm_residual=True, residual_in_fp32=False, rope_theta=10000, routed_scaling_factor=5.0,
+        sliding_window=None, ssm_state_size=32, tie_word_embeddings=False, time_step_floor=0.0001,
+        time_step_limit=[0.0, math.inf], time_step_max=0.1, time_step_min=0.001, topk_group=1, torch_dtype="bfloat16",
+        transformers_version="4.57.1", use_bias=False, use_cache=True, use_conv_bias=True, use_mamba_kernels=True,
+        vocab_size=VOCAB,
+    ),
+    "Qwen3-Next-80B-A3B": dict(
+        architectures=["Qwen3NextForCausalLM"], attention_dropout=0.0, bos_token_id=0, decoder_sparse_step=1,
+        eos_token_id=1, full_attention_interval=4, head_dim=32, hidden_act="silu", hidden_size=64,
+        initializer_range=0.02, intermediate_size=96, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_value_head_dim=16, max_position_embeddings=512,
+        mlp_only_layers=[], model_type="qwen3_next", moe_intermediate_size=32, norm_topk_prob=True,
+        num_attention_heads=4, num_experts=8, num_experts_per_tok=2, num_hidden_layers=4, num_key_value_heads=2,
+        output_router_logits=False, partial_rotary_factor=0.25, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=10000000, router_aux_loss_coef=0.001, shared_expert_intermediate_size=32,
+        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.57.0.dev0", use_cache=True,
+        use_sliding_window=False, vocab_size=VOCAB,
+    ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=2,
         experts_per_token=2, head_dim=16, hidden_act="silu", hidden_size=64, initial_context_length=64,
@@ -153,7 +192,9 @@ def write_published(name: str, directory: Path) -> tuple[Path, Path]:
             if (found := named.search(key)) is None or int(found[1]) < config["n_routed_experts"]
         }
         stored["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(64, 128)
-    if config.get("num_nextn_predict_layers"):
+    if config["model_type"] in ("nemotron_h", "qwen3_next"):  # layers for multi-token prediction
+        stored["mtp.layers.0.eh_proj.weight"] = torch.zeros(64, 128)
+    elif config.get("num_nextn_predict_layers"):
         last = config["num_hidden_layers"]
         stored |= {
             key.replace(f".{last - 1}.", f".{last}.", 1): tensor.clone()

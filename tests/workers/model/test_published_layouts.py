@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
+from coatcheck.workers.attention.state_layers import correct_dt_limits
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
@@ -23,6 +24,7 @@ def test_a_published_checkpoint_gives_the_tokens_of_transformers(name: str, tmp_
     path, plain = write_published(name, tmp_path)
     model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu")
     reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    correct_dt_limits(reference)
     reference.generation_config.eos_token_id = None
     prompt = [3 + 7 * place % 600 for place in range(90)]  # more than the length before YaRN
     ids = torch.tensor([prompt])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
@@ -15,8 +16,15 @@ from coatcheck.workers.attention import attention
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.verification import verification
-from coatcheck.workers.verification.comparison import Difference, NoReference, find_difference
+from coatcheck.workers.verification.comparison import (
+    Difference,
+    NoReference,
+    find_difference,
+    make_sequences,
+    reference_logits,
+)
 from coatcheck.workers.verification.verification import verify_model, verify_once
+from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
 Change = Callable[[AttentionLayer, AttentionMetadata], AttentionLayer]
 
@@ -52,6 +60,18 @@ def test_a_model_that_equals_transformers_is_verified(model_type: str, tmp_path:
     found = verify_model(write(tmp_path / "model", model_type), progress=stages.append)
     assert (found.model_type, len(found.cases)) == (model_type, 4)
     assert stages[0] == "checking its layers" and stages[-1] == f"computing {found.cases[-1]}"
+
+
+def test_nemotron_h_limits_dt_as_its_config_says(tmp_path: Path) -> None:
+    """dt is limited by time_step_limit. time_step_min, which transformers takes as the least dt, changes no logit."""
+    limited = tiny_checkpoint("nemotron-h", tmp_path, time_step_min=0.5, time_step_limit=[0.0, 0.7])
+    logits, *_ = reference_logits(limited, sequences := make_sequences(VOCAB, 0)[:1])
+    assert find_difference(limited) is None
+    config = json.loads((limited / "config.json").read_text())
+    for limit, least, equal in (([0.0, 0.7], 0.0, True), ([0.0, 0.6], 0.5, False), ([0.5, 0.7], 0.5, False)):
+        (limited / "config.json").write_text(json.dumps(config | dict(time_step_limit=limit, time_step_min=least)))
+        other, *_ = reference_logits(limited, sequences)
+        assert torch.equal(logits, other) is equal
 
 
 def test_a_wrong_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
