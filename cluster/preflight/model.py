@@ -25,11 +25,13 @@ from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, chec
 from coatcheck.workers.model.model_rules import (
     check_convolutions,
     check_deterministic_heads,
+    check_deterministic_states,
     check_docstrings,
     check_host_tier,
     check_latent_attention,
     check_mla_shard,
     check_model_kind,
+    check_state_device,
     resolve_max_model_len,
 )
 
@@ -77,6 +79,10 @@ def check_model(config: ServeConfig) -> None:
         check_mla_shard(model.model_type, shape.is_latent)
     shard = TpShard(0, config.tp, divides_latents=config.mla_shard == "tokens")
     layers = [shard.shard_layer(layer) for layer in shape.layers]
+    for state in shape.states:
+        shard.shard_state(state)
+    if config.device == "cuda":
+        check_state_device(model.model_type, config.device, shape.states)
     if vocabulary and config.tp > 1:
         shard.vocab_rows(vocabulary)
     if config.expert_parallel:
@@ -86,6 +92,7 @@ def check_model(config: ServeConfig) -> None:
     if config.deterministic and config.device == "cpu":
         for layer in layers:
             check_deterministic_heads(layer)
+        check_deterministic_states(shape.states)
     dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype or "") if config.kv_dtype != "auto" or dtype is not None else None
     check_backend_model(

@@ -128,7 +128,8 @@ class HalfCopyingRunner:
     def launch(self, plan: StepPlan) -> DeviceStep:
         """As a ModelRunner does, up to the second layer's copy."""
         if plan.state_saves:
-            whole, copied = RecurrentState.copy_slots, []
+            whole = RecurrentState.copy_slots
+            copied: list[RecurrentState] = []
 
             def copy_one(state: RecurrentState, pairs: list[tuple[int, int]]) -> None:
                 if copied:
