@@ -1,8 +1,8 @@
 """`coatcheck logs`: prints what the ranks, the routers and the supervisor of this host have logged.
 
-Ray writes the output of each process to two files of its own in its session's folder. Without Ray `coatcheck serve` has
-a folder of its own, with a file for each process, and says where. In a pod `kubectl logs` shows the
-standard output of containers and not those files; the chart runs this command beside them.
+Ray writes the output of each process to two files in the folder of its session. Without Ray, `coatcheck serve` writes a
+file for each process to a folder that it names when it starts. In a pod, `kubectl logs` shows the standard output of
+containers and not those files; the chart runs this command beside them.
 """
 
 import sys
@@ -16,7 +16,7 @@ import typer
 from coatcheck.proto.errors import NotFound
 
 _POLL_SECONDS = 0.5
-# Of actors, Ray's own processes have other names; and of router and ranks without Ray.
+# The files of actors (those of Ray's own processes have other names), and of the router and the ranks without Ray.
 _PATTERNS = ("worker-*.*", "router.log", "*-rank-*.log")
 _CHUNK_BYTES = 2**20
 

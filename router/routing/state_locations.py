@@ -63,7 +63,7 @@ class StateLocations:
             del self._expected[block]
 
     def cut_matches(self, chain: Sequence[bytes], matches: PrefixMatches) -> PrefixMatches:
-        """`matches` of `chain`, those of groups with states cut to the deepest block at whose end they start."""
+        """`matches` of `chain`. The match of a group with states ends at the deepest block where a prompt can start."""
         slots = [slot for slot in range(matches.device.size) if self.groups >> slot & 1]
         totals = matches.device + matches.host + matches.expected
         deepest = int(totals[slots].max()) if slots else 0

@@ -31,6 +31,9 @@ from coatcheck.workers.kv.state_snapshots import StateSnapshots
 # Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
 # because no copy would be measured again.
 _TRIAL_EVERY: Final = 31
+# Copies of a step for sequences that decode, so that many of them at one length do not delay each other: a copy is two
+# kernels for each layer with a state. A sequence that is left out tries again at the end of its next block.
+_MAX_LATEST_PER_STEP: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -206,6 +209,7 @@ class KVCacheManager:
         elif (
             sequence.num_output_placeholders
             and sequence.num_scheduled > sequence.prompt_len
+            and len(plan.state_saves) < _MAX_LATEST_PER_STEP
             and is_far_enough(sequence.snapshot_end, end, self.block_size, 1)
         ):
             slot = self.states.replace_latest(sequence, end - 1)

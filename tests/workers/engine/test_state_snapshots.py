@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.workers.core.cache_reasons import MissReason, Tier
+from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
 from tests.examples import examples
 from tests.workers.collector import Collector, make_engine, request
-from tests.workers.fake_runner import answer, next_token
+from tests.workers.fake_runner import FakeStep, answer, next_token
 
 SYSTEM = [1 + i % 7 for i in range(100)]  # 25 blocks
 QUESTION = [20 + i % 9 for i in range(80)]
@@ -148,6 +149,25 @@ def test_answers_take_at_most_half_of_the_slots() -> None:
             engine.submit_request(request(f"r{index}", [index + 1] * 90, 66, ignore_eos=True))
         Collector(engine).run()
         assert states_of(engine).num_saves == saves
+
+
+def test_a_step_copies_the_states_of_few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six sequences of one length, four save their states at the end of a block, and two at that of the next one."""
+    engine, runner = make_engine(300, snapshots=12, budget=600)
+    saves: list[int] = []
+    launch = runner.launch
+
+    def launch_and_count(plan: StepPlan) -> FakeStep:
+        saves.append(len(plan.state_saves))
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", launch_and_count)
+    for index in range(6):
+        engine.submit_request(request(f"r{index}", [index + 1] * 90, 74, ignore_eos=True))
+    Collector(engine).run()
+    assert [count for count in saves if count] == [6, 4, 2]
+    first, second = (step for step, count in enumerate(saves) if count in (4, 2))
+    assert second == first + 4
 
 
 def test_a_preempted_sequence_whose_snapshots_were_evicted_computes_all_again() -> None:
