@@ -14,6 +14,7 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -42,8 +43,27 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _set_metavars(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flag("--lora-modules", args))
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+def repeat_flag(flag: str, arguments: Sequence[str]) -> list[str]:
+    """`arguments` with `flag` in front of each of its values, as Typer wants it: `--flag a=x b=y` has two.
+
+    Further values are the words behind the first one that contain = or begin with {. So MODEL may follow.
+    """
+    words: list[str] = []
+    for index, word in enumerate(arguments):
+        if word == "--":
+            return [*words, *arguments[index:]]
+        follows_value = words[-2:-1] == [flag] or "".join(words[-1:]).startswith(f"{flag}=")
+        if follows_value and ("=" in word or word.startswith("{")) and not word.startswith("-"):
+            words.append(flag)
+        words.append(word)
+    return words
 
 
 class CommandGroup(TyperGroup):

@@ -80,7 +80,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--pp-size": _PIPELINE,
     "--kv-transfer-config": _DISAGGREGATION,
     "--disaggregation-mode": _DISAGGREGATION,
-    "--lora-paths": "--lora-modules NAME=PATH, or several with commas",
+    "--lora-paths": "--lora-modules NAME=PATH, or several: a=/x b=/y",
     "--enable-lora": f"{NOT_NEEDED}--lora-modules NAME=PATH serves adapters",
     "--max-loras": _LORA,
     "--max-loras-per-batch": _LORA,

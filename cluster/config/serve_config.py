@@ -73,8 +73,9 @@ class ServeConfig(Settings):
     )
     lora_modules: Annotated[str | None, BeforeValidator(parse_lora_modules)] = setting(
         "Model",
-        "LoRA adapters in PEFT's format, on CPUs: NAME=PATH, or several with commas. Clients name one as the model.",
+        "LoRA adapters in PEFT's format, on CPUs, such as sql=/a/sql chat=/a/chat. Clients name one as the model.",
         None,
+        metavar="NAME=PATH...",
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
         "Model", "Most tokens in a sequence, prompt and answer together.", None, in_words="the model's"

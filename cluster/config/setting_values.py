@@ -1,7 +1,9 @@
 """Parsers of settings: each returns the parsed value, or raises ValueError with the accepted forms."""
 
+import json
 import math
 import re
+from typing import Any
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.setting_names import ROOT_PATH, ROOT_PATH_HINT
@@ -13,6 +15,7 @@ _MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)(
 # Names that torch and other engines use -> our names.
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _KV_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8"}
+_LORA_HINT = "write NAME=PATH, or several: sql=/adapters/sql chat=/adapters/chat"
 _MEMORY_HINT = "write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)"
 
 
@@ -87,20 +90,40 @@ def parse_otlp_endpoint(value: object) -> object:
 
 
 def parse_lora_modules(value: object) -> object:
-    """NAME=PATH of each LoRA adapter, with commas between them, from that text or a YAML list. None stays None."""
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        value = ",".join(value)
-    if not isinstance(value, str):
+    """ "NAME=PATH,NAME=PATH" of the LoRA adapters, from values of --lora-modules or a YAML list. None stays None.
+
+    A value is such a text, or the JSON object {"name": NAME, "path": PATH}; in YAML a mapping with these keys too.
+    """
+    values: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | dict) for one in values):
         return value
-    names = [name for name, _ in split_lora_modules(value)]
+    pairs = [pair for one in values for pair in _adapter_pairs(one)]
+    names = [name for name, _ in pairs]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         raise ValueError(f"it has {repeated!r} twice; give every adapter a name of its own")
-    return value
+    return ",".join(f"{name}={path}" for name, path in pairs) or None
 
 
 def split_lora_modules(value: str) -> list[tuple[str, str]]:
-    """(name, path) of each adapter."""
+    """(name, path) of each adapter in "NAME=PATH,NAME=PATH"."""
     pairs = [one.strip().partition("=") for one in value.split(",")]
     if any(not name.strip() or not path.strip() for name, _, path in pairs):
-        raise ValueError("write NAME=PATH, or several with commas: sql=/adapters/sql,chat=/adapters/chat")
+        raise ValueError(_LORA_HINT)
     return [(name.strip(), path.strip()) for name, _, path in pairs]
+
+
+def _adapter_pairs(value: str | dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, path) of the adapters in one value of --lora-modules."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        return split_lora_modules(value)
+    try:
+        fields = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{value!r} is not JSON ({error}); {_LORA_HINT}") from None
+    name, path = fields.get("name"), fields.get("path")
+    # vLLM shows base_model_name as the adapter's parent in /v1/models; here the parent is always the served model.
+    if fields.keys() - {"name", "path", "base_model_name"} or not (isinstance(name, str) and isinstance(path, str)):
+        raise ValueError(f"an object has the strings name and path, and no other key; {_LORA_HINT}")
+    if not name.strip() or not path.strip() or set(name) & set("=,") or "," in path:
+        raise ValueError("name and path must not be empty; a name has neither = nor commas, and a path no commas")
+    return [(name.strip(), path.strip())]

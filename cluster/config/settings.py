@@ -21,12 +21,13 @@ from pydantic.fields import FieldInfo
 from coatcheck.proto.errors import InvalidConfig
 
 
-def setting(panel: str, description: str, default: Any, *, in_words: str = "", **bounds: Any) -> Any:
+def setting(panel: str, description: str, default: Any, *, in_words: str = "", metavar: str = "", **bounds: Any) -> Any:
     """A field of Settings.
 
     panel: the heading in --help. in_words: the default in --help and docs/settings.md, where str(default) is not clear.
+    metavar: of a flag that takes several values, what --help shows for them; the field gets their list.
     """
-    extra: dict[str, Any] = {"panel": panel, "in_words": in_words}
+    extra: dict[str, Any] = {"panel": panel, "in_words": in_words, "metavar": metavar}
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
@@ -37,12 +38,12 @@ class Settings(BaseModel):
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
-        """The settings of `file`, overridden by `flags`. A flag that is None was not given.
+        """The settings of `file`, overridden by `flags`. A flag that is None or empty was not given.
 
         Raises InvalidConfig. Its message names each wrong setting, and the file if the value came from there.
         """
         settings = read_settings(file.expanduser()) if file else {}
-        given = {name: value for name, value in flags.items() if value is not None}
+        given = {name: value for name, value in flags.items() if value not in (None, [], ())}
         settings |= given
         for name in settings:
             if name not in cls.model_fields:
@@ -102,7 +103,8 @@ def _parameter(name: str, field: FieldInfo, *, has_file: bool) -> inspect.Parame
         if kind is not bool:
             text += f" Default: {default_in_words(field)}."
         text = text.replace("[", r"\[")  # rich reads [otel] as a style
-        option = typer.Option(*names, help=text, rich_help_panel=_extra(field)["panel"])
+        metavar = _extra(field)["metavar"] or None
+        option = typer.Option(*names, help=text, rich_help_panel=_extra(field)["panel"], metavar=metavar)
     default: Any = inspect.Parameter.empty if field.is_required() and not has_file else None
     annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
@@ -112,8 +114,10 @@ def flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _flag_type(field: FieldInfo) -> type:
+def _flag_type(field: FieldInfo) -> Any:
     """The type to which Typer converts the flag's value: str if a validator of the field parses the text."""
+    if not field.is_required() and _extra(field)["metavar"]:
+        return list[str]
     if any(isinstance(item, BeforeValidator) for item in field.metadata):
         return str
     # Of a union also its members, of a Literal its values, and of Annotated its type.

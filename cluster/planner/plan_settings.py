@@ -92,7 +92,10 @@ class PlanSettings(Settings):
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] = setting(_PANEL, "As of `coatcheck serve`.", "auto")
     lora_modules: Annotated[str | None, BeforeValidator(parse_lora_modules)] = setting(
-        _PANEL, "As of `coatcheck serve`: the LoRA adapters that each rank holds beside its weights.", None
+        _PANEL,
+        "As of `coatcheck serve`: the LoRA adapters that each rank holds beside its weights.",
+        None,
+        metavar="NAME=PATH...",
     )
     kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = setting(
         _PANEL, "bf16, fp16, fp8, int8, int4, or auto: as --dtype.", "auto"

@@ -19,7 +19,7 @@ from coatcheck.cluster.config.address import split_address
 from coatcheck.cluster.flag_hints import HINTS, find_hint
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
-from tests.cluster.command_line import flags_of, run_here
+from tests.cluster.command_line import command_of, flags_of, run_here
 from tests.cluster.running_server import COMMAND, coatcheck
 
 
@@ -46,6 +46,22 @@ def test_help_is_in_parts() -> None:
         "Arguments", "Options", "Model", "Groups", "Memory", "Limits", "Router", "Security", "Ray", "Logs and traces"
     ]  # fmt: skip
     assert "coatcheck serve demo/model --groups 2 --tp 2" in said.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["m", "--lora-modules", "a=x", "b=y", "--tp", "2"],
+        ["--lora-modules", "a=x", "b=y", "m", "--tp", "2"],
+        ["--tp", "2", "--lora-modules=a=x", "b=y", "m"],
+        ["m", "--lora-modules", "a=x", "--tp", "2", "--lora-modules", "b=y"],
+        ["--tp", "2", "--lora-modules", "a=x", "b=y", "--", "m"],
+    ],
+)
+def test_a_flag_with_several_values(words: list[str]) -> None:
+    """--lora-modules takes its values as vLLM does, one word each, or is repeated. MODEL may follow."""
+    params = command_of("serve").make_context("serve", words).params
+    assert (params["model"], params["lora_modules"], params["tp"]) == ("m", ["a=x", "b=y"], 2)
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,18 @@ def adapters_of(base: Path, folder: Path) -> list[LoraModule]:
     return [LoraModule("all", str(folder / "all")), LoraModule("few", str(folder / "few"))]
 
 
-def make_engine(model: Model, *, budget: int = 256, communicator: Communicator | None = None) -> tuple[Engine, Any]:
+def make_engine(
+    model: Model, *, budget: int = 256, blocks: int = 120, communicator: Communicator | None = None
+) -> tuple[Engine, Any]:
     layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype("auto", model.spec.dtype))
-    pool = allocate_kv_pool(layout, 120, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, blocks, torch.device("cpu"))
     runner: Any = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
     if communicator is not None and communicator.size > 1:
         if communicator.rank:
             follow_driver(runner, communicator)
             return None, runner  # type: ignore[return-value]
         runner = TpRunner(runner, communicator)
-    engine = Engine(model.spec, runner, num_blocks=120, block_size=8, max_num_seqs=8, max_batch_tokens=budget)
+    engine = Engine(model.spec, runner, num_blocks=blocks, block_size=8, max_num_seqs=8, max_batch_tokens=budget)
     return engine, runner
 
 
@@ -136,6 +138,14 @@ def test_a_resume_continues_with_its_adapter(make: Callable[..., Engine], alone:
     assert said["all"][0] == tokens[13:]
 
 
+def test_a_preempted_request_keeps_its_adapter(make: Callable[..., Engine], expected: dict[str, list[int]]) -> None:
+    """Requests that lose their blocks to one another are computed again with their own adapters."""
+    engine = make(blocks=40)
+    said = run(engine, *(ask(name, PROMPT, GREEDY) for name in expected))
+    assert engine.stats().preemptions > 0
+    assert {name: said[name or "none"][0] for name in expected} == expected
+
+
 def test_an_unknown_adapter_is_refused(make: Callable[..., Engine]) -> None:
     """A request for an adapter that the group lacks is refused, with its name."""
     with pytest.raises(InvalidRequest, match="no LoRA adapter 'other'"):
@@ -160,9 +170,10 @@ def test_two_ranks_give_the_same_tokens(base: Path, modules: list[LoraModule], e
     assert {name: said[name or "none"][0] for name in expected} == expected
 
 
-@pytest.mark.parametrize("arch", ["phi3", "gemma2", "olmo2"])
+@pytest.mark.parametrize("arch", ["phi3", "gemma2", "olmo2", "lfm2", "nemotron-h"])
 def test_other_architectures(arch: str, tmp_path: Path) -> None:
-    """Merged projections, norms behind sublayers, and layers of transformers' own code have adapters too."""
+    """Merged projections, norms behind sublayers, layers of transformers' own code, short convolutions and Mamba-2 have
+    adapters too."""
     path = tiny_checkpoint(arch, tmp_path)
     modules = adapters_of(path, tmp_path / "adapters")
     model = load_model(path, communicator=Communicator(), device="cpu", lora_modules=modules)

@@ -152,20 +152,35 @@ def test_settings_that_adapters_exclude(base: Path, adapter: Path, settings: dic
         ("sql=", "write NAME=PATH"),
         ("=a", "write NAME=PATH"),
         ("a=x,b=y,a=z", "it has 'a' twice"),
+        (["a=x", '{"name": "a", "path": "y"}'], "it has 'a' twice"),
+        (["{"], "is not JSON .*write NAME=PATH"),
+        ([{"name": "a"}], "the strings name and path"),
+        ([{"name": "a", "path": "x", "rank": 4}], "no other key"),
+        ([{"name": "a,b", "path": "x"}], "neither = nor commas"),
+        ([{"name": " ", "path": "x"}], "must not be empty"),
         ("m=x", "has the name of the model"),
     ],
 )
-def test_the_setting_itself(value: str, reason: str) -> None:
+def test_the_setting_itself(value: object, reason: str) -> None:
     """A wrong --lora-modules is refused with its form."""
     with pytest.raises(CoatcheckError, match=reason):
         check_adapters(ServeConfig.build({"model": "o/m", "served_model_name": "m", "lora_modules": value}))
 
 
-def test_several_adapters_have_absolute_paths() -> None:
-    """Several adapters are given with commas, or as a list in a file; their paths hold in every process."""
-    for value in ("a=x, b=/y", ["a=x", "b=/y"]):
-        config = ServeConfig.build({"model": "m", "lora_modules": value})
-        assert config.adapters == (("a", str(Path("x").resolve())), ("b", "/y"))
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a=x, b=/y",
+        ["a=x", "b=/y"],
+        ['{"name": "a", "path": "x", "base_model_name": "m"}', '{"name": "b", "path": "/y"}'],
+        [{"name": "a", "path": "x"}, "b=/y"],
+    ],
+)
+def test_several_adapters_have_absolute_paths(value: object) -> None:
+    """Several adapters are given with commas, or as a list of texts or of vLLM's objects; their paths hold in every
+    process."""
+    config = ServeConfig.build({"model": "m", "lora_modules": value})
+    assert config.adapters == (("a", str(Path("x").resolve())), ("b", "/y"))
 
 
 def test_patterns_are_of_the_adapted_models_names(base: Path, adapter: Path) -> None:
