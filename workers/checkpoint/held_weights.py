@@ -34,14 +34,14 @@ SHARED_LAYERS: Final = {"gemma3n_text": 15}
 # Published checkpoints have these tensors for such layers too. No code reads them there.
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
 # Tensors that no dtype rounds (meta_model.py).
-_FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|A_log|moe_statics\..+)")
+_FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|feed_forward\.expert_bias|A_log|moe_statics\..+)")
 _ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
 # A weight of one expert: (its layer's experts, the weight's name). Gates and ups are held as one.
 _EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
 _DOWN: Final = ("down_proj", "w2")
 _FUSED: Final = re.compile(r".+\.(experts\.(gate_up|down)_proj|(in|out)put_linear\.weight)")  # all experts' weights
 # Model types whose experts run transformers' code, which reads plain weights.
-_PLAIN_EXPERTS: Final = frozenset(("aria_text", "jetmoe", "llama4_text", "minimax_m3_vl_text"))
+_PLAIN_EXPERTS: Final = frozenset(("aria_text", "jetmoe", "llama4_text", "minimax_m3_vl_text", "nemotron_h"))
 # Of latent attention (MLA), which splits and reorders these weights.
 _LATENT: Final = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 

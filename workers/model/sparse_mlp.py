@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
@@ -285,6 +286,8 @@ def check_expert_parallel(model: PreTrainedModel) -> None:
 
 
 def _activation_of(module: Any) -> str | None:
+    if module.act_fn is functional.silu:  # lfm2_moe
+        return "silu"
     for name, ours in ACTIVATIONS.items():
         if type(module.act_fn) is type(ACT2FN[name]):
             return ours

@@ -78,9 +78,9 @@ def test_bytes_of_weights_quantised_at_load_are_those_loaded(quantization: str, 
     assert Sizing.of(settings).weight_bytes == model.spec.weight_bytes
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "deepseek-v3", "lfm2-moe", "nemotron-h"])
 def test_experts_are_quantised_at_load(kind: str, tmp_path: Path) -> None:
-    """Experts are quantised with the linears, in the plan and on the rank."""
+    """Experts are quantised with the linears, in the plan and on the rank. Those of nemotron_h stay plain on both."""
     path = tiny_checkpoint(kind, tmp_path)
     model = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu", quantization="int8")
     settings = PlanSettings(model=str(path), dtype="bfloat16", device="cpu", quantization="int8")
