@@ -1,4 +1,4 @@
-/* A gated delta net between its projections (formulas and shapes: kernels/attention/gated_delta_net.py). An item
+/* A gated delta net between its projections (formulas and shapes: kernels/linear_attention/gated_delta_net.py). An item
  * is one key head of one sequence, with its value heads: no two items share a channel or a part of the state. */
 #include "delta_net.h"
 

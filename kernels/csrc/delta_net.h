@@ -1,4 +1,4 @@
-/* The arguments of a gated delta net, as kernels/attention/gated_delta_net.py packs them. */
+/* The arguments of a gated delta net, as kernels/linear_attention/gated_delta_net.py packs them. */
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-/* A Mamba-2 mixer between its projections (formulas and shapes: kernels/attention/mamba2.py). Three operations follow
+/* A Mamba-2 mixer between its projections (formulas and shapes: kernels/linear_attention/mamba2.py). Three operations follow
  * one another: the convolution (an item: a block of channels of one sequence), the recurrence (a head of one
  * sequence) and the gated norm (a token). */
 #include "convolution.h"

@@ -1,4 +1,4 @@
-/* The arguments of the layers that keep a state, as kernels/attention/short_conv.py and mamba2.py pack them. */
+/* The arguments of the layers that keep a state, as kernels/linear_attention/short_conv.py and mamba2.py pack them. */
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-/* A gated short convolution between its projections (formulas and shapes: kernels/attention/short_conv.py). An item is
+/* A gated short convolution between its projections (formulas and shapes: kernels/linear_attention/short_conv.py). An item is
  * a block of channels of one sequence. */
 #include "convolution.h"
 #include "simd/cpu_class.h"

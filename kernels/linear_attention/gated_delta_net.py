@@ -12,8 +12,8 @@ Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (chann
 columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
 
 The forms in C and in torch, and the recurrence on a GPU, take the tokens of a sequence one after the other, so a result
-has the same bits in any chunks and beside any other sequences. On a GPU (kernels/linear_attention) chunks of prompts in
-16 bits are computed by matrix products unless `batch_invariant`.
+has the same bits in any chunks and beside any other sequences. On a GPU chunks of prompts in 16 bits are computed
+by matrix products (chunks.py) unless `batch_invariant`.
 
 In the C form a thread computes the heads of one key head of one sequence; the state's columns do not depend on each
 other, so 32 of them at once stay in the L1 cache while a chunk's tokens pass.

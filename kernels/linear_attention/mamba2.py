@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.attention.short_conv import Convolution
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
+from coatcheck.kernels.linear_attention.short_conv import Convolution
 
 
 @dataclass(frozen=True, slots=True, eq=False)

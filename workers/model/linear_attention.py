@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
-from coatcheck.kernels.attention.mamba2 import GatedNorm, Mamba2
-from coatcheck.kernels.attention.short_conv import Convolution, ShortConv
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
+from coatcheck.kernels.linear_attention.mamba2 import GatedNorm, Mamba2
+from coatcheck.kernels.linear_attention.short_conv import Convolution, ShortConv
 from coatcheck.workers.attention.attention import current_step
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec

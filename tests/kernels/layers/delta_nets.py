@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
+from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 
 
 def make_net(

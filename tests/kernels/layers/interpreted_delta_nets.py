@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.gpu_properties import SM_90
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.linear_attention.chunks import LEAST, compute_chunks, pick_chunks
 from coatcheck.kernels.linear_attention.convolution import convolve
+from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.linear_attention.recurrence import compute_tokens
 from tests.kernels.layers.delta_nets import make_inputs, make_net, make_state, rows_of
 from tests.kernels.triton.agreement import SENTINEL

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels import native
-from coatcheck.kernels.attention.mamba2 import GatedNorm, Mamba2
-from coatcheck.kernels.attention.short_conv import Convolution, ShortConv
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.linear_attention.mamba2 import GatedNorm, Mamba2
+from coatcheck.kernels.linear_attention.short_conv import Convolution, ShortConv
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
 Layer = ShortConv | Mamba2
