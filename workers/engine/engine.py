@@ -28,7 +28,6 @@ from coatcheck.workers.engine.scheduler import Scheduler
 from coatcheck.workers.engine.step_statistics import StepStatistics
 from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.kv.kv_cache_manager import build_kv_cache
-from coatcheck.workers.kv.state_snapshots import StateSnapshots
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
 
@@ -70,9 +69,11 @@ class Engine:
         grammars_kept: int = MAX_CACHED_GRAMMARS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        states = StateSnapshots(num_snapshots, first_slot=max_num_seqs) if num_snapshots else None
-        kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction, spec.attention_crossover, states)
-        self.has_prefix_cache = not spec.state_layers or states is not None
+        snapshot_slots = range(max_num_seqs, max_num_seqs + num_snapshots)
+        kv_cache = build_kv_cache(
+            num_blocks, host_blocks, block_size, eviction, spec.attention_crossover, snapshot_slots
+        )
+        self.has_prefix_cache = not spec.state_layers or num_snapshots > 0
         self.spec = spec
         self.block_size = block_size
         # A sequence that runs alone must fit in the pool.

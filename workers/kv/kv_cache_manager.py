@@ -23,7 +23,7 @@ from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.cache_snapshot import CacheSnapshot
 from coatcheck.workers.kv.copy_cost import CopyCost
 from coatcheck.workers.kv.eviction import Evictor
-from coatcheck.workers.kv.eviction_policy import create_policy
+from coatcheck.workers.kv.eviction_policy import CandidateHeap, create_policy
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
@@ -165,6 +165,8 @@ class KVCacheManager:
             self.pool.requeue_block(block_hash)
             if block_hash in self.host:
                 self.host.requeue_block(block_hash)
+            if self.states is not None:
+                self.states.requeue_block(block_hash)
 
     def reset_prefix_cache(self) -> None:
         """Evict the prefix blocks of both tiers that no sequence and no copy uses."""
@@ -358,9 +360,9 @@ def build_kv_cache(
     block_size: int,
     eviction: str,
     attention_crossover: int,
-    states: StateSnapshots | None = None,
+    snapshot_slots: range = range(0),
 ) -> KVCacheManager:
-    """An empty cache of two tiers, or of one if `host_blocks` is 0. `states`: see KVCacheManager.
+    """An empty cache of two tiers, or of one if `host_blocks` is 0. `snapshot_slots`: see StateSnapshots.
 
     `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`.
     """
@@ -371,5 +373,9 @@ def build_kv_cache(
         policy = create_policy(eviction, registry.reuse_table, attention_crossover / block_size)
         return Evictor(registry, policy, capacity, tier)
 
+    states = None
+    if snapshot_slots:  # of snapshots the least recently used one is evicted first
+        evictor = Evictor(registry, CandidateHeap(), len(snapshot_slots), Tier.STATE)
+        states = StateSnapshots(snapshot_slots, evictor)
     pool = BlockPool(num_blocks, make_evictor(num_blocks, Tier.DEVICE))
     return KVCacheManager(pool, HostPool(host_blocks, make_evictor(host_blocks, Tier.HOST)), block_size, states)

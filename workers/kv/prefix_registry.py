@@ -159,6 +159,10 @@ class PrefixRegistry:
             self.reuse_table.add_block(record.cohort)
         return record
 
+    def find_block(self, block_hash: bytes) -> PrefixBlock | None:
+        """The record of a block that a tier holds; of others as long as it is remembered."""
+        return self._records.get(block_hash)
+
     def explain_miss(self, block_hash: bytes, index: int) -> PrefixMiss:
         """Why no tier holds the block, the `index`-th of a request's prompt."""
         record = self._records.get(block_hash)

@@ -10,23 +10,31 @@ Ranks execute plans in order, restores before the forward pass and saves behind 
 and its slot given to another block at once, even if a plan in flight, or the same plan, restores it.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.sequence import Sequence as Choice
 from coatcheck.workers.core.step_output import KvEvent
+from coatcheck.workers.kv.eviction import Evictor
+from coatcheck.workers.kv.prefix_registry import PrefixBlock
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    slot: int
+    prefix: PrefixBlock
 
 
 class StateSnapshots:
-    """Slots `first_slot` to `first_slot + num_slots - 1`. The least recently used snapshot is evicted first."""
+    """`slots`: those of the ranks for snapshots. `evictor`: which held snapshot is evicted next; it has no others."""
 
-    def __init__(self, num_slots: int, first_slot: int) -> None:
-        self.num_slots = num_slots
-        self.num_saves = self.num_restores = self.num_evictions = 0
-        self._slots = range(first_slot, first_slot + num_slots)
-        self._free = list(reversed(self._slots))
-        self._held: OrderedDict[bytes, int] = OrderedDict()  # slot by block hash, least recently used first
+    def __init__(self, slots: range, evictor: Evictor) -> None:
+        self.num_saves = self.num_restores = 0
+        self.evictor = evictor
+        self._slots = slots
+        self._free = list(reversed(slots))
+        self._held: dict[bytes, _Held] = {}  # by block hash
         self._planned: dict[Choice, dict[int, int]] = {}  # slot by the block's index in the sequence
         self._latest: dict[Choice, tuple[int, int]] = {}  # slot, and the block's index in the sequence
         self._events: list[KvEvent] = []
@@ -44,9 +52,15 @@ class StateSnapshots:
 
     def plan_restore(self, block_hash: bytes) -> int:
         """The slot of a held snapshot, which becomes the most recently used one."""
-        self._held.move_to_end(block_hash)
+        self.requeue_block(block_hash)
         self.num_restores += 1
-        return self._held[block_hash]
+        return self._held[block_hash].slot
+
+    def requeue_block(self, block_hash: bytes) -> None:
+        """Queue the block's snapshot for eviction again, as just used and with the block's present retention claims. No
+        effect without one."""
+        if (held := self._held.get(block_hash)) is not None:
+            self.evictor.requeue_block(held.prefix)
 
     def plan_save(self, sequence: Choice, index: int) -> int | None:
         """A slot for the states of `sequence` at the end of its block `index`. None if all slots are planned."""
@@ -60,7 +74,7 @@ class StateSnapshots:
         slot, _ = self._latest.get(sequence, (None, 0))
         if slot is not None:
             self.num_saves += 1
-        elif 2 * len(self._latest) + 2 > self.num_slots or (slot := self._take_slot()) is None:
+        elif 2 * len(self._latest) + 2 > len(self._slots) or (slot := self._take_slot()) is None:
             return None
         self._latest[sequence] = slot, index
         return slot
@@ -89,8 +103,9 @@ class StateSnapshots:
     def drop_blocks(self, hashes: Iterable[bytes]) -> None:
         """Drop the snapshots of blocks whose KV has left the device."""
         for block_hash in hashes:
-            if block_hash in self._held:
-                self._drop(block_hash)
+            if (held := self._held.get(block_hash)) is not None:
+                self.evictor.remove_block(held.prefix)
+                self._forget(block_hash)
 
     def drain_events(self) -> list[KvEvent]:
         """The events since the last call, in order."""
@@ -109,7 +124,9 @@ class StateSnapshots:
         """Raises AssertionError unless each slot is in one state, and those that are not held are of `running`."""
         planned = [slot for slots in self._planned.values() for slot in slots.values()]
         planned += [slot for slot, _ in self._latest.values()]
-        assert sorted([*self._free, *planned, *self._held.values()]) == list(self._slots), "slots lost or doubled"
+        held = [one.slot for one in self._held.values()]
+        assert sorted([*self._free, *planned, *held]) == list(self._slots), "slots lost or doubled"
+        self.evictor.check(one.prefix for one in self._held.values())
         assert all(self._planned.values()), "a sequence without planned snapshots is listed"
         assert {*self._planned, *self._latest} <= set(running), "a snapshot is planned for a sequence that does not run"
 
@@ -118,20 +135,22 @@ class StateSnapshots:
         if not self._free:
             if not self._held:
                 return None
-            self.num_evictions += 1
-            self._drop(next(iter(self._held)))
+            self._forget(self.evictor.evict_block().block_hash)
         self.num_saves += 1
         return self._free.pop()
 
     def _hold(self, block_hash: bytes, slot: int) -> None:
         """Hold a snapshot, which becomes the most recently used one. If one of the block is held, free `slot`."""
         if block_hash in self._held:
-            self._held.move_to_end(block_hash)
+            self.requeue_block(block_hash)
             self._free.append(slot)
             return
-        self._held[block_hash] = slot
+        prefix = self.evictor.registry.find_block(block_hash)
+        assert prefix is not None, "the block of a snapshot is not registered"
+        self._held[block_hash] = _Held(slot, prefix)
+        self.evictor.add_block(prefix)
         self._events.append(KvEvent(True, block_hash, b"", Tier.STATE))
 
-    def _drop(self, block_hash: bytes) -> None:
-        self._free.append(self._held.pop(block_hash))
+    def _forget(self, block_hash: bytes) -> None:
+        self._free.append(self._held.pop(block_hash).slot)
         self._events.append(KvEvent(False, block_hash, b"", Tier.STATE))

@@ -3,10 +3,13 @@
 The fake model fails if a row starts from another state than that of its own tokens.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import MissReason, Tier
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
@@ -201,9 +204,30 @@ def test_the_least_recently_used_snapshot_is_evicted() -> None:
     first, second, third = SYSTEM, QUESTION * 2, [50] * 90
     for name, prompt, cached in (("a", first, 0), ("b", second, 0), ("a2", first, 96), ("c", third, 0)):
         assert ask(engine, name, prompt)[0] == cached
-    assert states_of(engine).num_evictions == 1
+    assert sum(states_of(engine).evictor.num_evictions.values()) == 1
     assert ask(engine, "a3", first)[0] == 96
     assert ask(engine, "b2", second)[0] == 0
+
+
+def test_retained_snapshots_and_those_of_other_tenants_stay() -> None:
+    """A prompt that is to be kept, and one of a tenant that asks seldom, are found after a tenant has asked for more
+    prompts than there are slots; the prompt that is not needed again gives up its slot first."""
+    engine, _ = make_engine(1000, snapshots=8)
+
+    def cached(name: str, token: int, tenant: str = "flood", retention: Retention | None = None) -> int:
+        asked = replace(request(name, [token] * 99, 1), tenant=tenant, retention=retention)
+        engine.submit_request(asked)
+        return Collector(engine).run().first[name, 0].cached_device_tokens
+
+    cached("kept", 1, retention=Retention(80))
+    cached("seldom", 2, "seldom")
+    for index in range(10):
+        cached(f"flood{index}", 10 + index)
+    cached("unwanted", 3, retention=Retention(0))
+    assert cached("oldest", 15) == 92  # flood5, the oldest that is left
+    cached("one more", 50)
+    assert cached("kept again", 1) == cached("seldom again", 2, "seldom") == 92
+    assert cached("unwanted again", 3) == 0
 
 
 def test_a_snapshot_goes_with_the_kv_of_its_block() -> None:
