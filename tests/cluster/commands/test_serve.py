@@ -121,13 +121,25 @@ def test_openai_clients_get_the_same_answer(serving: Serving) -> None:
 
 
 def test_status_shows_every_rank(serving: Serving) -> None:
-    """`status` shows groups and ranks with their process ids, as tables and as JSON."""
-    status = json.loads(coatcheck("status", "--address", serving.address, "--json").stdout)
+    """`status` shows groups and ranks with their process ids, as tables and as JSON. A rank of a busy machine may be
+    late, which `status` shows too, until it runs again."""
+    for _ in range(2):
+        serving.generate(PROMPT, max_tokens=1)
+    status: dict[str, Any] = {}
+
+    def all_serve() -> bool:
+        status.update(json.loads(coatcheck("status", "--address", serving.address, "--json").stdout))
+        groups = status["groups"]
+        return all(group["state"] == "serving" for group in groups) and all(
+            rank["healthy"] for group in groups for rank in group["ranks"]
+        )
+
+    until(all_serve, "every group serves and every rank is healthy", else_tell=lambda: status)
     assert status["state"] == "serving" and status["hit_ratio"] > 0
     assert [len(group["ranks"]) for group in status["groups"]] == [2, 2]
     for group in status["groups"]:
-        assert group["state"] == "serving" and group["blocks_total"] > 0
-        assert all(rank["healthy"] and lives(rank["pid"]) and rank["steps"] > 0 for rank in group["ranks"])
+        assert group["blocks_total"] > 0
+        assert all(lives(rank["pid"]) and rank["steps"] > 0 for rank in group["ranks"])
     table = coatcheck("status", "--address", serving.address).stdout
     assert "group-0/0" in table and "group-1/1" in table and "TTFT" in table
 
