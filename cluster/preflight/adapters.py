@@ -1,6 +1,6 @@
 """check_adapters: refuses LoRA adapters that ranks would refuse, before Ray starts. No torch.
 
-Only the rank knows which linears its kernels compute; what the headers of both files show is checked here.
+Only ranks know which linears may be adapted. The check here compares the headers of the adapter and of the model.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from coatcheck.workers.lora.adapter import Adapter
 def check_adapters(config: ServeConfig) -> None:
     """Raise InvalidConfig or InvalidModel, with the adapter's name and what to change.
 
-    All but the names is skipped if `serve` joins a Ray cluster, whose hosts may have other files.
+    If `serve` joins a Ray cluster, only the names are checked: its hosts may have other files.
     """
     for name, path in config.adapters:
         if name in (config.model_name, *config.model_aliases):
@@ -28,10 +28,11 @@ def check_adapters(config: ServeConfig) -> None:
             "lora-modules: adapters are served on CPUs alone; use --device cpu, or merge the adapter into its base "
             "model"
         )
-    if config.dtype == "float16":
-        raise InvalidConfig("lora-modules need bfloat16 or float32; set --dtype")
     directory = Path(config.model_source)
     values = read_json_object(directory / "config.json") or {}
+    dtype = (values.get("dtype") or values.get("torch_dtype")) if config.dtype == "auto" else config.dtype
+    if dtype == "float16":
+        raise InvalidConfig("lora-modules need bfloat16 or float32, not float16; set --dtype")
     adapters = [
         Adapter.open(module, text_tensor_name if is_multimodal(values) else lambda name: name)
         for module in config.adapters
@@ -41,7 +42,7 @@ def check_adapters(config: ServeConfig) -> None:
     shapes = {
         name.removesuffix(".weight"): (entry.shape[0], entry.shape[1])
         for name, entry in read_entries(directory).items()
-        if name.endswith(".weight") and len(entry.shape) == 2
+        if name.endswith(".weight") and len(entry.shape) == 2 and ".experts." not in name
     }
     prefixes = {name.partition(".")[0] for name in shapes}
     for adapter in adapters:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The rows of a call that have an adapter, those of one adapter together.
+    """The rows of a call that have an adapter, sorted by adapter.
 
     `rows`, `of`: int64 [rows]: the row of x, and the index of its adapter.
     """
@@ -41,11 +41,11 @@ class LoraStep:
 
     @contextmanager
     def use(self, tokens: Sequence[int], sampled: Sequence[int] | None = None) -> Iterator[None]:
-        """Within the context linears add the adapters of these rows.
+        """Within the context, linears add the adapters of these rows.
 
-        `tokens`: the adapter of each token of the step, from 1; 0 for none. `sampled`: the same of the tokens that the
-        last layer goes on with, if these are not all; they are fewer, so a linear knows by the number of its rows which
-        ones it has.
+        `tokens`: the adapter of each token of the step, from 1; 0 for none. `sampled`: the adapter of each token whose
+        row the last layer keeps; None if that layer keeps all rows. A linear finds its rows by their number. So
+        `sampled` must be shorter than `tokens`, or ValueError is raised.
         """
         if sampled is not None and len(sampled) >= len(tokens):
             raise ValueError(f"{len(sampled)} of {len(tokens)} tokens are selected; they must be fewer")

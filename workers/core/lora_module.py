@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class LoraModule(NamedTuple):
-    """`path`: a directory of PEFT, with adapter_config.json and adapter_model.safetensors."""
+    """`path`: a directory that PEFT wrote, with adapter_config.json and adapter_model.safetensors."""
 
     name: str
     path: str

@@ -39,7 +39,8 @@ class AdaptedModule:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`modules`: by the name of the linear in a text checkpoint of the base model, without ".weight"."""
+    """`file`: with the weights. `modules`: by the name of the linear in a text checkpoint of the base model, without
+    ".weight"."""
 
     name: str
     file: Path
@@ -48,13 +49,16 @@ class Adapter:
 
     @classmethod
     def open(cls, lora: LoraModule, text_name: Callable[[str], str | None] = lambda name: name) -> Self:
-        """Read the headers. `text_name`: the name that a tensor of the base model has in a text checkpoint; None for
-        tensors of other parts. Raises InvalidModel with the name of the adapter, the reason and what to change."""
+        """Read the config and the file's header. Raises InvalidModel with the adapter's name and what to change.
+
+        `text_name`: returns the name that a tensor of the base model has in a text checkpoint, or None for a tensor of
+        another part.
+        """
         directory = Path(lora.path).expanduser()
         if not directory.is_dir():
             raise InvalidModel(
-                f"lora-modules {lora.name}: no directory {lora.path} on this host; every node with ranks needs it "
-                "under this path"
+                f"lora-modules {lora.name}: no directory {lora.path} on this host; adapters are not downloaded, and "
+                "every node with ranks needs the directory under this path"
             )
         config = read_adapter_config(lora.name, directory)
         if not (file := directory / _FILE).is_file():
@@ -93,8 +97,8 @@ class Adapter:
         return digest.hexdigest()
 
     def rank_bytes(self, tp: int, kv_ranks: int) -> int:
-        """Bytes on each of `tp` ranks: A and B as float32, sharded as their linears. `kv_ranks`: over how many ranks
-        the KV heads are divided, at most `tp`."""
+        """Bytes of A and B, as float32, on each of `tp` ranks. `kv_ranks`: ranks that divide the KV heads, at most
+        `tp`."""
         total = 0
         for name, module in self.modules.items():
             leaf, out, width = name.rpartition(".")[2], module.out_features, module.in_features

@@ -1,6 +1,6 @@
 """AdapterConfig: adapter_config.json of a LoRA adapter, as PEFT writes it. No torch.
 
-An adapter whose effect would differ from what is computed here is refused, and the message names the field.
+A field that asks for more than plain LoRA is refused by name.
 """
 
 import math
@@ -14,7 +14,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 
 _MERGE: Final = "merge the adapter into its base model (PEFT's merge_and_unload) and serve the result"
-# Fields that change what an adapter computes: the values with which they change nothing, and what the field asks for.
+# Fields that change what an adapter computes -> the values that change nothing, and what other values mean.
 _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "bias": ((None, "none"), "biases of the base model are trained too"),
     "lora_bias": ((None, False), "B has a bias"),
@@ -25,7 +25,7 @@ _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "layer_replication": ((None, []), "layers of the base model are repeated"),
     "alora_invocation_tokens": ((None, []), "the adapter begins in the middle of a prompt"),
 }
-# Fields of variants of LoRA are called use_NAME or NAME_config. These few change only the training, or are served.
+# Variants of LoRA have fields called use_NAME or NAME_config. These five only change the training, or are served.
 _HARMLESS: Final = ("use_rslora", "eva_config", "loftq_config", "lora_ga_config", "corda_config")
 # Ways to initialise that leave the base model as it is. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) change its
 # weights.

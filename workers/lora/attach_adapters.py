@@ -1,7 +1,7 @@
 """attach_adapters(): gives the linears of a rank's model the slices of every adapter.
 
-A and B are sharded as their linear is: of a column-parallel linear a rank holds its rows of B, of a row-parallel one
-its columns of A, whose product is a part of the sum that the ranks add anyway.
+A and B are sharded as their linear is. Of a column-parallel linear a rank holds all of A and its rows of B. Of a
+row-parallel linear a rank holds its columns of A and all of B: the product is a part of the sum over ranks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -145,6 +145,14 @@ def test_settings_that_adapters_exclude(base: Path, adapter: Path, settings: dic
         open_adapters([LoraModule("sql", str(adapter))], {}, lambda name: name, device=device, dtype=dtype)
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_model_in_float16(adapter: Path, tmp_path: Path, field: str) -> None:
+    """A checkpoint whose own dtype is float16 needs --dtype, which the message says before Ray starts."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", field: "float16"}))
+    with pytest.raises(InvalidConfig, match="need bfloat16 or float32, not float16; set --dtype"):
+        check_adapters(serve_config(tmp_path, adapter))
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
