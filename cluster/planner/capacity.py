@@ -3,6 +3,7 @@
 Sizes come from the BlockLayout and TpShard that ranks use, so they equal what a running group reports.
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -137,6 +138,32 @@ def count_pool_blocks(
         snapshot_bytes=num_snapshots * rank_state_bytes,
     )
     return num_blocks, num_snapshots
+
+
+def count_sequences(
+    cache: KvCacheSpec,
+    settings: PlanSettings,
+    num_blocks: int,
+    blocks: float,
+    rank_weight_bytes: float,
+    rank_state_bytes: int,
+) -> int:
+    """The most sequences of `blocks` blocks each at once.
+
+    Each state takes memory from the pool. With states this is therefore the largest --max-num-seqs at which the pool
+    has blocks for as many sequences. `num_blocks`: of the pool with the states of `concurrency` sequences.
+    """
+    if not rank_state_bytes:
+        return int(num_blocks / blocks)
+
+    def is_too_many(sequences: int) -> bool:
+        changed = settings.model_copy(update={"concurrency": sequences})
+        try:
+            return count_pool_blocks(cache, changed, rank_weight_bytes, rank_state_bytes)[0] < sequences * blocks
+        except InvalidConfig:  # the states alone do not fit
+            return True
+
+    return bisect.bisect_left(range(1, int(settings.gpu_memory) // rank_state_bytes + 1), True, key=is_too_many)
 
 
 def attention_variants(shape: ModelShape) -> list[tuple[str, int, tuple[LayerSpec, ...]]]:

@@ -1,6 +1,6 @@
 """HybridLayers: which layers of a hybrid family attend, which keep a state, and of what size, from config.json alone.
 
-With the defaults of transformers' config classes. Lists of layer types may have the names of older releases.
+Absent fields have the defaults of transformers' config classes. Lists of layer types may have names of older releases.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ _LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "
 
 @dataclass(frozen=True, slots=True)
 class HybridLayers:
-    """`kinds`: of each layer. `has_mlp_layers`: MLPs are layers of their own (nemotron_h). `states`: of the layers that
-    keep one."""
+    """`kinds`: the kind of each layer. `has_mlp_layers`: MLPs are layers of their own (nemotron_h). `states`: one for
+    each layer that keeps a state."""
 
     kinds: tuple[str, ...]
     has_mlp_layers: bool

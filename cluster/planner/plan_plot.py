@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from coatcheck.cluster.planner.capacity import KvCacheSpec
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.kv_dtype import KV_DTYPES
 
 _STEPS = 24  # points along a logarithmic axis
 
@@ -42,7 +44,10 @@ def _plot_sequences(axes: Any, sizing: Sizing) -> None:
     for row in sizing.kv_dtype_rows():
         names.setdefault(row["num_blocks"], []).append(row["kv_dtype"])
     for num_blocks, same in names.items():
-        counts = [sizing.sequences_of(num_blocks, context) or float("nan") for context in contexts]
+        whole = sizing.cache
+        cache = KvCacheSpec.of(whole.layers, whole.shard, whole.block_size, KV_DTYPES[same[0]])
+        fits = [sizing.count_sequences(cache, num_blocks, cache.count_blocks(context)) for context in contexts]
+        counts = [count or float("nan") for count in fits]
         axes.plot(contexts, counts, label=", ".join(same))
     axes.axvline(sizing.context, linestyle=":", color="grey")
     axes.axhline(sizing.settings.concurrency, linestyle=":", color="grey")

@@ -150,6 +150,8 @@ def _memory(sizing: Sizing) -> Table:
         what = "one sequence" if count == 1 else f"{count:,} sequences"
         whole, rank = cache.sequence_bytes(context), cache.rank_sequence_bytes(context)
         table.add_row(f"{what} of {context:,} tokens", size(count * whole), size(count * rank))
+    if sizing.rank_state_bytes:
+        table.add_row(f"states of {concurrency:,} sequences", "", size(concurrency * sizing.rank_state_bytes))
     if any(layer.sliding_window for layer in cache.layers):
         windowed = cache.windowed_sequence_bytes(context)
         table.add_row("one, without blocks outside of windows", size(windowed), "")
@@ -157,9 +159,7 @@ def _memory(sizing: Sizing) -> Table:
 
 
 def _paging(sizing: Sizing) -> Text:
-    lengths, block_size = sizing.lengths, sizing.cache.block_size
-    paged = lengths.fit_paged(sizing.num_blocks, block_size)
-    reserved = lengths.fit_reserved(sizing.num_blocks, block_size, sizing.context)
+    lengths, paged, reserved = sizing.lengths, sizing.paged_sequences, sizing.reserved_sequences
     ratio = f"{paged / reserved:.1f} times the {reserved:,}" if reserved else "none fit"
     left_out = f" {lengths.left_out:,} longer ones are not counted." if lengths.left_out else ""
     return Text(

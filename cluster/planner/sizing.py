@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from coatcheck.cluster.planner.capacity import WEIGHT_BYTES, KvCacheSpec, attention_variants, count_pool_blocks
+from coatcheck.cluster.planner.capacity import (
+    WEIGHT_BYTES,
+    KvCacheSpec,
+    attention_variants,
+    count_pool_blocks,
+    count_sequences,
+)
 from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
@@ -16,7 +22,7 @@ from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization,
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries
 from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, backend_name, check_backend_model
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, choose_kv_dtype
-from coatcheck.workers.core.model_spec import state_bytes
+from coatcheck.workers.core.model_spec import DeltaNetSpec, state_bytes
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.lora.adapter import Adapter
@@ -101,7 +107,7 @@ class Sizing:
             lengths=_lengths(settings.lengths, context),
             notes=(
                 *shape.notes,
-                *_state_notes(settings, rank_states, num_snapshots),
+                *_state_notes(settings, shape, rank_states, num_snapshots),
                 *([f"LoRA adapters take {adapter_bytes:,} bytes on each rank"] if adapter_bytes else []),
                 *_notes(cache, context, shape.max_model_len),
             ),
@@ -109,16 +115,28 @@ class Sizing:
 
     @property
     def sequences(self) -> int:
-        """Sequences of `context` tokens that the pool holds at once."""
-        return self.sequences_of(self.num_blocks, self.context)
+        """Sequences of `context` tokens that the memory holds at once, with their states."""
+        return self.count_sequences(self.cache, self.num_blocks, self.cache.count_blocks(self.context))
 
     @property
     def longest_context(self) -> int:
         """The largest context at which `concurrency` sequences fit."""
         return self.num_blocks // self.settings.concurrency * self.cache.block_size
 
-    def sequences_of(self, num_blocks: int, context: int) -> int:
-        return num_blocks // self.cache.count_blocks(context)
+    @property
+    def paged_sequences(self) -> int:
+        """Sequences of `lengths` at their full length, on average, that the memory holds at once with their states."""
+        return self.count_sequences(self.cache, self.num_blocks, self.lengths.mean_blocks(self.cache.block_size))
+
+    @property
+    def reserved_sequences(self) -> int:
+        """Sequences that the same memory holds if each reserves `context` tokens."""
+        return self.count_sequences(self.cache, self.num_blocks, self.context / self.cache.block_size)
+
+    def count_sequences(self, cache: KvCacheSpec, num_blocks: int, blocks: float) -> int:
+        """As count_sequences of capacity.py, of this model."""
+        weights, states = self.rank_weight_bytes, self.rank_state_bytes
+        return count_sequences(cache, self.settings, num_blocks, blocks, weights, states)
 
     @property
     def rank_weight_bytes(self) -> float:
@@ -156,7 +174,7 @@ class Sizing:
                         "bytes_per_token": cache.whole.bytes_per_token,
                         "scale_bytes_per_token": cache.whole.scale_bytes_per_token,
                         "num_blocks": num_blocks,
-                        "sequences": self.sequences_of(num_blocks, self.context),
+                        "sequences": self.count_sequences(cache, num_blocks, cache.count_blocks(self.context)),
                     }
                 )
         return rows
@@ -185,9 +203,9 @@ class Sizing:
             try:
                 cache = KvCacheSpec.of(self.cache.layers, self.cache.shard, size, self.cache.whole.kv_dtype)
                 num_blocks, _ = count_pool_blocks(cache, self.settings, self.rank_weight_bytes, self.rank_state_bytes)
+                fit = self.count_sequences(cache, num_blocks, self.lengths.mean_blocks(size))
             except InvalidConfig:  # no block of this size fits, or its tokens cannot be divided over the ranks
-                num_blocks = 0
-            fit = self.lengths.fit_paged(num_blocks, size)
+                fit = 0
             rows.append({"block_size": size, "waste": self.lengths.waste(size), "sequences": fit})
         return rows
 
@@ -254,8 +272,8 @@ class Sizing:
                 "number": self.lengths.number,
                 "left_out": self.lengths.left_out,
                 "mean": self.lengths.mean,
-                "paged": self.lengths.fit_paged(self.num_blocks, block_size),
-                "reserved": self.lengths.fit_reserved(self.num_blocks, block_size, context),
+                "paged": self.paged_sequences,
+                "reserved": self.reserved_sequences,
             },
             "step_times": self.step_time_rows(),
             "notes": list(self.notes),
@@ -298,20 +316,22 @@ def _adapter_bytes(settings: PlanSettings, shape: ModelShape, shard: TpShard) ->
     return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks) for module in settings.adapters)
 
 
-def _state_notes(settings: PlanSettings, rank_state_bytes: int, num_snapshots: int) -> list[str]:
-    if not rank_state_bytes:
+def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: int, num_snapshots: int) -> list[str]:
+    if not shape.states:
         return []
-    return [
-        f"some layers keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the states "
-        f"of {settings.concurrency:,} sequences (--concurrency) are subtracted from the pool's memory: serve with "
-        f"--max-num-seqs {settings.concurrency}",
+    notes = [
+        f"some layers keep {rank_state_bytes:,} bytes of state for each sequence on each rank; the pool is what the "
+        f"states of {settings.concurrency:,} sequences (--concurrency) leave: serve with --max-num-seqs "
+        f"{settings.concurrency}; the sequences that fit are counted with the states of as many",
         f"{num_snapshots:,} snapshots of states, at which cached prompts start, take "
         f"{num_snapshots * rank_state_bytes:,} bytes of each rank's KV memory (--state-snapshot-share "
         f"{settings.state_snapshot_share:g})"
         if num_snapshots
         else "no prefix cache: every prompt is computed from its first token",
-        "gated delta nets are served on CPUs and GPUs, other layers that keep a state on CPUs alone (--device cpu)",
     ]
+    if not all(isinstance(state, DeltaNetSpec) for state in shape.states):
+        notes.append("Mamba-2 and short convolutions are served on CPUs alone: serve with --device cpu")
+    return notes
 
 
 def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[str]:

@@ -5,7 +5,7 @@
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define TOKENS 64           /* of a sequence whose dt are computed together */
+#define TOKENS 64           /* of a sequence: their dt are computed together */
 #define ROWS 16             /* of a head's state that stay in the L1 cache while the tokens pass */
 #define PARALLEL_FROM 65536 /* elements of states, times tokens, of a call that wakes other threads */
 

@@ -31,7 +31,8 @@ from coatcheck.kernels.linear_attention.short_conv import Convolution
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedNorm:
-    """weight [inner] in the model's dtype. `groups`: each has a mean square. `norm_first`: before the gate."""
+    """weight [inner] in the model's dtype. Each of the `groups` has a mean square of its own. `norm_first`: the norm
+    comes before the gate."""
 
     weight: Tensor
     eps: float
@@ -41,7 +42,7 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2:
-    """a_log, dt_bias and skip (transformers' D): [heads]. `dt_limits`: least and most."""
+    """a_log, dt_bias and skip (transformers' D): [heads]. `dt_limits`: the least and the largest dt."""
 
     conv: Convolution
     a_log: Tensor

@@ -21,7 +21,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
 
-_CHANNELS = 16  # of which the C form needs a multiple
+_CHANNELS = 16  # the C form computes a multiple of these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Convolution:
 
 
 class ShortConv:
-    """`conv`: of b * x."""
+    """`conv`: the convolution of b * x."""
 
     def __init__(self, conv: Convolution) -> None:
         self.conv = conv

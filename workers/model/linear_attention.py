@@ -95,7 +95,7 @@ def adapt_state_layer(module: Any, spec: StateSpec, place: int) -> None:
 
 
 class _MixerForward:
-    """[1, T, hidden] -> [1, T, hidden]. `place`: of the state in the step's caches."""
+    """[1, T, hidden] -> [1, T, hidden]. `place`: the index of the state in the step's caches."""
 
     def __init__(self, module: Any, mixer: ShortConv | Mamba2, place: int) -> None:
         self._module, self._mixer, self._place = module, mixer, place

@@ -127,6 +127,11 @@ def test_a_hybrid_model_has_the_states_and_weights_that_are_planned(arch: str, t
     assert total == pytest.approx(alone.num_blocks * alone.cache.rank.bytes_per_block, rel=1e-4)
     assert sizing.num_snapshots * spec.state_bytes == pytest.approx(total / 4, rel=1e-3)
     assert "--max-num-seqs 7" in " ".join(sizing.notes)
+    assert ("serve with --device cpu" in " ".join(sizing.notes)) is (arch in ONE_RANK)
+    small = PlanSettings(model=str(path), context=64, gpu_memory=sizing.weight_bytes + 100 * spec.state_bytes)
+    most = Sizing.of(small.model_copy(update={"concurrency": (fits := Sizing.of(small).sequences)}))
+    assert most.num_blocks >= fits * most.cache.count_blocks(64) and 2 <= fits < 100
+    assert Sizing.of(small.model_copy(update={"concurrency": fits + 1})).sequences == fits
     counted = WeightCount.of(config, shape.expanded, TpShard(0, 1), states=shape.states).total
     assert counted == pytest.approx(spec.num_weights, rel=0.02)
     with pytest.raises(InvalidConfig, match="the states of 1,000,000 sequences take .* lower concurrency"):
