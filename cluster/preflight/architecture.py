@@ -36,7 +36,7 @@ def check_architecture(config: ServeConfig, console: Console) -> None:
         return
     began = time.monotonic()
     console.print(
-        f"checking model type {model_type}, which no test covers: this loads torch and takes some seconds",
+        f"checking whether model type {model_type} can be served: this loads torch and takes some seconds",
         soft_wrap=True,
         markup=False,
     )
