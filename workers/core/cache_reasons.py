@@ -29,7 +29,7 @@ class MissReason(Enum):
 
     NEVER_SEEN = 1  # or its record was dropped since
     EVICTED = 2
-    OTHER_SALT = 3  # requests with another salt asked for the same tokens
+    OTHER_SALT = 3  # requests with another salt, or another adapter, asked for the same tokens
     CORRUPT = 4  # its checksum did not match when it was restored
     RECOMPUTED = 5  # the host tier has it, but computing it is faster
     NO_SNAPSHOT = 6  # its KV is cached, but no snapshot of the model's states at its end or after it
