@@ -54,8 +54,10 @@ def test_a_process_is_told_with_its_command(tmp_path: Path) -> None:
     ) as middle:
         assert middle.stdout is not None
         inner = int(middle.stdout.readline())
+        # While a process starts its program, the kernel shows no command line for a moment.
+        until(lambda: _SLEEPER in descendants(os.getpid()).get(inner, ""), "its command line is shown", 5)
         found = descendants(os.getpid())
-        assert _SLEEPER in found[inner] and middle.pid in found and os.getpid() not in found
+        assert middle.pid in found and os.getpid() not in found
         os.kill(inner, 9)
         os.kill(middle.pid, 9)
         until(lambda: not {inner, middle.pid} & descendants(os.getpid()).keys(), "they are gone", 5)

@@ -38,7 +38,7 @@ def serving(folder: Path, tiny_model: Path) -> Iterator[Serving]:
 def process_of(serving: Serving, program: str) -> int:
     """The process id of one of Ray's own programs below `serve`."""
     return next(
-        pid for pid, command in serving.descendants().items() if os.path.basename(command.split()[0]) == program
+        pid for pid, command in serving.descendants().items() if os.path.basename(command.partition(" ")[0]) == program
     )
 
 
