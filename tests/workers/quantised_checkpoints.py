@@ -160,6 +160,20 @@ def packed_int4(group: int) -> Quantise:
     return quantise
 
 
+def codes_by_row(dtype: torch.dtype) -> Quantise:
+    """compressed-tensors' layout of `dtype` (int8 or float8_e4m3fn) with a scale for each row, in which experts are
+    published as "FP8-dynamic" and "W8A8"."""
+    largest = 448 if dtype.is_floating_point else 127
+
+    def quantise(weight: Tensor) -> tuple[Weights, Tensor]:
+        scales = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=1e-6).bfloat16()
+        scaled = (weight / scales.float()).clamp(-largest, largest)
+        codes = (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
+        return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+
+    return quantise
+
+
 def fp8_blocks(height: int, width: int) -> Quantise:
     """DeepSeek-V3's layout; the last blocks of a matrix may be smaller."""
 
@@ -309,6 +323,12 @@ FORMATS: dict[str, Write] = {
     "fp8-block": written(fp8_blocks(16, 40), quant_method="fp8", weight_block_size=[16, 40]),
     "packed-int4": written(
         packed_int4(32), quant_method="compressed-tensors", format="pack-quantized", config_groups={}
+    ),
+    "fp8-by-row": written(
+        codes_by_row(torch.float8_e4m3fn), quant_method="compressed-tensors", format="float-quantized", config_groups={}
+    ),
+    "int8-by-row": written(
+        codes_by_row(torch.int8), quant_method="compressed-tensors", format="int-quantized", config_groups={}
     ),
     "awq": written(awq(4, 32), quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
     "gptq": written(gptq(4, 32), quant_method="gptq", bits=4, group_size=32),

@@ -25,11 +25,16 @@ GPT_OSS = GptOssConfig(
     max_position_embeddings=256, eos_token_id=2, pad_token_id=0,
     rope_parameters=dict(rope_type="default", rope_theta=10000.0),
 )  # fmt: skip
-# (family, format) of published checkpoints; the last has groups of columns in any order, whose experts are decoded.
+# (family, format) of published checkpoints.
 PUBLISHED = [
-    ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8-block"), ("deepseek-v3", "packed-int4"), ("qwen3-moe", "fp8-block"),
-    ("qwen3-moe", "awq"), ("qwen3-moe", "gptq"), ("mixtral", "awq"), ("qwen3-moe", "gptq-act-order"),
+    ("gpt-oss", "mxfp4"), ("mixtral", "awq"),
+    ("qwen3-moe", "fp8-block"), ("qwen3-moe", "fp8-by-row"), ("qwen3-moe", "int8-by-row"), ("qwen3-moe", "packed-int4"),
+    ("qwen3-moe", "awq"), ("qwen3-moe", "gptq"), ("qwen3-moe", "gptq-act-order"), ("qwen3-moe", "nf4"),
+    ("deepseek-v3", "fp8-block"), ("deepseek-v3", "fp8-by-row"), ("deepseek-v3", "int8-by-row"),
+    ("deepseek-v3", "packed-int4"), ("deepseek-v3", "awq"), ("deepseek-v3", "gptq"),
 ]  # fmt: skip
+# The experts of these formats are decoded: groups of columns in any order, and NF4.
+DECODED = ("gptq-act-order", "nf4")
 PROMPT = [3 + 7 * place % 190 for place in range(30)]
 
 
@@ -73,7 +78,7 @@ def test_tokens_are_those_of_transformers_and_bytes_those_of_the_plan(family: st
         assert planned.weight_bytes == loaded.spec.weight_bytes
     experts = sum(tensor.nbytes for name, tensor in reference.named_parameters() if ".experts." in name)
     saved = 4 * model.spec.num_weights - model.spec.weight_bytes
-    assert (saved > 0.6 * experts) == (kind != "gptq-act-order")
+    assert (saved > 0.6 * experts) == (kind not in DECODED)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "awq")])

@@ -1,4 +1,5 @@
-"""The table of families and formats in docs/models.md: each is served with the tokens of its dequantised weights."""
+"""The tables of families and formats in docs/models.md and README.md: each is served with the tokens of its
+dequantised weights."""
 
 import re
 import shutil
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
+from tests.workers.checkpoint.test_quantised_experts import PUBLISHED
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
 from tests.workers.quantised_checkpoints import FORMATS
 
@@ -21,7 +23,21 @@ COLUMNS = {
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral")
 # One format of each family; the others run in full.
 SAMPLE = dict(zip(FAMILIES, [*COLUMNS] * 2, strict=False))
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "models.md"
+# The table of README.md: its columns, and the families of each row. A format of published experts -> its column.
+README_COLUMNS = ("FP8 blocks", "FP8", "INT8", "W4A16", "AWQ", "GPTQ", "MXFP4", "NF4")
+README_ROWS = {
+    "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3, OLMo 2, Granite": FAMILIES[:-1],
+    "Mixtral": ("mixtral",),
+    "Qwen3-MoE": ("qwen3-moe",),
+    "DeepSeek V3 and R1, Kimi K2": ("deepseek-v3",),
+    "gpt-oss": ("gpt-oss",),
+}
+EXPERT_COLUMNS = {
+    "fp8-block": "FP8 blocks", "fp8-by-row": "FP8", "int8-by-row": "INT8", "packed-int4": "W4A16", "awq": "AWQ",
+    "gptq": "GPTQ", "gptq-act-order": "GPTQ", "mxfp4": "MXFP4", "nf4": "NF4",
+}  # fmt: skip
 
 
 def rows() -> list[str]:
@@ -36,6 +52,20 @@ def test_the_page_has_the_table_of_these_tests() -> None:
     """docs/models.md lists exactly the families and formats that are tested here."""
     table = [line for line in PAGE.read_text().splitlines() if re.match(r"\| (family|\w+ \| served) ", line)]
     assert table == rows()
+
+
+def test_the_front_page_has_the_table_of_tested_formats() -> None:
+    """README.md says "served" of exactly the formats that a test here, or one of published experts, tries for every
+    family of the row."""
+    tested = {(family, column) for family in FAMILIES for column in COLUMNS}
+    tested |= {(family, EXPERT_COLUMNS[kind]) for family, kind in PUBLISHED}
+    wanted = ["| model | " + " | ".join(README_COLUMNS) + " |"]
+    for title, families in README_ROWS.items():
+        cells = ["served" if {(family, column) for family in families} <= tested else "–" for column in README_COLUMNS]
+        wanted.append(f"| {title} | " + " | ".join(cells) + " |")
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = lines.index(wanted[0])
+    assert [lines[start], *lines[start + 2 : start + 2 + len(README_ROWS)]] == wanted
 
 
 @pytest.mark.parametrize(
