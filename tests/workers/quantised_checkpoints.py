@@ -343,3 +343,11 @@ FORMATS: dict[str, Write] = {
         nf4(nested=True), quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"
     ),
 }  # fmt: skip
+# (family, format) of checkpoints with experts that tests serve.
+EXPERT_CASES = [
+    ("gpt-oss", "mxfp4"), ("mixtral", "awq"),
+    ("qwen3-moe", "fp8-block"), ("qwen3-moe", "fp8-by-row"), ("qwen3-moe", "int8-by-row"), ("qwen3-moe", "packed-int4"),
+    ("qwen3-moe", "awq"), ("qwen3-moe", "gptq"), ("qwen3-moe", "gptq-act-order"), ("qwen3-moe", "nf4"),
+    ("deepseek-v3", "fp8-block"), ("deepseek-v3", "fp8-by-row"), ("deepseek-v3", "int8-by-row"),
+    ("deepseek-v3", "packed-int4"), ("deepseek-v3", "awq"), ("deepseek-v3", "gptq"),
+]  # fmt: skip

@@ -16,7 +16,7 @@ from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
 from tests.workers.checkpoint.claimed_gpu import cpu_as_gpu
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.quantised_checkpoints import FORMATS, write_mxfp4
+from tests.workers.quantised_checkpoints import EXPERT_CASES, FORMATS, write_mxfp4
 from tests.workers.ranks import run_ranks
 
 GPT_OSS = GptOssConfig(
@@ -25,14 +25,6 @@ GPT_OSS = GptOssConfig(
     max_position_embeddings=256, eos_token_id=2, pad_token_id=0,
     rope_parameters=dict(rope_type="default", rope_theta=10000.0),
 )  # fmt: skip
-# (family, format) of published checkpoints.
-PUBLISHED = [
-    ("gpt-oss", "mxfp4"), ("mixtral", "awq"),
-    ("qwen3-moe", "fp8-block"), ("qwen3-moe", "fp8-by-row"), ("qwen3-moe", "int8-by-row"), ("qwen3-moe", "packed-int4"),
-    ("qwen3-moe", "awq"), ("qwen3-moe", "gptq"), ("qwen3-moe", "gptq-act-order"), ("qwen3-moe", "nf4"),
-    ("deepseek-v3", "fp8-block"), ("deepseek-v3", "fp8-by-row"), ("deepseek-v3", "int8-by-row"),
-    ("deepseek-v3", "packed-int4"), ("deepseek-v3", "awq"), ("deepseek-v3", "gptq"),
-]  # fmt: skip
 # The experts of these formats are decoded: groups of columns in any order, and NF4.
 DECODED = ("gptq-act-order", "nf4")
 PROMPT = [3 + 7 * place % 190 for place in range(30)]
@@ -60,7 +52,7 @@ def rank_greedy(communicator: Communicator, argument: tuple[Path, bool]) -> list
     return PagedDriver(model).greedy([PROMPT], 8, chunk=16)[0]
 
 
-@pytest.mark.parametrize(("family", "kind"), PUBLISHED)
+@pytest.mark.parametrize(("family", "kind"), EXPERT_CASES)
 def test_tokens_are_those_of_transformers_and_bytes_those_of_the_plan(family: str, kind: str, tmp_path: Path) -> None:
     """60 greedy tokens equal those of transformers with the dequantised weights. The rank reports the bytes that the
     plan counts, on a GPU too; they are far below those of plain experts."""

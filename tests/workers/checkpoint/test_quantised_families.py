@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
-from tests.workers.checkpoint.test_quantised_experts import PUBLISHED
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
-from tests.workers.quantised_checkpoints import FORMATS
+from tests.workers.quantised_checkpoints import EXPERT_CASES, FORMATS
 
 # A column of the table -> the format of quantised_checkpoints.py that stands for it.
 COLUMNS = {
@@ -58,7 +57,7 @@ def test_the_front_page_has_the_table_of_tested_formats() -> None:
     """README.md says "served" of exactly the formats that a test here, or one of published experts, tries for every
     family of the row."""
     tested = {(family, column) for family in FAMILIES for column in COLUMNS}
-    tested |= {(family, EXPERT_COLUMNS[kind]) for family, kind in PUBLISHED}
+    tested |= {(family, EXPERT_COLUMNS[kind]) for family, kind in EXPERT_CASES}
     wanted = ["| model | " + " | ".join(README_COLUMNS) + " |"]
     for title, families in README_ROWS.items():
         cells = ["served" if {(family, column) for family in families} <= tested else "–" for column in README_COLUMNS]
