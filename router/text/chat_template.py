@@ -23,10 +23,11 @@ import jinja2.sandbox
 from coatcheck.proto.errors import InvalidModel, InvalidParameter, InvalidRequest
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
-from coatcheck.router.text.conversation import simpler_forms, with_known_roles
+from coatcheck.router.text.conversation import developers_as_system, rewritten
 
 _MAX_SOURCE: Final = 1 << 16  # characters of a client's template
-# Mistral's templates refuse a tool call whose id does not have nine characters, or in vLLM's form has fewer.
+# Mistral's own templates refuse ids of tool calls that do not have nine characters, and vLLM's for Mistral those that
+# have fewer.
 _SHORT_IDS: Final = re.compile(r"length\s*(?:!=|<)\s*9\b")
 # Variables that the fields of a Chat set.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -41,52 +42,72 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
     if not chat.messages:
         raise InvalidRequest("the chat has no messages; give at least one")
     is_continued = chat.continue_final_message
-    adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    adds = adds_prompt and not is_continued
+    adds_prompt = not is_continued and (chat.add_generation_prompt or not chat.HasField("add_generation_prompt"))
     tools = [_parse_object("tools", tool) for tool in chat.tools]
     arguments = _parse_object("template_arguments", chat.template_arguments or "{}")
-    messages = with_known_roles([_template_message(message, template) for message in chat.messages], template.source)
-    text = _render_messages(messages, lambda form: template.render(form, adds, tools, arguments))
-    return _cut_after(text, chat.messages[-1].content) if is_continued else text
+    messages = [_template_message(message, template) for message in chat.messages]
+    if not template.knows_developers:
+        messages = developers_as_system(messages)
+    if is_continued:
+        messages[-1] = {**messages[-1], "content": _marked_end(messages[-1]["content"])}
+    text = _render_messages(messages, lambda given: template.render(given, adds_prompt, tools, arguments))
+    return _cut_at_mark(text) if is_continued else text
 
 
 def _render_messages(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """The prompt of the messages, or of the first simpler form that the template accepts, and of which it leaves out no
-    system message, if there are several. Raises RefusedConversation, for the messages as they are."""
+    """The prompt of the messages as they are, or else of the first rewritten ones (see conversation.py), that the
+    template accepts and whose system messages it shows. If it shows them for none, the first prompt that it accepts.
+    Raises RefusedConversation with the template's words on the messages as they are."""
     refusal: RefusedConversation | None = None
-    accepted: str | None = None
-    for form in itertools.chain((messages,), simpler_forms(messages)):
+    incomplete: str | None = None
+    for given in itertools.chain((messages,), rewritten(messages)):
         try:
-            text = render(form)
+            text = render(given)
         except RefusedConversation as error:
             refusal = refusal or error
             continue
-        if _shows_system_messages(form, text):
+        if _shows_system_messages(given, text):
             return text
-        accepted = text if accepted is None else accepted
-    if accepted is not None:
-        return accepted
+        incomplete = text if incomplete is None else incomplete
+    if incomplete is not None:
+        return incomplete
     assert refusal is not None, "at least the messages as they are have been rendered"
     raise refusal
 
 
 def _shows_system_messages(messages: Sequence[dict[str, Any]], text: str) -> bool:
-    """Whether the prompt has each of several system messages. vLLM's templates for Alpaca and Baichuan show only the
-    last, without an error. A single one at the beginning is not looked for: a template may have no system messages."""
+    """Whether the prompt has the text of each system message. vLLM's templates for Alpaca and Baichuan show only the
+    last one, without an error. A single system message at the beginning is not checked: a model may know none."""
     if all(message["role"] != "system" for message in messages[1:]):
         return True
     return all(message["content"].strip() in text for message in messages if message["role"] == "system")
 
 
-def _cut_after(text: str, content: str) -> str:
-    """The text up to the end of `content`, which templates may strip. Raises InvalidRequest."""
-    for shown in (content, content.rstrip(), content.strip()):
-        if shown.strip() and (start := text.rfind(shown)) >= 0:
-            return text[: start + len(shown)]
-    raise InvalidRequest(
-        "continue_final_message needs a last message with content that the chat template shows; give it content, or "
-        "remove continue_final_message"
-    )
+# Stands behind the text that the answer continues, as in transformers: a short text, such as "<", also occurs in what
+# the template writes after the message.
+_END_MARK: Final = "CONTINUE_FINAL_MESSAGE_HERE "
+
+
+def _marked_end(content: str) -> str:
+    """The content with _END_MARK behind it. Raises InvalidRequest if there is no content to continue."""
+    if not content.strip():
+        raise InvalidRequest(
+            "continue_final_message needs a last message with content; give it content, or remove "
+            "continue_final_message"
+        )
+    return content + _END_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    """The prompt up to the mark. If the template strips contents, spaces before the mark are stripped too. Raises
+    InvalidRequest if the template does not show the end of the last message."""
+    before, mark, after = text.rpartition(_END_MARK.rstrip())
+    if not mark:
+        raise InvalidRequest(
+            "continue_final_message needs a last message whose content the chat template shows; remove "
+            "continue_final_message"
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _template_message(message: ChatMessage, template: "ChatTemplate") -> dict[str, Any]:
@@ -136,7 +157,7 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
 
 
 class RefusedConversation(InvalidRequest):
-    """The template refuses the messages in the form in which it got them."""
+    """The template refuses the messages. It may accept them rewritten."""
 
 
 _PROBE: Final = "probe of the chat template"
@@ -155,11 +176,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-            # The variables that the template reads.
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
         except jinja2.TemplateError as error:
             raise InvalidModel(f"the model's chat template does not compile: {error}") from error
         self.source = source
+        # The variables that the template reads.
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+        # Whether the template compares roles with "developer".
+        self.knows_developers = any(constant.value == "developer" for constant in parsed.find_all(jinja2.nodes.Const))
         self._special_tokens = special_tokens
         self._has_short_ids = _SHORT_IDS.search(source) is not None
 
@@ -216,7 +240,7 @@ class ChatTemplate:
         if self._reads_parts_only:
             messages = [{**message, "content": _as_parts(message.get("content"))} for message in messages]
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools or None}
-        return self._render({**(arguments or {}), **own})
+        return self._render({"documents": None, **(arguments or {}), **own})  # `documents` as in transformers
 
     @cached_property
     def _reads_parts_only(self) -> bool:
@@ -234,10 +258,10 @@ class ChatTemplate:
 
     def _render(self, variables: Mapping[str, Any]) -> str:
         try:
-            text = self._template.render(**self._special_tokens, **variables)
+            text = self._template.render({**self._special_tokens, **variables})
             text.encode()  # raises for a lone surrogate, which JSON can escape
             return text
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        except Exception as error:  # a template is a program, which may also divide by zero or make a text of terabytes
             raise RefusedConversation(f"the model's chat template refuses this conversation: {error}") from error
 
 
@@ -263,9 +287,15 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    # jinja's own filter escapes HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # The parameters are those of transformers. jinja's own filter escapes HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> Never:

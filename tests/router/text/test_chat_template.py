@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.errors import InvalidModel, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, ToolCall
 from coatcheck.router.text.chat_template import ChatTemplate, render_chat
 
@@ -67,3 +69,56 @@ def test_a_template_that_wants_ids_of_nine_characters_gets_them(call_id: str, sh
     assert first == second and len(first) == 9 and first.isalnum() and shown in (None, first)
     assert render_chat(chat, ChatTemplate(_SHORT_IDS, {})) == text
     assert render_chat(chat, ChatTemplate(_SHORT_IDS.replace("!= 9", "== 0"), {})).split() == [call_id, call_id]
+
+
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        (_CHATML, {}),
+        # Kimi K2's tools.
+        ("{{ {'b': [1, 2], 'a': 'é'} | tojson(separators=(',', ':')) }}", {}),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, indent=2) }}{{ {'a': 'é'} | tojson(true) }}", {}),
+        ("{{ bos_token }}{{ documents is none }}", {}),
+        ("{{ bos_token }}{{ self is defined }}{{ documents[0].text }}",
+         {"bos_token": "<b>", "documents": [{"text": "d"}]}),
+    ],
+)  # fmt: skip
+def test_a_plain_conversation_has_the_text_that_transformers_gives_it(source: str, arguments: dict[str, Any]) -> None:
+    """Filters, special tokens and variables are those of apply_chat_template."""
+    expected = render_jinja_template(
+        [_CHAT], chat_template=source, add_generation_prompt=True, **{"bos_token": "<s>"} | arguments
+    )[0][0]
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(_CHAT, True, [], arguments) == expected
+
+
+@pytest.mark.parametrize("source", [_CHATML, _CHATML.replace("m.content", "m.content | trim")])
+@pytest.mark.parametrize("text", ["<", "n", "<|im_", "end", "four ", " four", "four\n\n"])
+def test_a_continued_message_ends_the_prompt(source: str, text: str) -> None:
+    """Also a text that the template writes behind each message, such as `<`."""
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": text}]
+    expected = render_jinja_template([messages], chat_template=source, continue_final_message=True)[0][0]
+    chat = Chat(messages=[ChatMessage(**message) for message in messages], continue_final_message=True)
+    assert render_chat(chat, ChatTemplate(source, {})) == expected
+
+
+def test_a_continued_message_that_the_template_leaves_out_is_refused() -> None:
+    """Not answered with a prompt without it."""
+    chat = Chat(
+        messages=[ChatMessage(role="user", content="u"), ChatMessage(role="assistant", content="a")],
+        continue_final_message=True,
+    )
+    with pytest.raises(InvalidRequest, match="whose content the chat template shows"):
+        render_chat(chat, ChatTemplate("{{ messages[0].content }}", {}))
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / messages[0].content | length }}", "{{ 'a' * 10 ** 17 }}"])
+def test_an_error_of_the_template_s_own_code_is_a_refusal(source: str) -> None:
+    """A division by zero, or a text too large for the memory, is the client's error and not the server's."""
+    with pytest.raises(InvalidRequest, match="the model's chat template refuses this conversation"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": ""}], True)

@@ -30,7 +30,9 @@ LAST_SYSTEM = (
     "<system>{{ (messages | selectattr('role', 'equalto', 'system') | list | last).content }}"
     "{% for m in messages if m.role != 'system' %}"
 ) + SHOWN
-KNOWING = "{# system, developer #}{% for m in messages %}" + SHOWN
+KNOWING = "{% if messages[0].role == 'developer' %}{% endif %}{% for m in messages %}" + SHOWN
+# Has the word, but compares no role with it.
+NAMING = "{# developer #}Made by a developer.{% for m in messages if m.role in ('system', 'user') %}" + SHOWN
 
 
 def said(role: str, content: str = "", calls: int = 0, result_of: str = "") -> ChatMessage:
@@ -56,6 +58,7 @@ PARALLEL = [
         (SILENT, [said("developer", "d"), said("user", "u")], "<system>d<user>u"),
         (SILENT, [said("system", "s"), said("developer", "d"), said("user", "u")], "<system>s\n\nd<user>u"),
         (KNOWING, [said("developer", "d"), said("user", "u")], "<developer>d<user>u"),
+        (NAMING, [said("developer", "d"), said("user", "u")], "Made by a developer.<system>d<user>u"),
         (SILENT, LATE, "<system>s<user>u<assistant>a<system>t<user>v"),
         (QWEN, LATE, "<system>s<user>u<assistant>a<user>t<user>v"),
         (QWEN, [said("system", "s"), said("system", "t"), said("user", "u")], "<system>s\n\nt<user>u"),
@@ -65,6 +68,7 @@ PARALLEL = [
         (GEMMA, AFTER_RESULT, "<user>u<assistant>[f0]<tool>r\n\nv"),
         (SILENT, AFTER_RESULT, "<user>u<assistant>[f0]<tool>r<user>v"),
         (LLAMA, PARALLEL, "<user>u<assistant>a[f0]<tool>r<assistant>[f1]<tool>s"),
+        (LLAMA, [*PARALLEL[:2], *PARALLEL[:1:-1]], "<user>u<assistant>a[f0]<tool>r<assistant>[f1]<tool>s"),
         (SILENT, PARALLEL, "<user>u<assistant>a[f0][f1]<tool>r<tool>s"),
         (LAST_SYSTEM, [said("system", "first"), *LATE[1:]], "<system>first<user>u<assistant>a<user>t<user>v"),
         (
