@@ -6,6 +6,7 @@ microseconds per object. So the bytes of a long body go to a side process, which
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -26,11 +27,15 @@ from coatcheck.router.openai.sampling_fields import ACCEPTED_VALUES, UNIMPLEMENT
 _SHORT_BYTES: Final = 256 << 10
 _SHORT_OBJECTS: Final = 1024
 _SHORT_VALUES: Final = 8192
+# How many lists and objects may be within one another. Python's own limit, about 900 at this place, is lower where the
+# values are encoded again.
+_MAX_DEPTH: Final = 256
 # Limit on the values of a body outside of _PROMPT_FIELDS: messages, tools and schemas. Each is visited several times.
 _MAX_VALUES: Final = 1 << 17
 _PROMPT_FIELDS: Final = frozenset({"prompt", "tokens"})
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
 
+_TOO_DEEP: Final = "the body is nested too deeply; send fewer lists and objects within one another"
 _NO_OBJECT: Final = "the body must be a JSON object, sent with content-type application/json"
 # Why a parameter is not served, and what to send in its place, where clients of other servers often send it.
 _REASONS: Final = {
@@ -100,24 +105,38 @@ async def in_thread_if_long(request: Request, make: Callable[[], _T]) -> _T:
 def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> RequestBody:
     """Parses and validates a JSON body. Raises InvalidBody, or InvalidRequest for a body of too many values. Lone
     surrogates in a short body raise UnicodeEncodeError only when its GenerateRequest is made."""
+    not_finite: list[str] = []
+
+    def read_float(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            not_finite.append(text)
+        return number
+
     try:
-        value = json.loads(body)
+        value = json.loads(body, parse_constant=read_float, parse_float=read_float)
     except json.JSONDecodeError as error:
         raise InvalidBody(f"the body is not JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise InvalidBody("the body is not UTF-8; encode its texts as UTF-8, or escape them") from None
     except RecursionError:
-        raise InvalidBody("the body is nested too deeply; send fewer lists and objects within one another") from None
+        raise InvalidBody(_TOO_DEEP) from None
     except ValueError:  # Python reads no integer of more than 4300 digits
         raise InvalidBody("a number of the body has too many digits; send a smaller one") from None
+    # Strings may have brackets too, so that this count only tells whether the depth must be found out.
+    if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and sum(1 for _ in _levels(value)) > _MAX_DEPTH + 1:
+        raise InvalidBody(_TOO_DEEP)
     if is_long and isinstance(value, dict):
         _check_values({name: part for name, part in value.items() if name not in _PROMPT_FIELDS})
     try:
         if is_long and _SURROGATE_ESCAPE.search(body):
             _check_texts(value)
-        return validate_fields(kind, value)
+        model = validate_fields(kind, value)
     except UnicodeEncodeError:
         raise InvalidRequest(LONE_SURROGATE) from None
+    if not_finite:  # in an object of any form, such as a schema: the errors of other fields name the field
+        raise InvalidBody(f"the body has the number {not_finite[0][:80]}; send finite numbers")
+    return model
 
 
 def validate_fields(kind: type[_Body], value: object) -> _Body:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from typing import Any
 
@@ -25,12 +26,28 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "tool_choice": "none",
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     }),
+    ("/v1/responses", {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                  {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+                  {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}],
+        "max_output_tokens": 2, "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": "none", "text": {"format": {"type": "text"}}, "metadata": {"a": "b"},
+    }),
+    ("/v1/messages", {
+        "model": "tiny", "max_tokens": 2, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                     {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}],
+    }),
+    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 4, "truncate_prompt_tokens": 3}),
+    ("/v2/embed", {"texts": ["a", "b"], "embedding_types": ["float", "int8"], "max_tokens": 3, "truncate": "NONE"}),
+    ("/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
     ("/tokenize", {"prompt": "a fox", "add_special_tokens": True}),
     ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
     ("/detokenize", {"tokens": [300, 301, 302]}),
 ]  # fmt: skip
 JUNK: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**64, -(2**63), 1e308, -0.5, 0.5, "", "x", "\x00", "\ud800", "🙂" * 50, "a" * 5000,
+    None, True, -1, 0, 1, 2**31, 2**64, -(2**63), 1e308, math.nan, math.inf, -0.5, 0.5,
+    "", "x", "\x00", "\ud800", "🙂" * 50, "a" * 5000,
     [], [[]], {}, [1], ["a"], {"a": 1}, [None], "NaN", "(", "start: /a/", '{"type": "object"}', [-1], [[300], "a"],
 ]  # fmt: skip
 

@@ -55,6 +55,32 @@ async def test_health_follows_the_groups(start_http_router: StartHttpRouter) -> 
     assert error["type"] == "server_error" and "no worker group" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ("NaN", "the number NaN; send finite numbers"),
+        ("-Infinity", "the number -Infinity; send"),
+        ("1e999", "the number 1e999; send"),
+        (f"{'[' * 300}{']' * 300}", "nested too deeply"),
+        (f"{'[' * 930}{']' * 930}", "nested too deeply"),
+        (f'"{"[" * 300}"', None),
+        (f"{'[' * 200}{']' * 200}", None),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 300_000])
+async def test_what_json_cannot_hold_is_refused(
+    start_http_router: StartHttpRouter, sent: str, words: str | None, padding: int
+) -> None:
+    """A value that could not be encoded again is refused before it is used, in a short body and in a long one. The
+    response of /v1/responses repeats its tools."""
+    router = await start_http_router(FakeGroup())
+    tool = f'{{"type": "function", "name": "f", "parameters": {{"default": {sent}}}}}'
+    body = f'{{"input": "hi", "max_output_tokens": 1, "tool_choice": "none", "tools": [{tool}]}}' + " " * padding
+    status, _, text = await router.request("POST", "/v1/responses", body.encode())
+    assert status == (400 if words else 200), text
+    assert words is None or words in json.loads(text)["error"]["message"]
+
+
 async def test_metrics_are_prometheus_text(start_http_router: StartHttpRouter) -> None:
     """/metrics has each group's counts under its name."""
     router = await start_http_router(FakeGroup())
