@@ -54,25 +54,39 @@ class ToolUseBlock(Block):
     input: dict[str, Any] = Field(default_factory=dict)
 
 
-class TextSource(RequestBody):
+class TextSource(Block):
     """The text of a document."""
-
-    drops_unknown_fields: ClassVar = True
 
     type: Literal["text"]
     data: str
 
+    @property
+    def text(self) -> str:
+        return self.data
 
-class DocumentBlock(Block):
-    """A document of plain text. Its title stands before it."""
 
-    type: Literal["document"]
-    source: TextSource
-    title: str = ""
+class ContentSource(Block):
+    """The text of a document, as a text or as blocks."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
     @property
     def text(self) -> str:
-        return f"{self.title}\n{self.source.data}" if self.title else self.source.data
+        return _join(self.content)
+
+
+class DocumentBlock(Block):
+    """A document of plain text. Its title and `context`, which says what the document is, stand before it."""
+
+    type: Literal["document"]
+    source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
+    title: str = ""
+    context: str = ""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
 
 
 class SearchResultBlock(Block):

@@ -66,7 +66,9 @@ class AssistantToolCall(RequestBody):
 
 
 class Message(RequestBody):
-    """Unknown fields have no effect: clients send back messages that other servers have made."""
+    """Unknown fields have no effect: clients send back messages that other servers have made. `refusal` is OpenAI's
+    answer in place of `content`. `function_call` is the older form of one of `tool_calls`, and a message of the role
+    "function" is its result."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -77,19 +79,21 @@ class Message(RequestBody):
         default_factory=list
     )
     tool_call_id: str = ""
+    refusal: str = ""
+    function_call: CalledFunction | None = None
     reasoning_content: str = ""
     reasoning: str = ""
 
     def to_proto(self) -> ChatMessage:
         parts = [] if isinstance(self.content, str) else self.content
         text = self.content if isinstance(self.content, str) else _join(parts, is_reasoning=False)
-        calls = [
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
-            for call in self.tool_calls
-        ]
+        called = [(call.id, call.function) for call in self.tool_calls]
+        if self.function_call is not None:
+            called.append(("", self.function_call))
+        calls = [ToolCall(id=one, name=call.name, arguments=call.arguments or "{}") for one, call in called]
         return ChatMessage(
-            role=self.role,
-            content=text,
+            role="tool" if self.role == "function" else self.role,
+            content=text or self.refusal,
             name=self.name,
             tool_calls=calls,
             tool_call_id=self.tool_call_id,

@@ -31,6 +31,11 @@ class ReasoningText(Item):
     text: str = ""
 
 
+class SummaryText(Item):
+    type: Literal["summary_text"] = "summary_text"
+    text: str = ""
+
+
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -56,12 +61,18 @@ class FunctionCallOutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """Reasoning of an earlier answer. Encrypted reasoning has no effect."""
+    """Reasoning of an earlier answer. Its summary counts only without `content`, as in vLLM. Encrypted reasoning has no
+    effect."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(
         default_factory=list
     )
+    summary: Annotated[list[SummaryText], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content) or "\n\n".join(part.text for part in self.summary)
 
 
 class WebSearchItem(Item):
@@ -106,8 +117,10 @@ def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
     for item in items:
         match item:
             case ReasoningItem():
-                text = "".join(part.text for part in item.content)
-                _assistant_message(messages, without=("content", "tool_calls"))["reasoning_content"] = text
+                if text := item.text:  # else it would only split the assistant's message in two
+                    message = _assistant_message(messages, without=("content", "tool_calls"))
+                    earlier = message.get("reasoning_content", "")
+                    message["reasoning_content"] = f"{earlier}\n\n{text}" if earlier else text
             case FunctionCallItem():
                 name = flat_name(item.namespace, item.name)
                 call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}

@@ -15,6 +15,8 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 class FunctionTool(RequestBody):
     """A function that the client runs."""
 
+    accepted_values: ClassVar = {"defer_loading": (False,)}
+
     type: Literal["function"]
     name: _Name
     description: str | None = None

@@ -272,17 +272,21 @@ async def test_the_answer_goes_on_from_the_assistant_s_text(
 
 
 async def test_documents_are_texts(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
-    """Plain documents and search results reach the model, also in the result of a tool."""
+    """Plain documents and search results reach the model, also in the result of a tool, with their titles and
+    contexts."""
     router = await start_http_router(saying("yes"), tokenizer=model)
     source = {"type": "text", "media_type": "text/plain", "data": "it rains"}
     document = {"type": "document", "source": source, "title": "Weather", "citations": {"enabled": False}}
+    blocks = [{"type": "text", "text": "it"}, {"type": "text", "text": "snows"}]
+    other = {"type": "document", "source": {"type": "content", "content": blocks}, "context": "of May"}
     found = {"type": "search_result", "source": "a.org", "title": "Bonn", "content": [{"type": "text", "text": "wet"}]}
     content: list[Any] = [
-        {"type": "tool_result", "tool_use_id": "t", "content": [found]}, document, {"type": "text", "text": "why?"}
+        {"type": "tool_result", "tool_use_id": "t", "content": [found]}, document, other,
+        {"type": "text", "text": "why?"},
     ]  # fmt: skip
     async with client_of(router) as client:
         await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": content}])
-    assert "<tool>Bonn (a.org)\nwet<user>Weather\nit rains\nwhy?" in await prompt_of(router)
+    assert "<tool>Bonn (a.org)\nwet<user>Weather\nit rains\nof May\nit\nsnows\nwhy?" in await prompt_of(router)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,21 @@ async def test_the_last_message_can_be_continued(start_http_router: StartHttpRou
         assert error["message"].startswith("continue_final_message"), error
 
 
+async def test_older_messages_keep_their_text(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
+    """A refusal of OpenAI stands in place of the content, and `function_call` is a tool call with its result."""
+    router = await start_http_router(saying("so"), tokenizer=tool_model)
+    call = {"name": "clock", "arguments": '{"zone": "UTC"}'}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "clock", "content": "noon"},
+    ]
+    called = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
+    prompt = await prompt_of(router, {"messages": messages})
+    assert prompt == f"<user>hello<assistant>I cannot.<assistant>{called}<tool>noon"
+
+
 async def test_tokens_can_be_shown_as_ids(start_http_router: StartHttpRouter) -> None:
     """Log-probabilities name tokens by id, in chats and completions."""
     router = await start_http_router(FakeGroup())
