@@ -31,6 +31,7 @@ from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.proto.host_port import is_loopback
 
 _URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_GIVE_OUTPUT: Final = "give the output of an earlier run, or a new file"
 _MAX_SENDS: Final = 8  # of a request that finds the server full or gone
 _MAX_WAIT_SECONDS: Final = 30.0
 # An answer may take minutes. After each _CHECK_SECONDS without one, the server is asked for its health, and has
@@ -134,21 +135,34 @@ def read_requests(path: Path) -> list[BatchRequest]:
             raise InvalidConfig(f"{path}, line {number}: url is {url!r}; it must be one of {', '.join(_URLS)}")
         if custom_id in found:
             raise InvalidConfig(f"{path}, line {number}: custom_id {custom_id!r} is in an earlier line too")
-        found[custom_id] = BatchRequest(custom_id, url, body | {"stream": False})
+        whole = {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
+        found[custom_id] = BatchRequest(custom_id, url, whole)
     return list(found.values())
 
 
 def keep_answers(path: Path) -> set[str]:
-    """The custom_ids that the output has an answer for. Removes other lines: failures, and a line that was cut."""
+    """The custom_ids that the output has an answer for. Removes the lines of failures, and a last line that is
+    incomplete. Raises InvalidConfig, and changes nothing, for a file that is no output of a batch, such as the input.
+    """
     if not path.exists():
         return set()
     kept: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").split("\n"):  # str.splitlines also splits at U+2028, as in a prompt
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines also splits at U+2028, as in a prompt
+    except UnicodeDecodeError:
+        raise InvalidConfig(f"--output is {path}, which is no text; {_GIVE_OUTPUT}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and _is_success(value) and isinstance(value.get("custom_id"), str):
+        except (ValueError, RecursionError):
+            if number == len(lines) and line.startswith("{"):  # an interrupted run wrote only a part of it
+                continue
+            value = None
+        if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str) or "response" not in value:
+            raise InvalidConfig(f"--output is {path}, whose line {number} is no answer; {_GIVE_OUTPUT}")
+        if _is_success(value):
             kept[value["custom_id"]] = line
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -247,7 +261,7 @@ def _host_of(server: str) -> str:
 def _line(request: BatchRequest, status: int, headers: Any, data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = {"error": {"message": data[:1000].decode(errors="replace")}}
     return {
         "id": f"batch_req_{uuid.uuid4().hex}",
@@ -258,14 +272,18 @@ def _line(request: BatchRequest, status: int, headers: Any, data: bytes) -> dict
 
 
 def _is_success(line: dict[str, Any]) -> bool:
+    """Whether the line has an answer. A proxy may send an error with the status 200."""
     response = line.get("response")
-    return isinstance(response, dict) and response.get("status_code") == 200
+    if not isinstance(response, dict) or response.get("status_code") != 200:
+        return False
+    body = response.get("body")
+    return isinstance(body, dict) and not body.get("error")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, object) of each line that is not empty. Raises InvalidConfig."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some programs on Windows begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path} cannot be read: {error}") from None
     for number, line in enumerate(text.split("\n"), 1):
@@ -273,7 +291,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidConfig(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(value, dict):
             raise InvalidConfig(f"{path}, line {number} is no JSON object")

@@ -241,6 +241,49 @@ def test_line_separators_within_a_text(server: Server, tmp_path: Path) -> None:
     assert keep_answers(output) == {"q\u2028"}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"custom_id": "q0", "url": "/v1/completions", "body": {"prompt": "a"}}\n',
+        '{"custom_id": "q0", "respon\n{"custom_id": "q1", "response": null}\n',
+        "notes\n",
+        "notes",
+        "[1]",
+        b"\xff\xfe",
+    ],
+)
+def test_a_file_that_is_no_output_is_not_changed(server: Server, tmp_path: Path, text: str | bytes) -> None:
+    """Such as the input, given as --output by mistake."""
+    path = tmp_path / "requests.jsonl"
+    data = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(data)
+    source = write_requests(tmp_path / "in.jsonl", "a")
+    done = run_here("batch", str(source), "-o", str(path), "--server", server.url)
+    assert done.code == 2 and f"--output is {path}, wh" in done.err and "a new file" in done.err
+    assert path.read_bytes() == data and not server.seen
+
+
+def test_an_error_with_the_status_of_a_success_is_asked_again(tmp_path: Path) -> None:
+    """A proxy may answer with a page of its own; the error of a response that succeeded is null."""
+    lines = [
+        {"custom_id": name, "response": {"status_code": 200, "body": body}}
+        for name, body in (("page", {"error": {"message": "<html>"}}), ("list", []), ("answer", {"error": None}))
+    ]
+    output = tmp_path / "out.jsonl"
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert keep_answers(output) == {"answer"}
+
+
+def test_a_body_of_a_stream_is_sent_as_one_of_a_whole_answer(tmp_path: Path) -> None:
+    """Servers refuse `stream_options` without `stream`. The file may begin with a byte order mark."""
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+    path = tmp_path / "in.jsonl"
+    line = json.dumps({"custom_id": "a", "url": "/v1/completions", "body": body})
+    path.write_text(line, encoding="utf-8-sig")
+    (request,) = read_requests(path)
+    assert request.body == {"prompt": "a", "stream": False}
+
+
 def test_a_server_on_this_host_is_asked_without_a_proxy(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +300,7 @@ def test_a_server_on_this_host_is_asked_without_a_proxy(
     ("text", "words"),
     [
         ("{", "line 1 is not JSON"),
+        ('{"a":' * 100_000, "line 1 is not JSON"),
         ("[1]", "line 1 is no JSON object"),
         ('\n{"custom_id": 1, "body": {}}', "line 2: it needs custom_id"),
         (
