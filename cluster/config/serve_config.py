@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from coatcheck.cluster.config.exposure import check_exposure
 from coatcheck.cluster.config.setting_values import (
+    lora_modules_of,
     parse_dtype,
     parse_http_port,
     parse_kv_dtype,
@@ -17,7 +18,6 @@ from coatcheck.cluster.config.setting_values import (
     parse_memory,
     parse_otlp_endpoint,
     parse_root_path,
-    split_lora_modules,
 )
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
@@ -354,8 +354,7 @@ class ServeConfig(Settings):
     @property
     def adapters(self) -> tuple[LoraModule, ...]:
         """The LoRA adapters, with absolute paths for processes with other working directories."""
-        pairs = split_lora_modules(self.lora_modules) if self.lora_modules else []
-        return tuple(LoraModule(name, str(Path(path).expanduser().resolve())) for name, path in pairs)
+        return lora_modules_of(self.lora_modules)
 
     @property
     def model_name(self) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import re
 from typing import Any
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.setting_names import ROOT_PATH, ROOT_PATH_HINT
 from coatcheck.proto.tracing import check_endpoint
+from coatcheck.workers.core.lora_module import LoraModule
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -90,21 +92,28 @@ def parse_otlp_endpoint(value: object) -> object:
 
 
 def parse_lora_modules(value: object) -> object:
-    """ "NAME=PATH,NAME=PATH" of the LoRA adapters, from values of --lora-modules or a YAML list. None stays None.
+    """The LoRA adapters as "NAME=PATH,NAME=PATH", from values of --lora-modules or a YAML list. None stays None.
 
-    A value is such a text, or the JSON object {"name": NAME, "path": PATH}; in YAML a mapping with these keys too.
+    Each value is such a text, or the JSON object {"name": NAME, "path": PATH}; in YAML also a mapping with these keys.
     """
     values: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str | dict) for one in values):
         return value
-    pairs = [pair for one in values for pair in _adapter_pairs(one)]
+    pairs = [pair for one in values for pair in _split_value(one)]
     names = [name for name, _ in pairs]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         raise ValueError(f"it has {repeated!r} twice; give every adapter a name of its own")
     return ",".join(f"{name}={path}" for name, path in pairs) or None
 
 
-def split_lora_modules(value: str) -> list[tuple[str, str]]:
+def lora_modules_of(value: str | None) -> tuple[LoraModule, ...]:
+    """The adapters in "NAME=PATH,NAME=PATH", with absolute paths for processes with other working directories."""
+    # os.path leaves ~name as it is for an unknown user; Path.expanduser would raise.
+    pairs = _split_text(value) if value else []
+    return tuple(LoraModule(name, os.path.realpath(os.path.expanduser(path))) for name, path in pairs)
+
+
+def _split_text(value: str) -> list[tuple[str, str]]:
     """(name, path) of each adapter in "NAME=PATH,NAME=PATH"."""
     pairs = [one.strip().partition("=") for one in value.split(",")]
     if any(not name.strip() or not path.strip() for name, _, path in pairs):
@@ -112,13 +121,13 @@ def split_lora_modules(value: str) -> list[tuple[str, str]]:
     return [(name.strip(), path.strip()) for name, _, path in pairs]
 
 
-def _adapter_pairs(value: str | dict[str, Any]) -> list[tuple[str, str]]:
+def _split_value(value: str | dict[str, Any]) -> list[tuple[str, str]]:
     """(name, path) of the adapters in one value of --lora-modules."""
     if isinstance(value, str) and not value.lstrip().startswith("{"):
-        return split_lora_modules(value)
+        return _split_text(value)
     try:
         fields = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{value!r} is not JSON ({error}); {_LORA_HINT}") from None
     name, path = fields.get("name"), fields.get("path")
     # vLLM shows base_model_name as the adapter's parent in /v1/models; here the parent is always the served model.

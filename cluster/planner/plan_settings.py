@@ -6,11 +6,11 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from coatcheck.cluster.config.setting_values import (
+    lora_modules_of,
     parse_dtype,
     parse_kv_dtype,
     parse_lora_modules,
     parse_memory,
-    split_lora_modules,
 )
 from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
@@ -121,5 +121,4 @@ class PlanSettings(Settings):
 
     @property
     def adapters(self) -> tuple[LoraModule, ...]:
-        pairs = split_lora_modules(self.lora_modules) if self.lora_modules else []
-        return tuple(LoraModule(*pair) for pair in pairs)
+        return lora_modules_of(self.lora_modules)

@@ -84,7 +84,7 @@ class Sizing:
             expert_parallel=settings.expert_parallel,
         )
         rank_states = state_bytes(tuple(shard.shard_state(state) for state in shape.states), dtype)
-        adapter_bytes = _adapter_bytes(settings, shape, shard)
+        adapter_bytes = _adapter_bytes(settings, shape)
         weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
@@ -308,7 +308,7 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
     return float(held)
 
 
-def _adapter_bytes(settings: PlanSettings, shape: ModelShape, shard: TpShard) -> int:
+def _adapter_bytes(settings: PlanSettings, shape: ModelShape) -> int:
     """Bytes of the LoRA adapters on one rank."""
     if settings.adapters and settings.device == "cuda":
         raise InvalidConfig("lora-modules: adapters are served on CPUs alone; use --device cpu")

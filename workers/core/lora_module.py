@@ -1,11 +1,12 @@
-"""LoraModule: a LoRA adapter that a group serves, by the name that clients use as the model's."""
+"""LoraModule: a LoRA adapter to load. LoadedAdapter: one that a group has loaded."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class LoraModule(NamedTuple):
-    """`path`: a directory that PEFT wrote, with adapter_config.json and adapter_model.safetensors."""
+    """`name`: what clients name as the model. `path`: a directory that PEFT wrote, with adapter_config.json and
+    adapter_model.safetensors."""
 
     name: str
     path: str

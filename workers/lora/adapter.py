@@ -1,4 +1,4 @@
-"""Adapter: a LoRA adapter's files, read from their headers alone, and checked against its base model. No torch.
+"""Adapter: a LoRA adapter's config and the header of its weights file, checked against the base model. No torch.
 
 `adapter_model.safetensors` has for each adapted linear two tensors: base_model.model.NAME.lora_A.weight [rank, in] and
 base_model.model.NAME.lora_B.weight [out, rank].
@@ -18,7 +18,7 @@ from coatcheck.workers.core.lora_module import LoraModule
 from coatcheck.workers.lora.adapter_config import AdapterConfig, read_adapter_config
 
 _FILE: Final = "adapter_model.safetensors"
-_PICKLED: Final = "adapter_model.bin"  # older versions of PEFT wrote this file
+_PICKLED: Final = "adapter_model.bin"  # what older versions of PEFT wrote
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _READ_BYTES: Final = 1 << 22
 _ROW_PARALLEL: Final = ("o_proj", "out_proj", "down_proj", "dense", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
@@ -27,19 +27,20 @@ _FLOAT_BYTES: Final = 4  # A and B are held as float32
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """One linear of the base model. `a`, `b`: the names of its tensors. `scale`: of their product."""
+    """A and B of one linear of the base model. `a_name`, `b_name`: of the tensors in the file. `scaling`: the factor of
+    the product of B and A."""
 
-    a: str
-    b: str
+    a_name: str
+    b_name: str
     rank: int
     in_features: int
     out_features: int
-    scale: float
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`file`: with the weights. `modules`: by the name of the linear in a text checkpoint of the base model, without
+    """`file`: the weights. `modules`: by the name of the linear in a text checkpoint of the base model, without
     ".weight"."""
 
     name: str
@@ -48,37 +49,47 @@ class Adapter:
     modules: Mapping[str, AdaptedModule]
 
     @classmethod
-    def open(cls, lora: LoraModule, text_name: Callable[[str], str | None] = lambda name: name) -> Self:
+    def open(cls, lora_module: LoraModule, text_name: Callable[[str], str | None] = lambda name: name) -> Self:
         """Read the config and the file's header. Raises InvalidModel with the adapter's name and what to change.
 
-        `text_name`: returns the name that a tensor of the base model has in a text checkpoint, or None for a tensor of
-        another part.
+        `text_name`: maps a tensor's name in the base model to its name in a checkpoint of the text model alone. It
+        returns None for a tensor of another part, such as a vision tower.
         """
-        directory = Path(lora.path).expanduser()
+        directory = Path(lora_module.path)
+        try:
+            return cls._read(lora_module.name, directory, text_name)
+        except OSError as error:
+            file = error.filename or directory
+            raise InvalidModel(
+                f"lora-modules {lora_module.name}: {file} cannot be read: {error.strerror or error}"
+            ) from None
+
+    @classmethod
+    def _read(cls, name: str, directory: Path, text_name: Callable[[str], str | None]) -> Self:
         if not directory.is_dir():
             raise InvalidModel(
-                f"lora-modules {lora.name}: no directory {lora.path} on this host; adapters are not downloaded, and "
-                "every node with ranks needs the directory under this path"
+                f"lora-modules {name}: no directory {directory} on this host; adapters are not downloaded, and every "
+                "node with ranks needs the directory under this path"
             )
-        config = read_adapter_config(lora.name, directory)
+        config = read_adapter_config(name, directory)
         if not (file := directory / _FILE).is_file():
             pickled = " (it has adapter_model.bin, which is not read)" if (directory / _PICKLED).is_file() else ""
             raise InvalidModel(
-                f"lora-modules {lora.name}: {directory} has no {_FILE}{pickled}; load the adapter with PEFT and "
-                "save it with save_pretrained"
+                f"lora-modules {name}: {directory} has no {_FILE}{pickled}; load the adapter with PEFT and save it "
+                "with save_pretrained"
             )
-        return cls(lora.name, file, config, _modules(lora.name, config, dict(read_header(file)), text_name))
+        return cls(name, file, config, _modules(name, config, dict(read_header(file)), text_name))
 
     def check_base(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Raise InvalidModel unless every module can be adapted. `shapes`: [out, in] of the base model's linears that
-        adapters may have, by name."""
+        """Raise InvalidModel for a module that the base model lacks, or has in another shape. `shapes`: [out, in] of
+        the base model's linears that can have adapters, by name."""
         for name, module in self.modules.items():
             if name not in shapes:
                 kinds = sorted({known.rpartition(".")[2] for known in shapes if ".layers." in known or ".h." in known})
                 raise InvalidModel(
-                    f"lora-modules {self.name} adapts {name}, which the model lacks or which is not served; linears "
-                    f"that may be adapted: {', '.join(kinds) or 'none'}; check that this is the adapter's base model, "
-                    "or merge the adapter into it"
+                    f"lora-modules {self.name} adapts {name}, which the model lacks or whose adapters are not served; "
+                    f"linears that can have adapters: {', '.join(kinds) or 'none'}; check that this is the adapter's "
+                    "base model, or merge the adapter into it"
                 )
             if shapes[name] != (have := (module.out_features, module.in_features)):
                 raise InvalidModel(
@@ -87,18 +98,18 @@ class Adapter:
                 )
 
     def fingerprint(self) -> str:
-        """A hash of all weights and scales. Equal adapters give equal tokens: block hashes contain it."""
+        """A hash of all weights and scalings, for block hashes: adapters with equal ones compute the same."""
         digest = hashlib.blake2b(digest_size=16)
-        scales = {name: module.scale for name, module in self.modules.items()}
-        digest.update(json.dumps(scales, sort_keys=True).encode())
+        scalings = {name: module.scaling for name, module in self.modules.items()}
+        digest.update(json.dumps(scalings, sort_keys=True).encode())
         with self.file.open("rb") as stream:
             while piece := stream.read(_READ_BYTES):
                 digest.update(piece)
         return digest.hexdigest()
 
     def rank_bytes(self, tp: int, kv_ranks: int) -> int:
-        """Bytes of A and B, as float32, on each of `tp` ranks. `kv_ranks`: ranks that divide the KV heads, at most
-        `tp`."""
+        """Bytes of A and B, as float32, on each of `tp` ranks. `kv_ranks`: into how many parts the KV heads are
+        divided; fewer than `tp` if ranks hold copies of a head."""
         total = 0
         for name, module in self.modules.items():
             leaf, out, width = name.rpartition(".")[2], module.out_features, module.in_features
@@ -113,8 +124,8 @@ class Adapter:
 def _modules(
     adapter: str, config: AdapterConfig, entries: Mapping[str, TensorEntry], text_name: Callable[[str], str | None]
 ) -> dict[str, AdaptedModule]:
-    found: dict[str, dict[str, str]] = {}
-    own_names: dict[str, str] = {}  # in the model that was adapted, by the name in a text checkpoint
+    keys_by_module: dict[str, dict[str, str]] = {}  # the names of A and B in the file
+    own_names: dict[str, str] = {}  # of the modules, in the model that the adapter was trained on
     for key in entries:
         match = _TENSOR.fullmatch(key)
         if match is None:
@@ -130,12 +141,18 @@ def _modules(
         if (name := text_name(f"{match[1]}.weight")) is None:
             raise InvalidModel(f"lora-modules {adapter} adapts {match[1]}, which is no part of the text model")
         name = name.removesuffix(".weight")
-        found.setdefault(name, {})[match[2]] = key
+        keys = keys_by_module.setdefault(name, {})
+        if match[2] in keys:
+            raise InvalidModel(
+                f"lora-modules {adapter}: {keys[match[2]]} and {key} are both lora_{match[2]} of {name}; save the "
+                "adapter again"
+            )
+        keys[match[2]] = key
         own_names[name] = match[1]
-    if not found:
+    if not keys_by_module:
         raise InvalidModel(f"lora-modules {adapter}: {_FILE} holds no tensor; save the adapter again")
     modules = {}
-    for name, keys in sorted(found.items()):
+    for name, keys in sorted(keys_by_module.items()):
         if set(keys) != {"A", "B"}:
             raise InvalidModel(
                 f"lora-modules {adapter}: {name} has only lora_{next(iter(keys))}; save the adapter again"
@@ -146,6 +163,11 @@ def _modules(
                 f"lora-modules {adapter}: {name} has A {list(a)} and B {list(b)}; they must be [rank, in] and "
                 "[out, rank]"
             )
-        # An A with another rank than r has its own rank in rank_pattern.
-        modules[name] = AdaptedModule(keys["A"], keys["B"], a[0], a[1], b[0], config.scale(own_names[name], a[0]))
+        if a[0] != (rank := config.rank_of(own_names[name])):
+            raise InvalidModel(
+                f"lora-modules {adapter}: {name} has rank {a[0]} in {_FILE} and {rank:g} in adapter_config.json (r and "
+                "rank_pattern), so its scaling is unknown; save the adapter again"
+            )
+        scaling = config.scaling_of(own_names[name])
+        modules[name] = AdaptedModule(keys["A"], keys["B"], a[0], a[1], b[0], scaling)
     return modules

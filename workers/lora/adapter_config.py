@@ -6,15 +6,16 @@ A field that asks for more than plain LoRA is refused by name.
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 
-_MERGE: Final = "merge the adapter into its base model (PEFT's merge_and_unload) and serve the result"
-# Fields that change what an adapter computes -> the values that change nothing, and what other values mean.
+_MERGE_HINT: Final = "merge the adapter into its base model (PEFT's merge_and_unload) and serve the result"
+# Field that makes an adapter more than plain LoRA -> the values that turn it off, and what other values mean.
 _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "bias": ((None, "none"), "biases of the base model are trained too"),
     "lora_bias": ((None, False), "B has a bias"),
@@ -25,28 +26,35 @@ _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "layer_replication": ((None, []), "layers of the base model are repeated"),
     "alora_invocation_tokens": ((None, []), "the adapter begins in the middle of a prompt"),
 }
-# Variants of LoRA have fields called use_NAME or NAME_config. These five only change the training, or are served.
-_HARMLESS: Final = ("use_rslora", "eva_config", "loftq_config", "lora_ga_config", "corda_config")
-# Ways to initialise that leave the base model as it is. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) change its
-# weights.
-_PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# PEFT's variants of LoRA have fields called use_NAME or NAME_config. rsLoRA is served, and the other four only change
+# how A and B are initialised.
+_HARMLESS_VARIANTS: Final = ("use_rslora", "eva_config", "loftq_config", "lora_ga_config", "corda_config")
+# Values of init_lora_weights that leave the base model as it is. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA)
+# change its weights.
+_INITS_THAT_KEEP_THE_BASE: Final = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """`alpha_pattern`: regular expression -> alpha of the modules whose name, or its end behind a dot, matches. The
-    first match counts. Ranks are those of the tensors."""
+    """`rank_pattern`, `alpha_pattern`: rank and alpha of the modules whose name matches the key, a regular expression
+    for the whole name or for its end behind a dot. The first key that matches counts. `rank`, `alpha`: of all other
+    modules."""
 
+    rank: float
     alpha: float
     uses_rslora: bool
+    rank_pattern: dict[str, float]
     alpha_pattern: dict[str, float]
 
-    def scale(self, module: str, rank: int) -> float:
-        """What the product of A and B is multiplied with. `module`: its name in the model that was adapted. `rank`: of
-        the module's A."""
-        matches = (alpha for key, alpha in self.alpha_pattern.items() if re.match(_pattern(key), module))
-        alpha = next(matches, self.alpha)
-        return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
+    def rank_of(self, module: str) -> float:
+        """`module`: its name in the model that the adapter was trained on."""
+        return _first_match(self.rank_pattern, module, self.rank)
+
+    def scaling_of(self, module: str) -> float:
+        """The factor of the product of B and A: alpha / rank, with rsLoRA alpha / sqrt(rank). `module`: as of
+        `rank_of`."""
+        rank = self.rank_of(module)
+        return _first_match(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
 def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
@@ -58,46 +66,72 @@ def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
             "save_pretrained has written"
         )
     if (kind := fields.get("peft_type")) != "LORA":
-        raise InvalidModel(f"lora-modules {name}: peft_type is {kind!r}, and only LORA is served; {_MERGE}")
+        raise InvalidModel(f"lora-modules {name}: peft_type is {kind!r}, and only LORA is served; {_MERGE_HINT}")
     if (task := fields.get("task_type")) not in (None, "CAUSAL_LM"):
         raise InvalidModel(f"lora-modules {name}: task_type is {task!r}, and only CAUSAL_LM is served")
-    variants = [key for key in fields if re.fullmatch(r"use_\w+|\w+_config", key) and key not in _HARMLESS]
+    _refuse_variants(name, fields)
+    if (init := fields.get("init_lora_weights")) not in _INITS_THAT_KEEP_THE_BASE:
+        raise InvalidModel(
+            f"lora-modules {name}: init_lora_weights is {init!r}, so the adapter fits a changed base model; save it "
+            "with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the original one"
+        )
+    if (uses_rslora := fields.get("use_rslora")) not in (None, False, True):
+        raise InvalidModel(f"lora-modules {name}: use_rslora is {uses_rslora!r}; it must be true or false")
+    rank, alpha = _read_number(name, "r", fields), _read_number(name, "lora_alpha", fields)
+    patterns = [_read_pattern(name, field, fields) for field in ("rank_pattern", "alpha_pattern")]
+    for rank_field, value in (("r", rank), *(("a rank in rank_pattern", value) for value in patterns[0].values())):
+        if value <= 0:
+            raise InvalidModel(f"lora-modules {name}: {rank_field} is {value:g}; a rank must be above 0")
+    return AdapterConfig(rank, alpha, bool(uses_rslora), *patterns)
+
+
+def _refuse_variants(name: str, fields: Mapping[str, Any]) -> None:
+    variants = [key for key in fields if re.fullmatch(r"use_\w+|\w+_config", key) and key not in _HARMLESS_VARIANTS]
     refused = {**{key: ((None, False, {}), "a variant of LoRA") for key in variants}, **_REFUSED}
-    for field, (harmless, meaning) in refused.items():
-        if (value := fields.get(field)) not in harmless:
+    for field, (unset, meaning) in refused.items():
+        if (value := fields.get(field)) not in unset:
             raise InvalidModel(
                 f"lora-modules {name}: {field} is {value!r} in adapter_config.json ({meaning}), which is not served; "
-                f"{_MERGE}"
+                f"{_MERGE_HINT}"
             )
-    if (start := fields.get("init_lora_weights")) not in _PLAIN_STARTS:
+
+
+def _read_number(name: str, field: str, fields: Mapping[str, Any]) -> float:
+    if not _is_number(value := fields.get(field)):
         raise InvalidModel(
-            f"lora-modules {name}: init_lora_weights is {start!r}, so the adapter fits a changed base model; save it "
-            "with PEFT's path_initial_model_for_weight_conversion, which makes it a plain one"
+            f"lora-modules {name}: {field} is {value!r} in adapter_config.json; it must be a number: save the adapter "
+            "again"
         )
-    alphas, alpha, rank = fields.get("alpha_pattern") or {}, fields.get("lora_alpha"), fields.get("r")
-    numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
-    if not all(map(_is_number, [rank, *numbers])):
+    return float(value)
+
+
+def _read_pattern(name: str, field: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    pattern = fields.get(field) or {}
+    if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
         raise InvalidModel(
-            f"lora-modules {name}: adapter_config.json has r {rank!r}, lora_alpha {alpha!r} and alpha_pattern "
-            f"{alphas!r}; every rank and alpha must be a number: save the adapter again"
+            f"lora-modules {name}: {field} is {pattern!r} in adapter_config.json; it must map regular expressions to "
+            "numbers: save the adapter again"
         )
-    for key in alphas:
+    for key in pattern:
         try:
-            re.compile(_pattern(key))
-        except re.error as error:
+            re.compile(_module_regex(key))
+        except (re.error, OverflowError, RecursionError) as error:
             raise InvalidModel(
-                f"lora-modules {name}: the key {key!r} of alpha_pattern in adapter_config.json is no regular "
-                f"expression ({error}); correct it"
+                f"lora-modules {name}: the key {key!r} of {field} in adapter_config.json is no regular expression "
+                f"({error}); correct it"
             ) from None
-    values = {key: float(value) for key, value in alphas.items()}
-    return AdapterConfig(float(str(alpha)), bool(fields.get("use_rslora")), values)
+    return {key: float(value) for key, value in pattern.items()}
 
 
-def _pattern(key: str) -> str:
-    """The regular expression that PEFT makes of a key of alpha_pattern."""
+def _first_match(pattern: Mapping[str, float], module: str, default: float) -> float:
+    return next((value for key, value in pattern.items() if re.match(_module_regex(key), module)), default)
+
+
+def _module_regex(key: str) -> str:
+    """The regular expression that PEFT makes of a key of rank_pattern or alpha_pattern."""
     return rf"(.*\.)?({key})$"
 
 
-def _is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold. NaN and infinity are none."""
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number that a float can hold. NaN and infinity are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

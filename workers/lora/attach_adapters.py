@@ -1,7 +1,7 @@
 """attach_adapters(): gives the linears of a rank's model the slices of every adapter.
 
-A and B are sharded as their linear is. Of a column-parallel linear a rank holds all of A and its rows of B. Of a
-row-parallel linear a rank holds its columns of A and all of B: the product is a part of the sum over ranks.
+A and B are sharded as their linear is. For a column-parallel linear a rank holds all of A and its rows of B. For a
+row-parallel linear it holds its columns of A and all of B, and what it adds is a part of the sum over ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,15 @@ from torch import Tensor
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.lora.lora_linear import LoraLinear, LoraPart
 from coatcheck.kernels.lora.lora_step import LoraStep
+from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.lora.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTarget:
-    """A linear that adapters may have: `features` of the features of `linear`, from `column` on."""
+    """A linear that can have adapters. It is the output features [column, column + features) of `linear`, which may be
+    several linears merged."""
 
     linear: PackedLinear
     column: int
@@ -34,28 +36,38 @@ def attach_adapters(
     slices: Mapping[str, TensorSlice],
     step: LoraStep,
 ) -> int:
-    """Load the slices of all adapters, in the order of their index in a step. Return their bytes on this rank.
+    """Load this rank's slices of all adapters. Return their bytes.
 
-    `targets`: by the name of the linear. `slices`: of each weight by its name; absent if the rank holds all of it.
+    `adapters`: in the order of their indices in a step. `targets`: by the name of the linear. `slices`: of the model's
+    weights by name; a weight that the rank holds whole has none. Raises InvalidModel for A or B with NaN or infinity.
     """
-    parts: dict[PackedLinear, list[list[LoraPart]]] = {}
+    parts_of: dict[PackedLinear, list[list[LoraPart]]] = {}  # a list for each adapter
     for index, adapter in enumerate(adapters):
         with safe_open(adapter.file, framework="pt", device="cpu") as file:
             for name, module in adapter.modules.items():
-                target, part = targets[name], slices.get(f"{name}.weight")
-                a = _read(file, module.a, part if part is not None and part.dim == 1 else None)
-                b = _read(file, module.b, part if part is not None and part.dim == 0 else None)
+                target, sliced = targets[name], slices.get(f"{name}.weight")
+                a = _read(file, module.a_name, sliced if sliced is not None and sliced.dim == 1 else None)
+                b = _read(file, module.b_name, sliced if sliced is not None and sliced.dim == 0 else None)
                 assert len(b) == target.features, f"{name}: {len(b)} rows of B for {target.features} features"
-                held = parts.setdefault(target.linear, [[] for _ in adapters])
-                held[index].append(LoraPart(a, (b * module.scale).T.contiguous(), target.column))
-    for linear, by_adapter in parts.items():
+                b = (b * module.scaling).T.contiguous()
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise InvalidModel(
+                        f"lora-modules {adapter.name}: A or B of {name} has NaN or infinity, or lora_alpha makes B "
+                        "infinite; export the adapter again"
+                    )
+                parts = parts_of.setdefault(target.linear, [[] for _ in adapters])
+                parts[index].append(LoraPart(a, b, target.column))
+    num_bytes = 0
+    while parts_of:  # LoraLinear copies A, so the copies here are freed one linear at a time
+        linear, by_adapter = parts_of.popitem()
         linear.lora = LoraLinear(step, by_adapter, linear.weight_shape, linear.dtype)
-    return sum(linear.lora.num_bytes for linear in parts if linear.lora is not None)
+        num_bytes += linear.lora.num_bytes
+    return num_bytes
 
 
-def _read(file: Any, name: str, part: TensorSlice | None) -> Tensor:
+def _read(file: Any, name: str, sliced: TensorSlice | None) -> Tensor:
     """A tensor, or this rank's slice of it, as float32."""
     tensor: Tensor = file.get_tensor(name).float()
-    if part is None:
+    if sliced is None:
         return tensor.contiguous()
-    return torch.cat([tensor.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+    return torch.cat([tensor.narrow(sliced.dim, start, stop - start) for start, stop in sliced.ranges], sliced.dim)

@@ -1,12 +1,14 @@
-"""open_adapters(): the adapters of --lora-modules, all checked against the model before weights are read."""
+"""open_adapters() checks the adapters of --lora-modules against the model, load_fingerprints() those of all ranks
+against each other. Both run before weights are read."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from coatcheck.kernels import native
-from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.core.lora_module import LoraModule
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.workers.core.lora_module import LoadedAdapter, LoraModule
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.lora.adapter import Adapter
 
 
@@ -18,9 +20,9 @@ def open_adapters(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Adapter]:
-    """Open every adapter. `shapes`, `text_name`: see Adapter.check_base and Adapter.open.
+    """`shapes`, `text_name`: as of Adapter.check_base and Adapter.open.
 
-    Raises InvalidConfig if adapters cannot be served on `device` in `dtype`, InvalidModel for an adapter that is not
+    Raises InvalidConfig if adapters cannot be served on `device` in `dtype`, InvalidModel for an adapter that cannot be
     served, or that does not fit the model.
     """
     if not modules:
@@ -39,3 +41,18 @@ def open_adapters(
     for adapter in adapters:
         adapter.check_base(shapes)
     return adapters
+
+
+def load_fingerprints(adapters: Sequence[Adapter], communicator: Communicator) -> tuple[LoadedAdapter, ...]:
+    """Every rank of a group calls it with its own files, at once. Raises InvalidModel if they differ: each host reads
+    its own directory, and slices of two versions of an adapter would give wrong tokens."""
+    loaded = tuple(LoadedAdapter(adapter.name, adapter.fingerprint()) for adapter in adapters)
+    for adapter, own in zip(adapters, loaded, strict=True):
+        everyone = communicator.all_gather_json({"fingerprint": own.fingerprint})
+        others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if others:
+            raise InvalidModel(
+                f"lora-modules {adapter.name}: rank 0 and rank {others[0]} have different files in "
+                f"{adapter.file.parent}; copy the same adapter to every host"
+            )
+    return loaded

@@ -31,12 +31,12 @@ from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization,
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.attention_selector import check_backend_model
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
-from coatcheck.workers.core.lora_module import LoadedAdapter, LoraModule
+from coatcheck.workers.core.lora_module import LoraModule
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.lora.attach_adapters import LoraTarget, attach_adapters
-from coatcheck.workers.lora.open_adapters import open_adapters
+from coatcheck.workers.lora.open_adapters import load_fingerprints, open_adapters
 from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.linear_attention import adapt_state_layer
 from coatcheck.workers.model.lm_head import LmHead
@@ -67,7 +67,7 @@ class Body(Protocol):
         """Every linear of the layers."""
 
     def lora_targets(self) -> dict[str, LoraTarget]:
-        """The linears that LoRA adapters may have, by name within the base model."""
+        """The linears that can have LoRA adapters, by name within the base model."""
 
     @property
     def lora_step(self) -> LoraStep:
@@ -192,7 +192,7 @@ def load_model(
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
     `attention_backend`, `kv_dtype`: as in GroupConfig; they are compared with the model, and change nothing in it.
-    `lora_modules`: LoRA adapters; `spec.adapters` has them in this order.
+    `lora_modules`: LoRA adapters to load; `spec.adapters` has them in this order.
     `progress(done_bytes, total_bytes)` is called while weights are read.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
@@ -223,6 +223,7 @@ def load_model(
         )
         shapes = adaptable_linears(prepared)
         adapters = open_adapters(lora_modules, shapes, checkpoint.text_name, device=device, dtype=prepared.dtype)
+        loaded_adapters = load_fingerprints(adapters, communicator)
         weights = load_weights(
             causal,
             checkpoint,
@@ -264,7 +265,7 @@ def load_model(
         num_weights=weights.count,
         weight_bytes=weights.bytes + lora_bytes,
         state_layers=tuple(state.spec for state in states),
-        adapters=tuple(LoadedAdapter(adapter.name, adapter.fingerprint()) for adapter in adapters),
+        adapters=loaded_adapters,
     )
     with torch.inference_mode():
         hidden = torch.linspace(-2, 2, config.hidden_size, dtype=prepared.dtype, device=device)[None]
@@ -352,7 +353,7 @@ class TransformersBody:
         return [module for module in self.base.modules() if isinstance(module, PackedLinear)]
 
     def lora_targets(self) -> dict[str, LoraTarget]:
-        """The linears that LoRA adapters may have, by name within the base model."""
+        """The linears that can have LoRA adapters, by name within the base model."""
         linears = {name: module for name, module in self.base.named_modules() if isinstance(module, PackedLinear)}
         # A row-parallel linear is the child `linear` of its wrapper.
         return {

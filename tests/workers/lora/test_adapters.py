@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import InvalidModel, InvalidRequest
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype, choose_kv_dtype
 from coatcheck.workers.core.lora_module import LoraModule
@@ -175,6 +175,23 @@ def test_two_ranks_give_the_same_tokens(base: Path, modules: list[LoraModule], e
     """Ranks that hold slices of the adapters give transformers' tokens too."""
     said = run_ranks(2, answer, (base, modules))[0]
     assert {name: said[name or "none"][0] for name in expected} == expected
+
+
+def load_own_files(communicator: Communicator, path: tuple[Path, Path]) -> str:
+    """The error of a rank whose host has other files of the adapter than rank 0's host."""
+    base, folder = path
+    modules = [LoraModule("all", str(folder / "same")), LoraModule("few", str(folder / str(communicator.rank)))]
+    with pytest.raises(InvalidModel) as refused:
+        load_model(base, communicator=communicator, device="cpu", lora_modules=modules)
+    return str(refused.value)
+
+
+def test_hosts_with_different_files_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    """Slices of two versions of an adapter would give wrong tokens, so every rank refuses to load them."""
+    for name, seed in (("same", 1), ("0", 2), ("1", 3)):
+        write_adapter(base, tmp_path / name, seed=seed)
+    for error in run_ranks(2, load_own_files, (base, tmp_path)):
+        assert "lora-modules few: rank 0 and rank 1 have different files in" in error
 
 
 @pytest.mark.parametrize("arch", ["phi3", "gemma2", "olmo2", "lfm2", "nemotron-h"])

@@ -1,6 +1,8 @@
 """LoRA adapters that are not served are refused before weights are read, with their name and what to change."""
 
+import errno
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,19 @@ def serve_config(base: Path, adapter: Path, **settings: Any) -> ServeConfig:
         ("trainable_token_indices", [3], "embeddings of tokens are trained"),
         ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
         ("init_lora_weights", "lora_ga", "so the adapter fits a changed base model"),
-        ("lora_alpha", "eight", "must be a number"),
+        ("use_rslora", "false", "use_rslora is 'false'; it must be true or false"),
+        ("lora_alpha", "eight", "lora_alpha is 'eight' .* must be a number"),
         ("lora_alpha", 10**400, "must be a number"),
+        ("r", None, "r is None .* must be a number"),
+        ("r", 0, "r is 0; a rank must be above 0"),
+        ("r", 8, r"down_proj has rank 4 .* and 8 in adapter_config\.json \(r and rank_pattern\)"),
+        ("rank_pattern", {"q_proj": 2}, "q_proj has rank 4 .* and 2 in adapter_config"),
+        ("rank_pattern", {"q_proj": 0}, "a rank in rank_pattern is 0"),
+        ("rank_pattern", ["q_proj"], "must map regular expressions to numbers"),
+        ("alpha_pattern", {"q_proj": "8"}, "must map regular expressions to numbers"),
         ("alpha_pattern", {"*": 3}, r"the key '\*' of alpha_pattern .* is no regular expression"),
+        ("alpha_pattern", {"a{99999999999}": 3}, "of alpha_pattern .* is no regular expression"),
+        ("alpha_pattern", {"(" * 5000 + ")" * 5000: 3}, "of alpha_pattern .* is no regular expression"),
     ],
 )
 def test_fields_that_change_the_result(base: Path, adapter: Path, field: str, value: object, reason: str) -> None:
@@ -88,6 +100,50 @@ def test_a_dtype_that_is_not_served(base: Path, adapter: Path) -> None:
         check_adapters(serve_config(base, adapter))
 
 
+def test_a_tensor_that_is_there_twice(base: Path, adapter: Path) -> None:
+    """Two tensors for A of one linear, under names that PEFT and others write, are refused by name."""
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file({**tensors, name.removeprefix("base_model.model."): tensors[name] + 1}, file)
+    with pytest.raises(InvalidModel, match=r"lora-modules sql: .* are both lora_A of model\.layers\.0"):
+        check_adapters(serve_config(base, adapter))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("value", math.nan), ("value", math.inf), ("lora_alpha", 1e308)], ids=["nan", "inf", "alpha"]
+)
+def test_weights_that_are_not_finite(base: Path, adapter: Path, field: str, value: float) -> None:
+    """A diverged training, or an absurd alpha, is refused when A and B are read, not served as NaN."""
+    file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    if field == "lora_alpha":
+        config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
+    else:
+        tensors = load_file(file)
+        next(iter(tensors.values()))[0, 0] = value
+        save_file(tensors, file)
+    with pytest.raises(InvalidModel, match="lora-modules sql: A or B of model.layers.0.* has NaN or infinity"):
+        load_model(base, communicator=Communicator(), device="cpu", lora_modules=[LoraModule("sql", str(adapter))])
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "/" + "a" * 300])
+def test_a_path_that_cannot_be_read(base: Path, path: str) -> None:
+    """A home directory of nobody, or a name that no file system takes, is named in one line."""
+    with pytest.raises(InvalidModel, match="lora-modules sql: (no directory|.* cannot be read: File name too long)"):
+        check_adapters(serve_config(base, Path(path)))
+
+
+def test_a_file_that_may_not_be_read(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weights file without read permission is named with the adapter."""
+
+    def read_header(file: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr("coatcheck.workers.lora.adapter.read_header", read_header)
+    with pytest.raises(InvalidModel, match=r"lora-modules sql: .*model\.safetensors cannot be read: Permission denied"):
+        check_adapters(serve_config(base, adapter))
+
+
 def test_a_pickled_adapter(base: Path, adapter: Path) -> None:
     """The file that older versions of PEFT wrote is named as the reason, and never loaded."""
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
@@ -109,7 +165,7 @@ def test_layers_that_the_model_lacks(base: Path, tmp_path: Path) -> None:
     """An adapter of a deeper model is refused with the linears that may be adapted."""
     deep = tiny_checkpoint("llama", tmp_path, num_hidden_layers=4)
     adapter = write_adapter(deep, tmp_path / "adapter", seed=1, layers=[3])
-    with pytest.raises(InvalidModel, match=r"layers\.3\..* may be adapted: .*q_proj"):
+    with pytest.raises(InvalidModel, match=r"layers\.3\..* can have adapters: .*q_proj"):
         check_adapters(serve_config(base, adapter))
 
 
@@ -145,10 +201,22 @@ def test_settings_that_adapters_exclude(base: Path, adapter: Path, settings: dic
         open_adapters([LoraModule("sql", str(adapter))], {}, lambda name: name, device=device, dtype=dtype)
 
 
+def test_a_host_with_gpus(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """device auto takes a GPU if there is one, so it is refused before Ray starts; without one it is served."""
+    config = serve_config(base, adapter, device="auto")
+    check_adapters(config, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(InvalidConfig, match="use --device cpu"):
+        check_adapters(config, tmp_path)
+
+
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-def test_a_model_in_float16(adapter: Path, tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize("is_multimodal", [False, True])
+def test_a_model_in_float16(adapter: Path, tmp_path: Path, field: str, is_multimodal: bool) -> None:
     """A checkpoint whose own dtype is float16 needs --dtype, which the message says before Ray starts."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", field: "float16"}))
+    text = {"model_type": "llama", field: "float16"}
+    config = {"model_type": "llava", "text_config": text} if is_multimodal else text
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidConfig, match="need bfloat16 or float32, not float16; set --dtype"):
         check_adapters(serve_config(tmp_path, adapter))
 
@@ -162,6 +230,7 @@ def test_a_model_in_float16(adapter: Path, tmp_path: Path, field: str) -> None:
         ("a=x,b=y,a=z", "it has 'a' twice"),
         (["a=x", '{"name": "a", "path": "y"}'], "it has 'a' twice"),
         (["{"], "is not JSON .*write NAME=PATH"),
+        (['{"name":' + "[" * 100_000], "is not JSON .*write NAME=PATH"),
         ([{"name": "a"}], "the strings name and path"),
         ([{"name": "a", "path": "x", "rank": 4}], "no other key"),
         ([{"name": "a,b", "path": "x"}], "neither = nor commas"),
@@ -198,8 +267,8 @@ def test_patterns_are_of_the_adapted_models_names(base: Path, adapter: Path) -> 
     file.write_text(json.dumps(fields))
     module = LoraModule("a", str(adapter))
     found = Adapter.open(module, lambda name: name.replace("model.layers", "layers"))
-    scales = {name: one.scale for name, one in found.modules.items() if "q_proj" in name}
-    assert scales == {"layers.0.self_attn.q_proj": 0.5, "layers.1.self_attn.q_proj": 4.0}
+    scalings = {name: one.scaling for name, one in found.modules.items() if "q_proj" in name}
+    assert scalings == {"layers.0.self_attn.q_proj": 0.5, "layers.1.self_attn.q_proj": 4.0}
 
 
 def test_the_fingerprint_is_of_weights_and_scale(base: Path, adapter: Path) -> None:
