@@ -133,6 +133,8 @@ def _print(answer: pb.StatusResponse) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if adapters := [adapter.name for adapter in model.adapters]:
+        console.print(f"LoRA adapters: {', '.join(adapters)}", highlight=False, soft_wrap=True, markup=False)
     if kernels := sorted({group.kernels for group in answer.groups if group.kernels}):
         console.print(f"kernels: {', '.join(kernels)}", highlight=False, soft_wrap=True)
     if busiest := _busiest_expert(answer.groups):

@@ -83,8 +83,12 @@ class ChatRunner:
 
     def response_head(self, response_id: str, asked: str) -> ResponseHead:
         """`asked`: the model that the request names."""
-        model, name = self._generation.model, self._generation.config.response_name(asked)
-        return ResponseHead(response_id, name, f"fp_{model.fingerprint[:12]}" if model else "")
+        model, config = self._generation.model, self._generation.config
+        fingerprints = [] if model is None else [model.fingerprint]
+        if model is not None and (adapter := config.adapter_of(asked)):
+            fingerprints += [one.fingerprint for one in model.adapters if one.name == adapter]
+        shown = f"fp_{'-'.join(one[:12] for one in fingerprints)}" if fingerprints else ""
+        return ResponseHead(response_id, config.response_name(asked), shown)
 
     def _make_plan(self, body: ChatRequest) -> ParsingPlan:
         begins_message = body.add_generation_prompt and not body.continue_final_message

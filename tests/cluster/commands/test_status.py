@@ -3,7 +3,7 @@
 import pytest
 
 from coatcheck.cluster.commands.status import _print, describe_age
-from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, RankStatus, StatusResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import Adapter, GetModelResponse, GroupStatus, RankStatus, StatusResponse
 
 
 def printed(capsys: pytest.CaptureFixture[str], groups: int, *, unhealthy: int = 0) -> str:
@@ -39,6 +39,15 @@ def test_a_line_names_the_kernels_in_use(capsys: pytest.CaptureFixture[str]) -> 
     kinds = ("native (avx2)", "native (amx)", "native (avx2)", "")
     _print(StatusResponse(groups=[GroupStatus(name=f"group-{i}", kernels=kind) for i, kind in enumerate(kinds)]))
     assert "kernels: native (amx), native (avx2)" in capsys.readouterr().out.splitlines()
+
+
+def test_a_line_names_the_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    """The LoRA adapters are named as clients name them; without adapters there is no such line."""
+    model = GetModelResponse(name="m", adapters=[Adapter(name="sql"), Adapter(name="team/chat[v2]")])
+    _print(StatusResponse(model=model))
+    assert "LoRA adapters: sql, team/chat[v2]" in capsys.readouterr().out.splitlines()
+    _print(StatusResponse())
+    assert "LoRA" not in capsys.readouterr().out
 
 
 def test_a_full_queue_is_said(capsys: pytest.CaptureFixture[str]) -> None:

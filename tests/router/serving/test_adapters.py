@@ -40,6 +40,10 @@ async def router(start_http_router: StartHttpRouter) -> HttpRouter:
         ("/v1/responses", {"input": "a", "max_output_tokens": 1, "store": False}),
         ("/v1/messages", {"messages": HELLO, "max_tokens": 1}),
         ("/v1/embeddings", {"input": "a"}),
+        ("/v1/embeddings", {"input": "hello", "truncate_prompt_tokens": 2}),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/invocations", {"prompt": "a", "max_tokens": 1}),
     ],
 )
 async def test_every_api_selects_by_the_models_name(router: HttpRouter, path: str, body: dict[str, Any]) -> None:
@@ -50,6 +54,14 @@ async def test_every_api_selects_by_the_models_name(router: HttpRouter, path: st
         assert router.groups[0].submits[-1].adapter == adapter
     error = await router.expect_refusal(path, {"model": "sq", **body}, 404)
     assert "'sq' does not exist; this server has 'tiny', 'sql', 'chat'" in error["message"]
+
+
+async def test_the_system_fingerprint_names_the_adapter(router: HttpRouter) -> None:
+    """A retrained adapter under its old name changes system_fingerprint, as other weights of the model do."""
+    for asked, shown in (("tiny", "fp_weights"), ("sql", "fp_weights-1"), ("chat", "fp_weights-2")):
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
+            text = (await router.request("POST", f"/v1/{path}", {"model": asked, "max_tokens": 1, **body}))[2]
+            assert json.loads(text)["system_fingerprint"] == shown
 
 
 async def test_grpc_selects_by_the_models_name(router: HttpRouter) -> None:
