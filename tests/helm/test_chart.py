@@ -10,6 +10,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from tests.helm.chart import CHART, VALUES, helm, refusal, render
@@ -254,6 +255,27 @@ def test_every_setting_of_serve_can_be_given() -> None:
     # On the command line of the container, or never on Kubernetes.
     assert offered | (written - given) | {"ray_address", "no_ray"} == ServeConfig.model_fields.keys()
     assert not offered & (written - given)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_accepted"),
+    [
+        ("sql=/a/sql", True),
+        ("sql=/a/sql,chat=/a/v=2", True),
+        (["sql=/a/sql", {"name": "chat", "path": "/a/chat"}], True),
+        ("sql", False),
+        ([], False),
+        (["sql"], False),
+        ([{"name": "chat"}], False),
+    ],
+)
+def test_adapters_are_a_text_or_a_list(value: object, is_accepted: bool) -> None:
+    """The schema of settings.lora_modules accepts the forms that serve reads from a YAML file."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    part = schema["properties"]["settings"]["properties"]["lora_modules"]
+    assert Draft202012Validator(part).is_valid(value) is is_accepted
+    if is_accepted:
+        assert ServeConfig.build({"model": "m", "lora_modules": value}).adapters[0].name == "sql"
 
 
 def test_every_value_is_explained() -> None:
