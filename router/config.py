@@ -47,7 +47,7 @@ class RouterConfig:
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
     model_aliases: tuple[str, ...] = ()  # further names of the model for clients
-    lora_modules: Mapping[str, str] = field(default_factory=dict)  # the directory of each LoRA adapter, by its name
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: name -> directory
     # "auto": the format in which the model's chat template writes tool calls.
     tool_parser: ToolParserName = "auto"
     # A group reports its load at least once a second. One that has sent nothing for silence_seconds is lost if its host
@@ -114,15 +114,15 @@ class RouterConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names of the model for clients, and those of its LoRA adapters."""
+        """What requests may name as the model: its names, and those of its LoRA adapters."""
         return (self.model_name, *self.model_aliases, *self.lora_modules)
 
     def response_name(self, asked: str) -> str:
-        """The model's name in a response to a request that asks for `asked`: that of the adapter, or of the model."""
+        """The `model` of responses to requests that name `asked`: the adapter's name, or the model's first name."""
         return self.adapter_of(asked) or self.model_name
 
     def adapter_of(self, asked: str) -> str:
-        """The LoRA adapter that a request for the model `asked` names; "" if that is the model itself."""
+        """`asked` if it names a LoRA adapter; "" if it names the model itself."""
         return asked if asked in self.lora_modules else ""
 
     @property

@@ -1,38 +1,39 @@
-/* The low-rank parts that adapters add to a linear (formula and shapes: kernels/lora/lora_linear.py).
+/* What LoRA adapters add to a linear (formula and shapes: kernels/lora/lora_linear.py): shrink computes x A^T, expand
+ * adds its product with B to y.
  *
- * A sum of a row has the same order whatever the other rows are: the columns of x one vector after another, then the
- * ranks in order. */
+ * The order of a row's sums does not depend on the other rows: vector by vector over x, then rank by rank. */
 #include "simd/cpu_class.h"
 #include "simd/vectors.h"
 #include "team.h"
 
-#define PARALLEL_FROM 65536 /* products of a call that wakes other threads */
-#define RANKS 4             /* rows of A that one tile reads */
-#define COLUMNS 256         /* of y that one item adds to */
+#define PARALLEL_FROM 65536 /* multiplications in a call that is worth waking other threads */
+#define RANKS 4             /* rows of A in one tile */
+#define COLUMNS 256         /* columns of y in one item of expand */
 
 typedef struct {
-    const float *a;              /* [rank][depth] */
-    int64_t rank, first, end;    /* of all its parts; its parts */
+    const float *a;              /* [rank][depth]: A of all its parts */
+    int64_t rank, first, end;    /* the sum of its parts' ranks; its parts are [first, end) */
 } LoraAdapter;
 
 typedef struct {
     const float *b;              /* [rank][features] */
-    int64_t offset, rank;        /* its rows of the adapter's A */
-    int64_t column, features;    /* of y */
+    int64_t offset, rank;        /* its A are the rows [offset, offset + rank) of the adapter's */
+    int64_t column, features;    /* it adds to the columns [column, column + features) of y */
 } LoraPart;
 
 typedef struct {
     const void *x;
     void *y;
-    const int64_t *rows, *of;    /* [count]: the row of x and y, and its adapter */
+    const int64_t *rows, *adapter_of; /* [count]: a row of x and y, and its adapter */
     const LoraAdapter *adapters;
     const LoraPart *parts;
-    float *low;                  /* [count][width]: x A^T */
+    float *shrunk;               /* [count][width]: x A^T */
     int64_t ldx, ldy, count, depth, features, width, type;
 } Lora;
 
-/* low[i][j ...] of `rows` rows from i on and `ranks` ranks from j on. All rows have one adapter. */
-INLINE void shrink_tile(const Lora *l, const LoraAdapter *adapter, int64_t i, int64_t j, int rows, int ranks, int type) {
+/* shrunk[i + m][j + n] for m < rows and n < ranks. All these rows have one adapter. */
+INLINE void shrink_tile(const Lora *l, const LoraAdapter *adapter, int64_t i, int64_t j, int rows, int ranks,
+                        int type) {
     const int64_t depth = l->depth, whole = depth / LANES * LANES;
     const void *x[2];
     Floats sums[2][RANKS] = {{{0}}};
@@ -50,34 +51,34 @@ INLINE void shrink_tile(const Lora *l, const LoraAdapter *adapter, int64_t i, in
         for (int n = 0; n < ranks; n++) {
             float sum = sum_of_lanes(sums[m][n]);
             for (int64_t k = whole; k < depth; k++) sum += get(x[m], k, type) * a[n * depth + k];
-            l->low[(i + m) * l->width + j + n] = sum;
+            l->shrunk[(i + m) * l->width + j + n] = sum;
         }
 }
 
 INLINE void shrink_rows(const Lora *l, int64_t i, int64_t j, int rows, int type) {
-    const LoraAdapter *adapter = l->adapters + l->of[i];
+    const LoraAdapter *adapter = l->adapters + l->adapter_of[i];
     int64_t left = adapter->rank - j;
     if (left >= RANKS) shrink_tile(l, adapter, i, j, rows, RANKS, type);
     else
         for (; left > 0; left--, j++) shrink_tile(l, adapter, i, j, rows, 1, type);
 }
 
-/* Item: RANKS ranks of two rows. Consecutive items read the same rows of A. */
+/* An item is RANKS ranks of two rows. Consecutive items read the same rows of A. */
 INLINE void shrink(const Lora *l, int64_t item, int type) {
     const int64_t pairs = (l->count + 1) / 2, j = item / pairs * RANKS, i = item % pairs * 2;
-    if (i + 1 < l->count && l->of[i] == l->of[i + 1]) shrink_rows(l, i, j, 2, type);
+    if (i + 1 < l->count && l->adapter_of[i] == l->adapter_of[i + 1]) shrink_rows(l, i, j, 2, type);
     else {
         shrink_rows(l, i, j, 1, type);
         if (i + 1 < l->count) shrink_rows(l, i + 1, j, 1, type);
     }
 }
 
-/* Columns [from, to) of a part, of `vectors` vectors each: y += low B. */
-INLINE void expand_tile(const float *low, const LoraPart *part, void *y, int64_t from, int vectors, int type) {
+/* y += shrunk B in `vectors` vectors of columns, from column `from` of the part on. `shrunk`: of one row and part. */
+INLINE void expand_tile(const float *shrunk, const LoraPart *part, void *y, int64_t from, int vectors, int type) {
     Floats sums[4] = {{0}};
     for (int64_t n = 0; n < part->rank; n++) {
         const float *b = part->b + n * part->features + from;
-        for (int v = 0; v < vectors; v++) sums[v] += low[n] * load_floats(b + v * LANES);
+        for (int v = 0; v < vectors; v++) sums[v] += shrunk[n] * load_floats(b + v * LANES);
     }
     for (int v = 0; v < vectors; v++) {
         const int64_t at = part->column + from + v * LANES;
@@ -85,24 +86,24 @@ INLINE void expand_tile(const float *low, const LoraPart *part, void *y, int64_t
     }
 }
 
-INLINE void expand_part(const float *low, const LoraPart *part, void *y, int64_t from, int64_t to, int type) {
-    for (; from + 4 * LANES <= to; from += 4 * LANES) expand_tile(low, part, y, from, 4, type);
-    for (; from + LANES <= to; from += LANES) expand_tile(low, part, y, from, 1, type);
+INLINE void expand_part(const float *shrunk, const LoraPart *part, void *y, int64_t from, int64_t to, int type) {
+    for (; from + 4 * LANES <= to; from += 4 * LANES) expand_tile(shrunk, part, y, from, 4, type);
+    for (; from + LANES <= to; from += LANES) expand_tile(shrunk, part, y, from, 1, type);
     for (; from < to; from++) {
         float sum = 0;
-        for (int64_t n = 0; n < part->rank; n++) sum += low[n] * part->b[n * part->features + from];
+        for (int64_t n = 0; n < part->rank; n++) sum += shrunk[n] * part->b[n * part->features + from];
         put(y, part->column + from, get(y, part->column + from, type) + sum, type);
     }
 }
 
-/* Item: COLUMNS columns of a row. Consecutive items read the same columns of B. */
+/* An item is COLUMNS columns of a row. Consecutive items read the same columns of B. */
 INLINE void expand(const Lora *l, int64_t item, int type) {
     const int64_t i = item % l->count, first = item / l->count * COLUMNS, last = min_i64(first + COLUMNS, l->features);
-    const LoraAdapter *adapter = l->adapters + l->of[i];
+    const LoraAdapter *adapter = l->adapters + l->adapter_of[i];
     void *y = (char *)l->y + l->rows[i] * l->ldy * (type == BF16 ? 2 : 4);
     for (const LoraPart *part = l->parts + adapter->first; part < l->parts + adapter->end; part++) {
         const int64_t from = max_i64(first - part->column, 0), to = min_i64(last - part->column, part->features);
-        if (from < to) expand_part(l->low + i * l->width + part->offset, part, y, from, to, type);
+        if (from < to) expand_part(l->shrunk + i * l->width + part->offset, part, y, from, to, type);
     }
 }
 

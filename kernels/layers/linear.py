@@ -44,8 +44,8 @@ class PackedLinear(nn.Module):
     `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
     `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
     sizes, of the triton form. `activations`: how x is quantised, or why it is not; None for a weight without
-    `quantises_activations`. `padding_bytes`: of `parts`, beyond those of the weight itself. `lora`:
-    what LoRA adapters add; None without adapters.
+    `quantises_activations`. `padding_bytes`: of `parts`, beyond those of the weight itself. `lora`: what
+    LoRA adapters add; None if no adapter has this linear.
     """
 
     bias: Tensor | None
@@ -136,7 +136,7 @@ class PackedLinear(nn.Module):
 
     @property
     def has_adapted_rows(self) -> bool:
-        """Whether rows of the step at hand have a LoRA adapter, which may be one of this linear."""
+        """Whether an adapter has this linear, and rows of the current step have an adapter, be it this or another."""
         return self.lora is not None and self.lora.step.is_active
 
     @property

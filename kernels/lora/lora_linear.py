@@ -1,9 +1,10 @@
 """y += (x @ A^T) @ B for the rows that have a LoRA adapter: what adapters add to one linear.
 
-Shapes: x [rows, depth], y [rows, columns], both of the linear's dtype; rows may be strided. An adapter adds parts to a
-linear: A float32 [rank, depth], B float32 [rank, features] with the adapter's scale in it, added to `features` columns
-of y from `column` on. A merged linear has a part for each of the linears in it. Sums are float32; y is rounded once. A
-row's result does not depend on the other rows, and rows without an adapter are not touched.
+Shapes: x [rows, depth], y [rows, columns], both of the linear's dtype; rows may be strided. Each adapter has parts: A
+float32 [rank, depth], B float32 [rank, features], already multiplied by the adapter's scaling. A part adds to the
+columns [column, column + features) of y. In a merged linear, such as QKV, each of the merged linears can have a part.
+The sum is float32, and is rounded to y's dtype once. A row's result does not depend on the other rows, and rows without
+an adapter are not touched.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021 (https://arxiv.org/abs/2106.09685).
 """
@@ -33,7 +34,7 @@ class LoraPart:
 class LoraLinear:
     """The parts of every adapter for one linear.
 
-    `adapters`: the parts of each adapter, in the order of LoraRows.of; an adapter may have none.
+    `adapters`: the parts of each adapter, indexed by LoraRows.adapter_indices; an adapter may have none.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LoraLinear:
             check_dense("B", part.b, (part.a.shape[0], None), torch.float32, cpu)
             if part.column + part.b.shape[1] > self.features:
                 refuse("B", f"at most {self.features - part.column} features", part.b.shape[1])
-        # The C structs point into these.
+        # The C structs point into these: all A of an adapter, one behind the other.
         self._stacked = [torch.cat([part.a for part in parts]) if parts else None for parts in self.adapters]
         self._width = max((a.shape[0] for a in self._stacked if a is not None), default=0)
         self.adapters = tuple(
@@ -63,17 +64,17 @@ class LoraLinear:
             else ()
             for stacked, parts in zip(self._stacked, self.adapters, strict=True)
         )
-        heads: list[tuple[int, ...]] = []
-        table: list[tuple[int, ...]] = []
+        adapter_structs: list[tuple[int, ...]] = []  # LoraAdapter and LoraPart of kernels/csrc/lora.c
+        part_structs: list[tuple[int, ...]] = []
         for stacked, parts in zip(self._stacked, self.adapters, strict=True):
-            first, offset = len(table), 0
+            first, offset = len(part_structs), 0
             for part in parts:
                 rank, features = part.b.shape
-                table.append((part.b.data_ptr(), offset, rank, part.column, features))
+                part_structs.append((part.b.data_ptr(), offset, rank, part.column, features))
                 offset += rank
-            heads.append((0 if stacked is None else stacked.data_ptr(), offset, first, len(table)))
-        self._heads = torch.tensor(heads, dtype=torch.int64)
-        self._table = torch.tensor(table, dtype=torch.int64)
+            adapter_structs.append((0 if stacked is None else stacked.data_ptr(), offset, first, len(part_structs)))
+        self._adapter_structs = torch.tensor(adapter_structs, dtype=torch.int64)
+        self._part_structs = torch.tensor(part_structs, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +82,7 @@ class LoraLinear:
         return sum(part.a.nbytes + part.b.nbytes for parts in self.adapters for part in parts)
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Add the adapters of the step's rows to `y`, in place. Nothing in a step without adapters."""
+        """Add the adapters of the current step's rows to `y`, in place."""
         if not self.step.is_active:
             return
         x, y = x.reshape(-1, self.depth), y.view(-1, self.features)
@@ -98,19 +99,19 @@ class LoraLinear:
             lora_reference(self.adapters, x, y, rows)
             return
         count = len(rows.rows)
-        low = torch.empty(count * self._width, dtype=torch.float32)
+        shrunk = torch.empty(count * self._width, dtype=torch.float32)
         library.lora(
             native.LORA.pack(
-                x.data_ptr(), y.data_ptr(), rows.rows.data_ptr(), rows.of.data_ptr(), self._heads.data_ptr(),
-                self._table.data_ptr(), low.data_ptr(), x.stride(0), y.stride(0), count, self.depth, self.features,
-                self._width, native.TYPES[self.dtype],
+                x.data_ptr(), y.data_ptr(), rows.rows.data_ptr(), rows.adapter_indices.data_ptr(),
+                self._adapter_structs.data_ptr(), self._part_structs.data_ptr(), shrunk.data_ptr(), x.stride(0),
+                y.stride(0), count, self.depth, self.features, self._width, native.TYPES[self.dtype],
             )
         )  # fmt: skip
 
 
 def lora_reference(adapters: Sequence[Sequence[LoraPart]], x: Tensor, y: Tensor, rows: LoraRows) -> None:
     """The formula in torch, row by row."""
-    for row, adapter in zip(rows.rows.tolist(), rows.of.tolist(), strict=True):
+    for row, adapter in zip(rows.rows.tolist(), rows.adapter_indices.tolist(), strict=True):
         for part in adapters[adapter]:
             columns = y[row, part.column : part.column + part.b.shape[1]]
             columns.copy_(columns.float() + (x[row].float() @ part.a.T) @ part.b)

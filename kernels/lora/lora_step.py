@@ -1,4 +1,4 @@
-"""LoraStep: which rows of the step at hand have an adapter. All linears of a model read the same LoraStep."""
+"""LoraStep: the rows of the current step that have an adapter. All linears of a model share one LoraStep."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The rows of a call that have an adapter, sorted by adapter.
+    """The rows of one call that have an adapter, sorted by adapter.
 
-    `rows`, `of`: int64 [rows]: the row of x, and the index of its adapter.
+    `rows`, `adapter_indices`: int64 [count]: a row of x, and the index of its adapter, from 0.
     """
 
     rows: Tensor
-    of: Tensor
+    adapter_indices: Tensor
 
     @classmethod
     def select(cls, adapters: Sequence[int]) -> LoraRows:
-        """`adapters`: of each row of x, from 1; 0 for a row without one."""
+        """`adapters`: of each row of x, from 1; 0 for a row without an adapter."""
         order = sorted((adapter, row) for row, adapter in enumerate(adapters) if adapter)
-        of, rows = torch.tensor(order, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-        return cls(rows, of - 1)
+        adapter_of, rows = torch.tensor(order, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+        return cls(rows, adapter_of - 1)
 
 
 class LoraStep:
-    """The rows with adapters of one step; none between steps, and in a step without adapters."""
+    """Between steps, and in a step without adapters, it has no rows."""
 
     def __init__(self) -> None:
         self._by_count: dict[int, LoraRows] = {}
@@ -43,9 +43,9 @@ class LoraStep:
     def use(self, tokens: Sequence[int], sampled: Sequence[int] | None = None) -> Iterator[None]:
         """Within the context, linears add the adapters of these rows.
 
-        `tokens`: the adapter of each token of the step, from 1; 0 for none. `sampled`: the adapter of each token whose
-        row the last layer keeps; None if that layer keeps all rows. A linear finds its rows by their number. So
-        `sampled` must be shorter than `tokens`, or ValueError is raised.
+        `tokens`: the adapter of each token of the step, from 1; 0 for none. `sampled`: those of the tokens whose rows
+        the last layer keeps; None if it keeps all rows. A linear tells the two apart by the number of its rows, so
+        ValueError is raised unless `sampled` is shorter than `tokens`.
         """
         if sampled is not None and len(sampled) >= len(tokens):
             raise ValueError(f"{len(sampled)} of {len(tokens)} tokens are selected; they must be fewer")

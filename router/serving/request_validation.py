@@ -95,9 +95,9 @@ def validate_request(
 ) -> Request:
     """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
-    `capacity`: max tokens of one sequence on any group, limited by the model's context or the KV pool. `adapter`:
-    the LoRA adapter that the request names. All
-    sampling values are fixed here, so a group that continues the request after a failover draws the same tokens.
+    `capacity`: max tokens of one sequence on any group, limited by the model's context or the KV pool. `adapter`: the
+    LoRA adapter that the request names; "" for none. All sampling values are fixed here, so a group that continues the
+    request after a failover draws the same tokens.
     """
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
     sampling.check_model(vocab_size)

@@ -109,7 +109,7 @@ class DecoderLayer:
         return [*self._attention_linears, self.output, *self.mlp.linears(), *shortcut]
 
     def lora_targets(self) -> dict[str, LoraTarget]:
-        """The linears that LoRA adapters may have, by name within the layer."""
+        """The linears that can have LoRA adapters, by name within the layer."""
         mlp = self.mlp.lora_targets if isinstance(self.mlp, DenseMlp) else {}
         return {
             **{f"self_attn.{name}": target for name, target in self._attention_targets.items()},

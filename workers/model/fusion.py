@@ -129,7 +129,7 @@ class FusedBody:
         return [linear for layer, _ in self._layers for linear in layer.linears()]
 
     def lora_targets(self) -> dict[str, LoraTarget]:
-        """The linears that LoRA adapters may have, by name within the base model."""
+        """The linears that can have LoRA adapters, by name within the base model."""
         return {
             f"layers.{index}.{name}": target
             for index, (layer, _) in enumerate(self._layers)
@@ -146,7 +146,7 @@ class FusedBody:
         cos, sin = (table[0] for table in tables)
         if self._has_half_tables:
             cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-        if not self._is_native or self.lora_step.is_active:  # the layers in C know no adapters
+        if not self._is_native or self.lora_step.is_active:  # the layers in C do not add adapters
             return RotaryTables(cos, sin, None)
         places = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         return RotaryTables(cos, sin, StepTables(cos, sin, *places))

@@ -54,7 +54,7 @@ from coatcheck.workers.model.sparse_mlp import (
 )
 
 _PROBED_LENGTH: Final = 4096
-# Linears beside attention that LoRA adapters may have: of fused models and of others.
+# The linears beside attention that can have LoRA adapters, of fused models and of others.
 _FUSED_MLP: Final = re.compile(r".+\.layers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)")
 _ANY_MLP: Final = re.compile(r".+\.(layers|h|blocks)\.\d+\.\w+\.\w+")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -160,7 +160,7 @@ def prepare_model(
 
 
 def adaptable_linears(prepared: PreparedModel) -> dict[str, tuple[int, int]]:
-    """[out, in] of the linears that LoRA adapters may have, by name: those of the attention and MLP of each layer.
+    """[out, in] of the linears that can have LoRA adapters, by name: those of the attention and MLP of each layer.
 
     Left out are latent and gated attention, whose weights are reordered, linear attention, and experts.
     """

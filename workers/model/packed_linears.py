@@ -54,7 +54,7 @@ def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invari
 
 
 def merged_targets(packed: PackedLinear, owner: Any, merged: str, parts: tuple[str, ...]) -> dict[str, LoraTarget]:
-    """The linears in `packed`, made by `pack_merged` with the same arguments, that LoRA adapters may have."""
+    """The linears in `packed`, made by `pack_merged` with the same arguments, that can have LoRA adapters."""
     if hasattr(owner, merged):
         return {merged: LoraTarget(packed, 0, packed.weight_shape[0])}
     targets, column = {}, 0

@@ -57,7 +57,7 @@ class ModelRunner:
 
     `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
     without peers. `graph_sizes`: of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
-    `num_snapshots`: slots for snapshots of a model's states behind the `max_num_seqs` of running sequences.
+    `num_snapshots`: slots for snapshots of a model's states, after the `max_num_seqs` slots of running sequences.
     `attention_backend`: triton, flashinfer or fa3 (workers/core/attention_selector.py).
     """
 
@@ -238,8 +238,8 @@ class ModelRunner:
             return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
 
     def _use_adapters(self, rows: list[ScheduledSequence], *, samples_only: bool) -> AbstractContextManager[None]:
-        """Makes the linears add the adapters of the rows. `samples_only`: the last layer ends with the tokens of
-        LogitsIndices."""
+        """Within the context, linears add the adapters of the rows. `samples_only`: the last layer keeps only the
+        tokens of LogitsIndices."""
         adapters = [self._adapters[row.slot] for row in rows]
         if not any(adapters):
             return nullcontext()
