@@ -22,7 +22,8 @@ class OutputPlanner:
     def __init__(self, tokenizer: TokenizerJson, tool_parser: str = "auto") -> None:
         """`tool_parser`: see OutputFormat.detect. Raises InvalidConfig."""
         self._tokenizer = tokenizer
-        source = tokenizer.template.source if tokenizer.template is not None else ""
+        template = tokenizer.template
+        source = f"{template.source}\n{template.for_tools.source}" if template is not None else ""
         self.output_format = OutputFormat.detect(source, tokenizer.special_ids, tool_parser)
         self._starts: OrderedDict[str, ReasoningStart] = OrderedDict()
 
@@ -60,7 +61,7 @@ class OutputPlanner:
     def shows_tools(self) -> bool:
         """Whether the model's chat template has tools."""
         template = self._tokenizer.template
-        return template is not None and "tools" in template.variables
+        return template is not None and "tools" in template.for_tools.variables
 
     @property
     def special_ids(self) -> Mapping[str, int]:

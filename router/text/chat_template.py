@@ -25,6 +25,8 @@ from coatcheck.proto.json_file import read_json_object
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
 from coatcheck.router.text.conversation import developers_as_system, rewritten
 
+# The template of chats with tools, in a checkpoint that has a second one for them; transformers' path.
+TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
 _MAX_SOURCE: Final = 1 << 16  # characters of a client's template
 # Mistral's own templates refuse ids of tool calls that do not have nine characters, and vLLM's for Mistral those that
 # have fewer.
@@ -39,6 +41,8 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
         raise InvalidRequest("this model has no chat template; send the prompt as text or token_ids")
     if chat.chat_template:
         template = template.with_source(chat.chat_template)
+    if chat.tools:
+        template = template.for_tools
     if not chat.messages:
         raise InvalidRequest("the chat has no messages; give at least one")
     is_continued = chat.continue_final_message
@@ -180,6 +184,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidModel(f"the model's chat template does not compile: {error}") from error
         self.source = source
+        self.for_tools = self  # the template of chats with tools; `load` sets another if the model has one
         # The variables that the template reads.
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
         # Whether the template compares roles with "developer".
@@ -197,22 +202,28 @@ class ChatTemplate:
     @classmethod
     def load(cls, directory: Path, tokenizer_config: dict[str, Any]) -> "ChatTemplate | None":
         """From chat_template.jinja, tokenizer_config.json or chat_template.json in `directory`; None if the model has
-        no template."""
+        no template. Of several templates the one named "tool_use" is for chats with tools, as in transformers."""
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
         if not source:  # older multimodal checkpoints have a file of their own
             source = (read_json_object(directory / "chat_template.json") or {}).get("chat_template")
+        tool_path = directory / TOOL_TEMPLATE
+        for_tools = tool_path.read_text(encoding="utf-8") if tool_path.is_file() else None
         if isinstance(source, list):  # several templates by name
             try:
                 named = {entry["name"]: entry["template"] for entry in source}
             except (KeyError, TypeError):
                 named = {"": source}  # refused below
+            for_tools = for_tools or named.get("tool_use")
             source = named.get("default", next(iter(named.values()), None))
         if not source:
             return None
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(for_tools, str | None):
             raise InvalidModel("tokenizer_config.json's chat_template is neither a text nor a list of named texts")
-        return cls(source, special_tokens_of(tokenizer_config))
+        template = cls(source, special_tokens_of(tokenizer_config))
+        if for_tools:
+            template.for_tools = cls(for_tools, special_tokens_of(tokenizer_config))
+        return template
 
     def with_source(self, source: str) -> "ChatTemplate":
         """A template of a client with the model's special tokens. Raises InvalidParameter."""

@@ -19,20 +19,15 @@ from tokenizers import Tokenizer, decoders
 
 from coatcheck.proto.errors import InvalidModel, NeverFits
 from coatcheck.proto.json_file import read_json_object
-from coatcheck.router.text.chat_template import ChatTemplate
+from coatcheck.router.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from coatcheck.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from coatcheck.router.text.tiktoken_ranks import FILE as TIKTOKEN_FILE
 from coatcheck.router.text.tiktoken_ranks import is_tiktoken, read_tiktoken
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", TOOL_TEMPLATE)
 _FILES = [
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "special_tokens_map.json",
-    ),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *_TEMPLATES,
     "generation_config.json",
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
@@ -147,6 +142,7 @@ class TokenizerJson:
         self._tokenizer.save(f"{copy}/tokenizer.json")
         for name in (*_SETTINGS, *_TEMPLATES):
             if (directory / name).is_file():
+                Path(copy, name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(directory / name, f"{copy}/{name}")
         return copy
 

@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "tools[0] and tools[2] are both named 'weather'",
     ),
     "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
-    "hidden half": ({"messages": HELLO, "chat_template_kwargs": {"bos_token": "\ud800"}}, "refuses"),
+    "hidden half": ({"messages": HELLO, "chat_template_kwargs": {"eos_token": "\ud800"}}, "refuses"),
     "arguments": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]},
         "arguments: it should be a valid string",

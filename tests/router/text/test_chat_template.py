@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from coatcheck.proto.errors import InvalidModel, InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, ToolCall
-from coatcheck.router.text.chat_template import ChatTemplate, render_chat
+from coatcheck.router.text.chat_template import TOOL_TEMPLATE, ChatTemplate, render_chat
 
 # As LLaVA's and Idefics' templates: a content that is a text has no parts, so its text would be missing.
 _PARTS = (
@@ -54,6 +54,24 @@ def test_the_template_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(InvalidModel, match="does not hold a JSON object"):
         ChatTemplate.load(tmp_path, {})
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_template_of_its_own_for_tools(tmp_path: Path, is_file: bool) -> None:
+    """Of Hermes 2 and Command R: a chat with tools has the template "tool_use", any other the default."""
+    shows_tools = "{{ tools[0].name }}: {{ messages[0].content }}"
+    named = [{"name": "default", "template": _TEXT}, {"name": "tool_use", "template": shows_tools}]
+    config = {"chat_template": _TEXT if is_file else named}
+    if is_file:
+        (tmp_path / TOOL_TEMPLATE).parent.mkdir()
+        (tmp_path / TOOL_TEMPLATE).write_text(shows_tools)
+    template = ChatTemplate.load(tmp_path, config)
+    assert template is not None and template.source == _TEXT
+    messages = [ChatMessage(role="user", content="u")]
+    assert render_chat(Chat(messages=messages), template) == "user: u\n"
+    assert render_chat(Chat(messages=messages, tools=['{"name": "f"}']), template) == "f: u"
+    template = ChatTemplate.load(tmp_path, {"chat_template": _TEXT})
+    assert template is not None and ("tools" in template.for_tools.variables) == is_file
 
 
 @pytest.mark.parametrize(("call_id", "shown"), [("aB3dE6gH9", "aB3dE6gH9"), ("call_0123456789abcdef01234567", None)])
