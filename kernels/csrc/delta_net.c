@@ -1,31 +1,32 @@
 /* A gated delta net between its projections (formulas and shapes: kernels/linear_attention/gated_delta_net.py). An item
- * is one key head of one sequence, with its value heads: no two items share a channel or a part of the state. */
+ * is one key head of one sequence with its value heads, so no two items touch the same channel or state. */
 #include "delta_net.h"
 
 #include "simd/activation.h"
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define TOKENS 16   /* of a sequence that are computed together */
+#define TOKENS 16   /* of a sequence, whose q, k and v are computed before the state is updated */
 #define MAX_DIM 256 /* of a head */
-#define COLUMNS 32  /* of the state that stay in the L1 cache while the tokens pass */
+#define COLUMNS 32  /* of the state, which stay in the L1 cache for these tokens */
 #define MAX_TAPS 8
 #define NORM_EPS 1e-6f
-#define PARALLEL_FROM 65536 /* elements of states, times tokens, of a call that wakes other threads */
+#define PARALLEL_FROM 65536 /* a call with this many state updates (elements times tokens) uses several threads */
 
-/* Where the inputs of a sequence's convolution lie: the window before its first token, then this call's rows. */
+/* The inputs of a sequence's convolution: the window (inputs of earlier steps), then the rows of this step. */
 typedef struct {
-    const char *rows, *window; /* window: null at the sequence's first token */
+    const char *rows, *window; /* window: null if this step starts the sequence */
     int64_t row_bytes, window_bytes, taps;
 } Inputs;
 
-/* Row `token` of the sequence; negative: of the window. Null before the first token. */
+/* The input at token `token` of this step. Negative: from the window; null before the sequence's first token. */
 INLINE const char *input_row(const Inputs *in, int64_t token) {
     if (token >= 0) return in->rows + token * in->row_bytes;
     return in->window ? in->window + (in->taps - 1 + token) * in->window_bytes : 0;
 }
 
-/* to[i] = silu(convolution) of channels [first, first + count) at `token`, rounded twice as torch does. */
+/* to[i] = silu(convolution) of channels [first, first + count) at `token`, rounded to the dtype before and after silu,
+ * as torch does. */
 INLINE void convolve(const DeltaNet *d, const Inputs *in, int64_t token, int64_t first, int64_t count, float *to,
                      int type) {
     for (int64_t i = 0; i < count; i += LANES) {
@@ -46,8 +47,8 @@ static void normalise(float *x, int64_t dim, float scale) {
     for (int64_t i = 0; i < dim; i += LANES) store_floats(x + i, load_floats(x + i) * factor);
 }
 
-/* One token over `width` columns of the state, rows `stride` apart. Never inlined, so that decodes and chunks of prompts
- * run the same instructions. */
+/* Update `width` columns of a head's state by one token, and compute their outputs. `stride`: elements from row to row.
+ * Not inlined, so that decodes and chunks of prompts run the same instructions: their results are equal bit for bit. */
 __attribute__((noinline)) static void step_columns(float *state, int64_t stride, int64_t width, int64_t rows,
                                                    const float *q, const float *k, const float *v, float decay,
                                                    float beta, float *out) {
@@ -87,8 +88,8 @@ __attribute__((noinline)) static void step_columns(float *state, int64_t stride,
     for (int64_t c = 0; c < vectors; c++) store_floats(out + c * LANES, sums[c]);
 }
 
-/* `count` tokens over a head's state [rows][dim]. Several tokens copy the columns together, because rows that are a
- * power of two apart would displace each other in the L1 cache. */
+/* Update a head's state [rows][dim] by `count` tokens. For more than one token, COLUMNS columns at a time are copied to
+ * a dense tile: rows that are a power of two apart would evict each other from the L1 cache. */
 static void step_head(float *state, int64_t rows, int64_t dim, int64_t count, const float *q, const float *k,
                       const float *v, const float *decay, const float *beta, float *out) {
     float tile[MAX_DIM * COLUMNS];
@@ -124,8 +125,9 @@ INLINE void norm_and_gate(const DeltaNet *d, float *o, const void *z, void *out,
     }
 }
 
-/* The window after `count` tokens: the last inputs of these channels. */
-INLINE void keep_window(const Inputs *in, char *window, int64_t count, int64_t first, int64_t channels, int size) {
+/* Replace channels [first, first + channels) of the window by the last inputs after `count` tokens. `size`: bytes of an
+ * element. */
+INLINE void update_window(const Inputs *in, char *window, int64_t count, int64_t first, int64_t channels, int size) {
     for (int64_t row = 0; row < in->taps - 1; row++) {
         const char *from = input_row(in, count + row - in->taps + 1);
         char *to = window + row * in->window_bytes + first * size;
@@ -181,9 +183,9 @@ INLINE void compute_head(const DeltaNet *d, int64_t sequence, int64_t key_head, 
         }
     }
     if (count) {
-        keep_window(&in, window, count, q_first, key_dim, size);
-        keep_window(&in, window, count, k_first, key_dim, size);
-        keep_window(&in, window, count, v_first, group * value_dim, size);
+        update_window(&in, window, count, q_first, key_dim, size);
+        update_window(&in, window, count, k_first, key_dim, size);
+        update_window(&in, window, count, v_first, group * value_dim, size);
     }
 }
 

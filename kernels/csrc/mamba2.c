@@ -1,13 +1,13 @@
-/* A Mamba-2 mixer between its projections (formulas and shapes: kernels/linear_attention/mamba2.py). Three operations follow
- * one another: the convolution (an item: a block of channels of one sequence), the recurrence (a head of one
- * sequence) and the gated norm (a token). */
+/* A Mamba-2 mixer between its projections (formulas and shapes: kernels/linear_attention/mamba2.py), in three
+ * operations. An item of the convolution is a block of channels of one sequence, of the recurrence one head of one
+ * sequence, and of the gated norm one token. */
 #include "convolution.h"
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define TOKENS 64           /* of a sequence: their dt are computed together */
-#define ROWS 16             /* of a head's state that stay in the L1 cache while the tokens pass */
-#define PARALLEL_FROM 65536 /* elements of states, times tokens, of a call that wakes other threads */
+#define TOKENS 64           /* of a sequence, whose dt and decays are computed before the state is updated */
+#define ROWS 16             /* of a head's state, which stay in the L1 cache for these tokens */
+#define PARALLEL_FROM 65536 /* a call with this many state updates (elements times tokens) uses several threads */
 
 INLINE int64_t inner_size(const Mamba2 *m) { return m->heads * m->head_dim; }
 
@@ -15,24 +15,24 @@ INLINE void convolve_block(const Mamba2 *m, int64_t sequence, int64_t first, int
     const Convolution *c = &m->conv;
     const int64_t start = c->cu_seqlens[sequence], stop = c->cu_seqlens[sequence + 1];
     const int64_t length = c->seq_lens[sequence], channels = min_i64(CHANNELS, c->channels - first);
-    if (!length || start == stop) return; /* padding */
-    Past past;
-    load_past(c, &past, c->slots[sequence], length == stop - start, first, channels, type);
+    if (!length || start == stop) return; /* padding, or no token in this step */
+    Window window;
+    load_window(c, &window, c->slots[sequence], length == stop - start, first, channels, type);
     for (int64_t t = start; t < stop; t++) {
         const void *row = at(m->rows, t * m->stride + inner_size(m) + first, type);
         float *to = m->inputs + t * c->channels + first;
         for (int64_t i = 0; i < channels; i += LANES) {
-            const Floats sum = rounded_vector(convolve(c, &past, load_vector(row, i, type), first, i), type);
+            const Floats sum = rounded_vector(convolve(c, &window, load_vector(row, i, type), first, i), type);
             store_floats(to + i, rounded_vector(activation(sum, 0), type));
         }
     }
-    store_past(c, &past, c->slots[sequence], first, channels, type);
+    store_window(c, &window, c->slots[sequence], first, channels, type);
 }
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-/* One token over ROWS rows of a head's state. Never inlined, so that decodes and chunks of prompts run the same
- * instructions. */
+/* Update `rows` rows of a head's state by one token, and compute their outputs. Not inlined, so that decodes and chunks
+ * of prompts run the same instructions: their results are equal bit for bit. */
 __attribute__((noinline)) static void step_rows(float *state, int64_t rows, int64_t size, const float *x,
                                                 const float *b, const float *c, float decay, float dt, float skip,
                                                 float *out) {
@@ -58,21 +58,21 @@ static void step_head(const Mamba2 *m, int64_t sequence, int64_t head) {
     if (length == stop - start) memset(state, 0, (size_t)(m->head_dim * size) * 4);
     const int64_t b_first = inner + head / (m->heads / m->groups) * size, c_first = b_first + m->groups * size;
     const int type = (int)conv->type;
-    float decays[TOKENS], steps[TOKENS];
+    float decays[TOKENS], dts[TOKENS];
     for (int64_t begin = start; begin < stop; begin += TOKENS) {
         const int64_t count = min_i64(TOKENS, stop - begin);
         for (int64_t t = 0; t < count; t++) {
             const void *row = at(m->rows, (begin + t) * m->stride + inner + conv->channels, type);
             const float dt = softplus(get(row, head, type) + m->biases[head]);
-            steps[t] = dt < m->least ? m->least : dt > m->most ? m->most : dt;
-            decays[t] = expf(steps[t] * m->rates[head]);
+            dts[t] = dt < m->dt_min ? m->dt_min : dt > m->dt_max ? m->dt_max : dt;
+            decays[t] = expf(dts[t] * m->rates[head]);
         }
         for (int64_t p = 0; p < m->head_dim; p += ROWS) {
             const int64_t rows = min_i64(ROWS, m->head_dim - p), at_head = head * m->head_dim + p;
             for (int64_t t = 0; t < count; t++) {
                 const float *inputs = m->inputs + (begin + t) * conv->channels;
                 step_rows(state + p * size, rows, size, inputs + at_head, inputs + b_first, inputs + c_first,
-                          decays[t], steps[t], m->skips[head], m->sums + (begin + t) * inner + at_head);
+                          decays[t], dts[t], m->skips[head], m->sums + (begin + t) * inner + at_head);
             }
         }
     }
@@ -80,12 +80,27 @@ static void step_head(const Mamba2 *m, int64_t sequence, int64_t head) {
 
 INLINE Floats silu_of(const void *gate, int64_t i, int type) { return activation(load_vector(gate, i, type), 0); }
 
-/* out = weight * norm(sums * silu(gate)), or weight * norm(sums) * silu(gate), or sums * silu(gate). */
+/* Whether a token belongs to no sequence, or to one of length 0. */
+static int is_padding(const Convolution *c, int64_t token) {
+    int64_t low = 0, high = c->sequences; /* the last sequence that starts at `token` or before is in [low, high) */
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (c->cu_seqlens[middle] > token) high = middle;
+        else low = middle;
+    }
+    return !c->sequences || token >= c->cu_seqlens[low + 1] || !c->seq_lens[low];
+}
+
+/* out = weight * norm(sums * silu(gate)), or weight * norm(sums) * silu(gate), or sums * silu(gate); 0 for padding. */
 INLINE void norm_token(const Mamba2 *m, int64_t token, int type) {
     const int64_t inner = inner_size(m);
     const void *gate = at(m->rows, token * m->stride, type);
     float *sums = m->sums + token * inner;
     void *out = at(m->out, token * inner, type);
+    if (is_padding(&m->conv, token)) {
+        for (int64_t i = 0; i < inner; i += LANES) store_vector(out, i, (Floats){0}, type);
+        return;
+    }
     if (!m->norm) {
         for (int64_t i = 0; i < inner; i += LANES)
             store_vector(out, i, load_floats(sums + i) * silu_of(gate, i, type), type);
@@ -95,14 +110,14 @@ INLINE void norm_token(const Mamba2 *m, int64_t token, int type) {
         Floats squares = {0};
         for (int64_t i = first; i < first + m->norm_size; i += LANES) {
             Floats x = load_floats(sums + i);
-            if (!m->norm_first) x *= silu_of(gate, i, type);
+            if (!m->norm_before_gate) x *= silu_of(gate, i, type);
             store_floats(sums + i, x);
             squares += x * x;
         }
         const float factor = 1.0f / sqrtf(sum_of_lanes(squares) / (float)m->norm_size + m->eps);
         for (int64_t i = first; i < first + m->norm_size; i += LANES) {
             Floats x = rounded_vector(load_floats(sums + i) * factor, type) * load_floats(m->norm + i);
-            if (m->norm_first) x *= silu_of(gate, i, type);
+            if (m->norm_before_gate) x *= silu_of(gate, i, type);
             store_vector(out, i, x, type);
         }
     }

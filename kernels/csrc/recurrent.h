@@ -1,4 +1,5 @@
-/* The arguments of the layers that keep a state, as kernels/linear_attention/short_conv.py and mamba2.py pack them. */
+/* The arguments of short convolutions and of Mamba-2, as short_conv.py and mamba2.py of kernels/linear_attention pack
+ * them. */
 #pragma once
 #include <stdint.h>
 
@@ -24,8 +25,8 @@ typedef struct {
     const float *rates, *biases, *skips; /* [heads]: -exp(a_log), dt_bias, D */
     const float *norm;   /* [heads * head_dim]; null: none */
     float *matrix;       /* [slots][heads][head_dim][state_size] */
-    float *inputs, *sums; /* scratch: [tokens][channels], [tokens][heads * head_dim] */
+    float *inputs, *sums; /* scratch: the convolution's output [tokens][channels], y [tokens][heads * head_dim] */
     void *out;           /* [tokens][heads * head_dim] */
-    int64_t stride, heads, head_dim, groups, state_size, norm_size, norm_first;
-    float least, most, eps, unused; /* limits of dt */
+    int64_t stride, heads, head_dim, groups, state_size, norm_size, norm_before_gate;
+    float dt_min, dt_max, eps, unused;
 } Mamba2;

@@ -1,14 +1,14 @@
 """A Mamba-2 mixer between its projections: convolution, state space, gated norm (Dao and Gu, 2024, 2405.21060).
 
-For each token, with the columns z (gate), [x | B | C] and dt of its row, per head h with the B and C of its group:
+For each token, whose row has the columns z (the gate), [x | B | C] and dt, per head with the B and C of its group:
 
     x, B, C = silu(convolution of [x | B | C])              each channel by itself, rounded to the dtype
-    d = clamp(softplus(dt + dt_bias), dt_limits)            float32 from here on
+    d = clamp(softplus(dt + dt_bias), dt_limits)            this and what follows: float32
     S = exp(-exp(a_log) * d) * S + (d * x) B^T              S [head_dim, state_size]
     y = S C + skip * x
     out = norm_weight * norm(y * silu(z))                   norm: y / sqrt(mean y^2 + eps), in each of its groups
 
-With `norm_first`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z).
+With `norm_before_gate`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z).
 
 Shapes, with inner = heads * head_dim and channels = inner + 2 * groups * state_size: rows [T, inner + channels + heads]
 with columns z, x, B, C and dt; rows may be strided; out [T, inner]. Every form takes the tokens of a sequence one after
@@ -31,18 +31,18 @@ from coatcheck.kernels.linear_attention.short_conv import Convolution
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedNorm:
-    """weight [inner] in the model's dtype. Each of the `groups` has a mean square of its own. `norm_first`: the norm
-    comes before the gate."""
+    """RMS norm with a gate. weight: [inner], in the model's dtype. `groups`: parts of a row, each with its own mean
+    square. `norm_before_gate`: the gate multiplies the norm's output, not its input."""
 
     weight: Tensor
     eps: float
     groups: int
-    norm_first: bool
+    norm_before_gate: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2:
-    """a_log, dt_bias and skip (transformers' D): [heads]. `dt_limits`: the least and the largest dt."""
+    """a_log, dt_bias and skip (transformers' D): [heads]. `dt_limits`: the smallest and the largest dt."""
 
     conv: Convolution
     a_log: Tensor
@@ -53,7 +53,7 @@ class Mamba2:
     groups: int
     head_dim: int
     state_size: int
-    # As the kernels read them, in float32: -exp(a_log) and the others.
+    # float32, as the kernels read them: -exp(a_log), dt_bias, skip and the norm's weight.
     _rates: Tensor = field(init=False)
     _biases: Tensor = field(init=False)
     _skips: Tensor = field(init=False)
@@ -88,7 +88,7 @@ class Mamba2:
 
     @property
     def fits_native(self) -> bool:
-        """Whether the C form computes these sizes: it has whole vectors of states and of the norm's groups."""
+        """Whether the C form computes these sizes: channels, states and the norm's groups in multiples of 16."""
         norm_size = self.inner if self.norm is None else self.inner // self.norm.groups
         return self.conv.fits_native and self.state_size % 16 == 0 and norm_size % 16 == 0
 
@@ -104,7 +104,7 @@ class Mamba2:
         tokens, norm = projected.shape[0], self.norm
         out = projected.new_empty((tokens, self.inner))
         inputs = out.new_empty((tokens, self.conv.channels), dtype=torch.float32)
-        sums = out.new_zeros((tokens, self.inner), dtype=torch.float32)  # padding has no sum
+        sums = out.new_empty((tokens, self.inner), dtype=torch.float32)
         library.mamba2(
             native.MAMBA2.pack(
                 *self.conv.arguments(state, rows, tokens), projected.data_ptr(), self._rates.data_ptr(),
@@ -112,7 +112,7 @@ class Mamba2:
                 0 if self._scales is None else self._scales.data_ptr(), state.matrix.data_ptr(), inputs.data_ptr(),
                 sums.data_ptr(), out.data_ptr(), projected.stride(0), self.heads, self.head_dim, self.groups,
                 self.state_size, 0 if norm is None else self.inner // norm.groups,
-                norm is not None and norm.norm_first, *self.dt_limits, 0.0 if norm is None else norm.eps, 0.0,
+                norm is not None and norm.norm_before_gate, *self.dt_limits, 0.0 if norm is None else norm.eps, 0.0,
             )
         )  # fmt: skip
         return out
@@ -138,12 +138,12 @@ class Mamba2:
         b, c = (
             part.view(count, self.groups, self.state_size).repeat_interleave(heads // self.groups, 1) for part in (b, c)
         )
-        steps = F.softplus(dt.float() + self._biases).clamp(*self.dt_limits)
-        decays = (steps * self._rates).exp()
+        dts = F.softplus(dt.float() + self._biases).clamp(*self.dt_limits)
+        decays = (dts * self._rates).exp()
         matrix = state.matrix[slot]
         outs = []
         for t in range(count):
-            matrix = matrix * decays[t, :, None, None] + (steps[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
+            matrix = matrix * decays[t, :, None, None] + (dts[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
             outs.append((matrix * c[t, :, None, :]).sum(2) + self._skips[:, None] * x[t])
         state.matrix[slot] = matrix
         return self._norm_and_gate(torch.stack(outs).view(count, self.inner), F.silu(gate.float())).to(dtype)
@@ -152,10 +152,10 @@ class Mamba2:
         norm = self.norm
         if norm is None:
             return y * gate
-        grouped = (y if norm.norm_first else y * gate).unflatten(1, (norm.groups, -1))
+        grouped = (y if norm.norm_before_gate else y * gate).unflatten(1, (norm.groups, -1))
         normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + norm.eps)
         y = normed.flatten(1).to(norm.weight.dtype).float() * norm.weight.float()
-        return y * gate if norm.norm_first else y
+        return y * gate if norm.norm_before_gate else y
 
 
 @once_per_geometry

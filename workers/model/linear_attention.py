@@ -129,7 +129,7 @@ def _read_mamba2(module: Any, spec: Mamba2Spec) -> Mamba2:
             weight=module.norm.weight.detach(),
             eps=module.norm.variance_epsilon,
             groups=spec.inner_size // spec.norm_size,
-            norm_first=getattr(module.norm, "norm_before_gate", False),
+            norm_before_gate=getattr(module.norm, "norm_before_gate", False),
         )
     return Mamba2(
         conv=_read_convolution(module.conv1d),

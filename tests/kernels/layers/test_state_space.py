@@ -114,6 +114,22 @@ def test_no_bit_depends_on_chunks_or_neighbours(name: str, dtype: torch.dtype) -
             assert torch.equal(tensor[1], of_whole[2])
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_of_padding_are_zeros(name: str, dtype: torch.dtype) -> None:
+    """Whatever its rows hold, beside empty sequences too; the states of its slots stay."""
+    layer = LAYERS[name](dtype)
+    rows = rows_of((0, 0, 3), (1, -1, 2), (2, 4, 0), (3, -1, 0), (4, 0, 1), (5, -1, 3))
+    inputs, is_padding = make_inputs(layer, 9, dtype), torch.tensor([0, 0, 0, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
+    inputs[is_padding] = torch.nan
+    state, old = make_state(layer, 6, dtype), make_state(layer, 6, dtype)
+    out = layer(inputs, state, rows)
+    assert not out[is_padding].any() and out[~is_padding].any(1).all() and not out.isnan().any()
+    for tensor, old_tensor in zip(state.tensors, old.tensors, strict=True):
+        assert torch.equal(tensor[[1, 2, 3, 5]], old_tensor[[1, 2, 3, 5]])
+
+
 def test_sizes_that_the_c_form_lacks_take_the_formula() -> None:
     """24 channels or a state of 24 are no multiple of 16: torch computes them."""
     rows = rows_of((0, 0, 4), (1, 0, 1))
