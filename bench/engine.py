@@ -124,7 +124,7 @@ def judge(
 
 
 def as_table(rows: list[EngineFigures], bandwidth: float, throughput: float) -> Table:
-    roofs = f"roofs: memory {bandwidth / 1e9:.0f} GB/s, matrices {throughput / 1e9:.0f} GFLOP/s in bfloat16"
+    roofs = f"roofs: memory {bandwidth / 1e9:.0f} GB/s, matrices {throughput / 1e9:.0f} GFLOP/s"
     table = Table(title="82M llama, bfloat16, milliseconds", caption=roofs)
     table.add_column("what")
     for name in ("transformers", "coatcheck", "ratio", "to reach", "roof", "share of roof"):
