@@ -1,6 +1,7 @@
-"""HybridLayers: which layers of a hybrid family attend, which keep a state, and of what size, from config.json alone.
+"""HybridLayers: which layers of a hybrid model have attention and which keep a state, read from config.json alone.
 
-Absent fields have the defaults of transformers' config classes. Lists of layer types may have names of older releases.
+Missing fields take the defaults of transformers' config classes. Layer types may have the names of older releases
+("mamba", "attention").
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ _LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "
 
 @dataclass(frozen=True, slots=True)
 class HybridLayers:
-    """`kinds`: the kind of each layer. `has_mlp_layers`: MLPs are layers of their own (nemotron_h). `states`: one for
-    each layer that keeps a state."""
+    """`kinds`: the type of each layer. `has_mlp_layers`: an MLP is a layer of its own (nemotron_h). `states`: those
+    layers that keep a state."""
 
     kinds: tuple[str, ...]
     has_mlp_layers: bool
@@ -29,7 +30,7 @@ class HybridLayers:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Self | None:
-        """None for a family with attention in every layer. Raises InvalidModel if fields are missing."""
+        """Return None for a family that is not hybrid. Raise InvalidModel if fields are missing or do not fit."""
         if (read := _STATE_OF.get(config.model_type)) is None:
             return None
         kinds = _layer_kinds(config)
@@ -42,16 +43,16 @@ class HybridLayers:
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind in _ATTENTION)
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP or experts: in nemotron_h an MLP is a layer of its own."""
+        """Whether a layer has an MLP or experts. In nemotron_h only the layers that are an MLP have one."""
         return not self.has_mlp_layers or self.kinds[layer] in _MLP
 
     def has_experts(self, layer: int) -> bool | None:
-        """Whether the layer's MLP is a mixture of experts; None if its kind does not say."""
+        """Whether a layer of nemotron_h is a mixture of experts. None for other families: their kinds do not say."""
         return self.kinds[layer] == "moe" if self.has_mlp_layers else None
 
 
 def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
-    """The kind of every layer. Raises InvalidModel for a kind that is not served."""
+    """The type of every layer. Raise InvalidModel for a type that is not served."""
     values, family = config.values, config.model_type
     count = config.number("num_hidden_layers", "n_layer", "num_layers", default=0)
     listed = values.get("layers_block_type") or values.get("layer_types")
@@ -59,15 +60,15 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     if family == "falcon_h1":
         kinds = ["hybrid"] * count
     elif family == "bamba":
-        attending = values.get("attn_layer_indices") or []
+        attending = _layer_indices(config, "attn_layer_indices") or []
         kinds = ["full_attention" if layer in attending else "linear_attention" for layer in range(count)]
     elif isinstance(listed, list):
         kinds = [str(kind) for kind in listed]
     elif isinstance(pattern, str):
         kinds = [_LETTERS.get(letter, letter) for letter in pattern]
     elif family == "lfm2":
-        attending = values.get("full_attn_idxs")
-        kinds = ["full_attention" if attending is None or layer in attending else "conv" for layer in range(count)]
+        indices = _layer_indices(config, "full_attn_idxs")
+        kinds = ["full_attention" if indices is None or layer in indices else "conv" for layer in range(count)]
     elif family in _DELTA_NETS:
         interval = config.count("full_attention_interval", default=4)
         kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
@@ -78,10 +79,20 @@ def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     unknown = sorted(set(kinds) - _ATTENTION - _STATE - _MLP)
     if unknown:
         raise InvalidModel(
-            f"{config.name}: layers of kind {', '.join(unknown)} keep state outside of the KV cache; "
-            "such models are not served"
+            f"{config.name}: config.json has layers of type {', '.join(unknown)}; {family} is served with "
+            f"{', '.join(sorted(_ATTENTION | _STATE | _MLP))}"
         )
     return tuple(kinds)
+
+
+def _layer_indices(config: ModelConfig, field: str) -> list[int] | None:
+    """A list of layer indices; None if it is absent. Raise InvalidModel for anything else."""
+    indices = config.values.get(field)
+    if indices is None:
+        return None
+    if not isinstance(indices, list) or any(type(index) is not int for index in indices):
+        raise InvalidModel(f"{config.name}: config.json has {field} {indices!r}; it should be a list of layer indices")
+    return indices
 
 
 def _delta_net(config: ModelConfig, layer: int) -> DeltaNetSpec:
@@ -121,7 +132,7 @@ def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
             f"{config.name}: config.json has {heads} mamba_n_heads for {inner} elements of the mixer; the heads must "
             "divide them"
         )
-    groups = config.count("mamba_n_groups", default=1)
+    groups = _head_groups(config, heads, config.count("mamba_n_groups", default=1))
     return Mamba2Spec(
         layer=layer,
         heads=heads,
@@ -135,7 +146,7 @@ def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
 
 def _nemotron_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
     heads, head_dim = config.count("mamba_num_heads", default=128), config.count("mamba_head_dim", default=64)
-    groups = config.count("mamba_n_groups", "n_groups", default=8)
+    groups = _head_groups(config, heads, config.count("mamba_n_groups", "n_groups", default=8))
     return Mamba2Spec(
         layer=layer,
         heads=heads,
@@ -145,6 +156,15 @@ def _nemotron_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
         conv_size=config.count("mamba_d_conv", "conv_kernel", default=4),
         norm_size=heads * head_dim // groups,
     )
+
+
+def _head_groups(config: ModelConfig, heads: int, groups: int) -> int:
+    """Return `groups`. Raise InvalidModel unless they divide the heads."""
+    if heads % groups:
+        raise InvalidModel(
+            f"{config.name}: config.json has {groups} groups for {heads} Mamba-2 heads; the groups must divide them"
+        )
+    return groups
 
 
 _DELTA_NETS: Final = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
