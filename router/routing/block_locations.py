@@ -22,8 +22,8 @@ class EventProblem(Enum):
     """What can be wrong with a group's KV events; the values are metric labels.
 
     None of these creates a prefix that the group does not hold: the wrong event is ignored, or all blocks of the group
-    are dropped until its next snapshot. An event with NO_PARENT is applied: its block
-    matches nothing without the parent. GAP and IMPOSSIBLE are counted per message, the others per event.
+    are dropped until its next snapshot. An event with NO_PARENT is applied: its block matches nothing without the
+    parent. GAP and IMPOSSIBLE are counted per message, the others per event.
     """
 
     UNKNOWN_GROUP = "unknown_group"  # the group has not registered, or has left
@@ -33,7 +33,7 @@ class EventProblem(Enum):
     GAP = "gap"  # events are missing, or name wrong parents; a snapshot is requested
     MALFORMED = "malformed"  # the tier is unknown, or the block hash has the wrong length
     NO_PARENT = "no_parent"  # the group does not hold the parent: the block matches once the parent is stored
-    IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered; it is ejected
+    IMPOSSIBLE = "impossible"  # the group reports more blocks or snapshots than it registered blocks; it is ejected
 
 
 # What a group's table has for a block: the tiers that hold the block, as two bits, and the numbers of blocks after it

@@ -10,7 +10,7 @@ come before that output.
 Each group has a slot, a small number by which its load and its matches are found. A set of groups is an int bitmask
 with one bit for each group: that of its slot, or another one after its blocks were dropped while it stayed. A block has
 three such sets (device, host, expected), so to look up some blocks of a prompt matches every group at once. For groups
-whose model keeps states, StateLocations cuts the match to the block at whose end the prompt can start.
+whose model keeps states, StateLocations cuts the match to the block after which the prompt can start.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ class EventOutcome(Enum):
     APPLIED = "applied"
     IGNORED = "ignored"  # repeated, of another epoch, or before the first snapshot
     SNAPSHOT_NEEDED = "snapshot needed"
-    IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered
+    IMPOSSIBLE = "impossible"  # the group reports more blocks, or more snapshots of states, than it registered blocks
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _IndexedGroup:
     slot: int
     bit: int
     epoch: str
-    capacity: int  # max entries; 0 if unknown
+    capacity: int  # blocks of both tiers; 0 if unknown
     block_size: int  # tokens; 0 if unknown
     keeps_states: bool
     next_sequence: int | None = None
@@ -71,7 +71,7 @@ class PrefixIndex:
         self._moved: tuple[IndexArray, IndexArray] | None = None  # slots and bits of all groups if some differ
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
-        self.state_locations = StateLocations()
+        self.state_locations = StateLocations(self.problems)
 
     @property
     def entries(self) -> int:
@@ -89,7 +89,7 @@ class PrefixIndex:
         """Adds a group that has registered, without blocks, and returns its slot: the lowest that is free.
 
         `capacity`: number of its blocks in both tiers, 0 if unknown. `block_size`: tokens, 0 if unknown.
-        `keeps_states`: prompts start at snapshots of states alone.
+        `keeps_states`: prompts start at snapshots of states alone, of which the group has no more than blocks.
         """
         self.remove_group(group)
         bit = self._free_bit()
@@ -156,7 +156,7 @@ class PrefixIndex:
     def add_expected(self, group: str, key: Hashable, chain: Sequence[bytes], snapshot_at: int = 0) -> None:
         """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
         `remove_expected`, or until the group leaves. `key` identifies the prompt and is never used twice.
-        `snapshot_at`: the group will save its states, if it keeps any, behind so many blocks; 0 for not at all."""
+        `snapshot_at`: the number of blocks after which the group will save states, if it keeps any; 0 for nowhere."""
         if (indexed := self._groups.get(group)) is not None:
             self.expected_blocks.add(indexed.bit, key, chain)
             if snapshot_at:
@@ -171,7 +171,7 @@ class PrefixIndex:
 
     def match(self, chain: Sequence[bytes]) -> PrefixMatches:
         """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap; of
-        a group whose model keeps states, as far as the prompt can start behind them."""
+        a group whose model keeps states, those after which the prompt can start."""
         matches = self._match_blocks(chain)
         return self.state_locations.cut_matches(chain, matches) if self.state_locations.groups else matches
 
@@ -207,7 +207,8 @@ class PrefixIndex:
     def _check_blocks(self, indexed: _IndexedGroup) -> EventOutcome:
         if self._locations.gaps_of(indexed.bit) > 2 * self._locations.entries_of(indexed.bit):
             return self._request_snapshot(indexed)
-        if not indexed.capacity or self._locations.entries_of(indexed.bit) <= indexed.capacity:
+        num_held = max(self._locations.entries_of(indexed.bit), self.state_locations.count_held(indexed.slot))
+        if not indexed.capacity or num_held <= indexed.capacity:
             return EventOutcome.APPLIED
         return self._drop_impossible(indexed)
 

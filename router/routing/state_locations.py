@@ -1,27 +1,38 @@
-"""StateLocations: the blocks at whose end groups have a snapshot of a model's states, and those that they will save.
+"""StateLocations: after which blocks a prompt can start on groups whose models keep states.
 
-A group whose model keeps states starts a prompt at such a block alone, however many blocks of KV it holds. So its match
-is cut to the deepest block with a snapshot. Groups are named by slots of the PrefixIndex; a set of groups is a bitmask.
+Such a group starts a prompt after a block with a snapshot of the states, however many further blocks of KV it holds. So
+its match is cut to the deepest block with a snapshot. A snapshot is *held* once the group's KV events say so, and
+*expected* while a prompt that will save it is computed. Groups are named by slots of the PrefixIndex; a set of groups
+is a bitmask.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from coatcheck.proto.block_hash import HASH_BYTES
 from coatcheck.proto.stubs.worker_pb2 import KvEvent
+from coatcheck.router.routing.block_locations import EventProblem
 from coatcheck.router.routing.prefix_match import FloatArray, PrefixMatches
 
 
 class StateLocations:
     """`groups`: the set of groups whose models keep states."""
 
-    def __init__(self) -> None:
+    def __init__(self, problems: Counter[EventProblem]) -> None:
         self.groups = 0
-        self._held: dict[bytes, int] = {}  # set of groups by block
-        self._expected: dict[bytes, Counter[int]] = {}  # number of prompts of each slot, by block
+        self._problems = problems
+        self._held: dict[bytes, int] = {}  # block -> set of groups
+        self._held_by: dict[int, set[bytes]] = {}  # slot -> blocks
+        self._expected: dict[bytes, Counter[int]] = {}  # block -> slot -> number of prompts
         self._prompts: dict[int, dict[Hashable, bytes]] = {}  # slot -> prompt -> the block in `_expected`
 
     def add_group(self, slot: int) -> None:
+        """Add a group whose model keeps states."""
         self.groups |= 1 << slot
+        self._held_by[slot] = set()
         self._prompts[slot] = {}
 
     def remove_group(self, slot: int) -> None:
@@ -29,24 +40,33 @@ class StateLocations:
         self.forget_held(slot)
         for prompt in list(self._prompts.get(slot, ())):
             self.remove_expected(slot, prompt)
+        self._held_by.pop(slot, None)
         self._prompts.pop(slot, None)
         self.groups &= ~(1 << slot)
 
+    def count_held(self, slot: int) -> int:
+        """The number of snapshots that a group holds; 0 without states."""
+        return len(self._held_by.get(slot, ()))
+
     def forget_held(self, slot: int) -> None:
         """Forget the snapshots that a group holds, until it reports them again."""
-        if self.groups >> slot & 1:
-            self._remove_held(slot, [block for block, groups in self._held.items() if groups >> slot & 1])
+        for block in list(self._held_by.get(slot, ())):
+            self._remove_held(slot, block)
 
     def apply_events(self, slot: int, events: Iterable[KvEvent]) -> None:
         """Apply what a group has saved and dropped, in order. `events`: those with TIER_STATE."""
         for event in events:
-            if event.stored:
+            if len(event.block_hash) != HASH_BYTES:
+                self._problems[EventProblem.MALFORMED] += 1
+            elif event.stored:
                 self._held[event.block_hash] = self._held.get(event.block_hash, 0) | 1 << slot
+                self._held_by[slot].add(event.block_hash)
             else:
-                self._remove_held(slot, [event.block_hash])
+                self._remove_held(slot, event.block_hash)
 
     def add_expected(self, slot: int, prompt: Hashable, block: bytes) -> None:
-        """Record that the group will save the states at the end of `block`, until `remove_expected`."""
+        """Record that the group will save the states after `block`, until `remove_expected`. No effect on groups
+        without states."""
         if slot in self._prompts:
             self._prompts[slot][prompt] = block
             self._expected.setdefault(block, Counter())[slot] += 1
@@ -63,40 +83,76 @@ class StateLocations:
             del self._expected[block]
 
     def cut_matches(self, chain: Sequence[bytes], matches: PrefixMatches) -> PrefixMatches:
-        """`matches` of `chain`. The match of a group with states ends at the deepest block where a prompt can start."""
-        slots = [slot for slot in range(matches.device.size) if self.groups >> slot & 1]
-        totals = matches.device + matches.host + matches.expected
-        deepest = int(totals[slots].max()) if slots else 0
-        held = [(depth, groups) for depth, block in enumerate(chain[:deepest], 1) if (groups := self._held.get(block))]
-        expected = [
-            (depth, sum(1 << slot for slot in counts))
-            for depth, block in enumerate(chain[:deepest] if self._expected else (), 1)
-            if (counts := self._expected.get(block))
-        ]
-        device, host, rest = (part.copy() for part in matches)
-        for slot in slots:
-            start = _deepest(held, slot, matches.device)
-            soon = max(_deepest(held, slot, totals), _deepest(expected, slot, totals))
-            device[slot], host[slot], rest[slot] = start, 0, soon - start
-        return PrefixMatches(device, host, rest)
+        """`matches` of `chain`. The match of a group with states ends after the deepest block where a prompt can start.
+
+        A held snapshot counts as `device` if the KV up to there is on the device. It counts as `expected` if some of
+        that KV is still to be computed, as an expected snapshot does.
+        """
+        keeps_states = _as_flags(self.groups, matches.device.size)
+        on_device = matches.device * keeps_states
+        totals = on_device + (matches.host + matches.expected) * keeps_states
+        starts = _deepest_blocks(chain, on_device, self._holders)
+        later_starts = starts
+        if self._expected or not np.array_equal(totals, on_device):
+            later_starts = _deepest_blocks(chain, totals, self._holders_or_expected)
+        return PrefixMatches(
+            np.where(keeps_states, starts, matches.device),
+            np.where(keeps_states, 0, matches.host),
+            np.where(keeps_states, later_starts - starts, matches.expected),
+        )
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        assert all(self._held.values()) and not any(groups & ~self.groups for groups in self._held.values()), "held"
-        assert sum(1 << slot for slot in self._prompts) == self.groups, "prompts of other groups"
+        sets = {block: sum(1 << slot for slot, held in self._held_by.items() if block in held) for block in self._held}
+        assert self._held == sets, "the sets of groups and the groups' own blocks disagree"
+        assert all(sets.values()) and sets.keys() == set().union(*self._held_by.values()), "blocks that no group holds"
+        assert sum(1 << slot for slot in self._held_by) == self.groups, "snapshots of other groups"
+        assert self._prompts.keys() == self._held_by.keys(), "prompts of other groups"
         counts = Counter((slot, block) for slot, prompts in self._prompts.items() for block in prompts.values())
         listed = {(slot, block): count for block, slots in self._expected.items() for slot, count in slots.items()}
         assert counts == listed and all(self._expected.values()), "expected snapshots miscounted"
 
-    def _remove_held(self, slot: int, blocks: Iterable[bytes]) -> None:
-        for block in blocks:
-            if left := self._held.get(block, 0) & ~(1 << slot):
-                self._held[block] = left
-            else:
-                self._held.pop(block, None)
+    def _remove_held(self, slot: int, block: bytes) -> None:
+        """No effect if the group does not hold the block's snapshot."""
+        if block not in self._held_by[slot]:
+            return
+        self._held_by[slot].remove(block)
+        if left := self._held[block] & ~(1 << slot):
+            self._held[block] = left
+        else:
+            del self._held[block]
+
+    def _holders(self, block: bytes) -> int:
+        return self._held.get(block, 0)
+
+    def _holders_or_expected(self, block: bytes) -> int:
+        return self._held.get(block, 0) | sum(1 << slot for slot in self._expected.get(block, ()))
 
 
-def _deepest(places: Sequence[tuple[int, int]], slot: int, limits: FloatArray) -> int:
-    """The deepest of `places`, (depth, set of groups) ascending, that the group in `slot` has, at most its limit."""
-    limit = limits[slot]
-    return next((depth for depth, groups in reversed(places) if groups >> slot & 1 and depth <= limit), 0)
+def _deepest_blocks(chain: Sequence[bytes], limits: FloatArray, holders: Callable[[bytes], int]) -> FloatArray:
+    """By slot, the largest number of leading blocks of `chain`, at most the group's limit, after which the group is one
+    of the `holders`; 0 if there is none.
+
+    Every block from the longest limit down may be looked up, but a set of groups is handled at once.
+    """
+    deepest = np.zeros_like(limits)
+    searching = _as_set(limits > 0)
+    depth = int(limits.max(initial=0))
+    while searching and depth:
+        if groups := holders(chain[depth - 1]) & searching:
+            found = _as_flags(groups, limits.size) & (limits >= depth)
+            deepest[found] = depth
+            searching ^= _as_set(found)
+        depth -= 1
+    return deepest
+
+
+def _as_flags(groups: int, slots: int) -> NDArray[np.bool_]:
+    """A set of groups as one flag for each slot."""
+    packed = np.frombuffer(groups.to_bytes((max(slots, groups.bit_length()) + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, count=slots, bitorder="little").astype(np.bool_)
+
+
+def _as_set(flags: NDArray[np.bool_]) -> int:
+    """The inverse of `_as_flags`."""
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")

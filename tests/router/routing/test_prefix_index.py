@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from coatcheck.proto.stubs.worker_pb2 import (
     TIER_DEVICE,
     TIER_HOST,
+    TIER_STATE,
     TIER_UNSPECIFIED,
     KvEvent,
     KvEvents,
@@ -164,6 +165,10 @@ def test_a_block_hash_of_another_length_is_counted_and_ignored(name: bytes) -> N
         "a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)])
     )
     assert index.problems == {EventProblem.MALFORMED: 1} and index.entries == 0
+    states = PrefixIndex()
+    states.add_group("a", "1", keeps_states=True)
+    states.apply_snapshot("a", snapshot(KvEvent(stored=True, block_hash=name, tier=TIER_STATE)))
+    assert states.problems == {EventProblem.MALFORMED: 1} and not states.state_locations.count_held(0)
 
 
 @pytest.mark.parametrize("by", ["events", "snapshot"])
@@ -178,3 +183,16 @@ def test_a_group_that_reports_more_blocks_than_it_registered_is_dropped(by: str)
         outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
     assert outcome is EventOutcome.IMPOSSIBLE and index.problems == {EventProblem.IMPOSSIBLE: 1}
     assert matched_blocks(index, CHAIN) == {} and index.entries == 0
+
+
+def test_a_group_that_reports_more_snapshots_of_states_than_blocks_is_dropped() -> None:
+    """They bound the memory of its snapshots too: a group has no more of them than blocks."""
+    index = PrefixIndex()
+    index.add_group("a", "1", capacity=2, keeps_states=True)
+    index.apply_snapshot("a", snapshot(stored(0, TIER_STATE), stored(1, TIER_STATE)))
+    moved = [removed(0, TIER_STATE), stored(2, TIER_STATE)]
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=moved)) is EventOutcome.APPLIED
+    more = KvEvents(epoch="1", sequence=2, events=[stored(3, TIER_STATE)])
+    assert index.apply_events("a", more) is EventOutcome.IMPOSSIBLE
+    assert not index.state_locations.count_held(0)
+    index.check()

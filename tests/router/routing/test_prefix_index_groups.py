@@ -7,6 +7,7 @@ import pytest
 
 from coatcheck.proto.stubs.worker_pb2 import (
     TIER_DEVICE,
+    TIER_STATE,
     KvEvent,
     KvEvents,
     SnapshotChunk,
@@ -54,6 +55,24 @@ def test_a_hundred_groups_share_the_index() -> None:
     index.add_group("h", "1")
     index.check()
     assert set(matched_blocks(index, CHAIN)) == set(names) - {"g50"}
+
+
+def test_a_hundred_groups_with_and_without_states_share_the_index() -> None:
+    """Each group with states matches up to its own deepest snapshot, held or expected; the others match all blocks."""
+    index = PrefixIndex()
+    expected = {}
+    for place in range(100):
+        name, held, saved, later = f"g{place}", 1 + place % 6, place % 4, place % 5
+        index.add_group(name, "1", keeps_states=place % 3 > 0)
+        blocks = [stored(block) for block in range(held)]
+        states = [stored(saved - 1, TIER_STATE)] if saved and place % 3 else []
+        index.apply_snapshot(name, snapshot(*blocks, *states))
+        index.add_expected(name, place, CHAIN[:5], later)
+        start = saved if saved <= held else 0
+        soon = max(later, saved)
+        expected[name] = (start, 0, soon - start) if place % 3 else (held, 0, max(5 - held, 0))
+    index.check()
+    assert matched_blocks(index, CHAIN) == {name: blocks for name, blocks in expected.items() if any(blocks)}
 
 
 def test_the_blocks_of_a_group_that_left_are_dropped_little_by_little() -> None:
