@@ -1,21 +1,37 @@
-"""Where groups save the states of a prompt, and routers expect them to."""
+"""Where a prompt's states are saved: groups save them there, and routers expect that they will.
+
+A *snapshot point* is a number of leading blocks of a sequence. Its snapshot is a copy of the states after these blocks.
+"""
 
 from typing import Final
 
-# A snapshot costs a copy of the states and a step of its own, because a chunk ends at it. With fewer tokens than this
-# behind the states before it, computing them again costs no more.
+# A snapshot costs a copy of the states and one more step, because a prompt's chunk ends at each point. To compute fewer
+# tokens than this again costs no more.
 MIN_SNAPSHOT_TOKENS: Final = 64
 # A chat template ends a prompt with tokens that the next turn does not repeat: `<think>` and a line feed, or an empty
 # thought of four tokens.
 _TEMPLATE_TOKENS: Final = 4
 
 
-def last_point(num_tokens: int, block_size: int) -> int:
-    """The number of leading blocks of a prompt that the next turn of its conversation will repeat."""
-    return max(num_tokens - _TEMPLATE_TOKENS, 0) // block_size
+def choose_snapshot_points(
+    start: int, num_known: int, *, prompt_len: int, num_tokens: int, block_size: int, num_choices: int
+) -> list[int]:
+    """The snapshot points of a sequence that starts after its first `start` blocks, ascending:
 
+    - where it branches off from earlier prompts, which is after its `num_known` leading blocks with cached KV. So the
+      second request with a system prompt saves that prompt's states.
+    - near its end, before the tokens that the next turn does not repeat.
+    - of a request with several choices, near the end of the prompt too, where the other choices start.
 
-def is_far_enough(start: int, point: int, block_size: int, num_choices: int) -> bool:
-    """Whether the states at the end of the first `point` blocks are saved if those of the first `start` blocks are
-    there. The other choices of a request start at the snapshot of its prompt, however short the prompt is."""
-    return (point - start) * block_size >= (MIN_SNAPSHOT_TOKENS if num_choices == 1 else block_size)
+    Tokens: `prompt_len` of the prompt, `num_tokens` of the prompt and the resumed output. Two points have at least
+    MIN_SNAPSHOT_TOKENS between them. One block is enough before that of a prompt with several choices.
+    """
+    end, prompt_end = (max(count - _TEMPLATE_TOKENS, 0) // block_size for count in (num_tokens, prompt_len))
+    is_shared = num_choices > 1
+    points: list[int] = []
+    for point in sorted({min(num_known, end), end, *([prompt_end] if is_shared else [])}):
+        min_tokens = block_size if is_shared and point == prompt_end else MIN_SNAPSHOT_TOKENS
+        if (point - start) * block_size >= min_tokens:
+            points.append(point)
+            start = point
+    return points

@@ -97,7 +97,7 @@ class KvCacheSpec:
 def count_pool_blocks(
     cache: KvCacheSpec, settings: PlanSettings, rank_weight_bytes: float, rank_state_bytes: int = 0
 ) -> tuple[int, int]:
-    """(blocks, snapshots of states) in a group's KV memory, if each rank also holds the states of `concurrency`
+    """(blocks of the KV pool, snapshots of states) of a group whose ranks also hold the states of `concurrency` running
     sequences.
 
     `rank_state_bytes`: the states of one sequence on one rank. Raise InvalidConfig if the weights, the states or one
@@ -148,10 +148,10 @@ def count_sequences(
     rank_weight_bytes: float,
     rank_state_bytes: int,
 ) -> int:
-    """The most sequences of `blocks` blocks each at once.
+    """How many sequences of `blocks` blocks each fit at once.
 
-    Each state takes memory from the pool. With states this is therefore the largest --max-num-seqs at which the pool
-    has blocks for as many sequences. `num_blocks`: of the pool with the states of `concurrency` sequences.
+    The states of running sequences take memory from the pool. So of a model with states this is the largest
+    --max-num-seqs whose pool has blocks for as many sequences. `num_blocks`: of the pool of a model without states.
     """
     if not rank_state_bytes:
         return int(num_blocks / blocks)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
-from coatcheck.proto.snapshot_points import is_far_enough, last_point
+from coatcheck.proto.snapshot_points import choose_snapshot_points
 from coatcheck.proto.stubs.worker_pb2 import FirstOutput, SequenceOutput
 from coatcheck.router.groups.group_failures import GroupLost
 from coatcheck.router.groups.request import Request
@@ -66,13 +66,8 @@ class Submission:
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
         self._has_expected_blocks = caches  # the index counts the prompt's blocks as expected
         if caches:
-            cached, size = decision.chosen.cached_tokens // self.model.block_size, self.model.block_size
-            point = last_point(len(request.prompt_token_ids), size)
             connection.index.add_expected(
-                self.group,
-                self,
-                request.block_hashes(self.model),
-                snapshot_at=point if is_far_enough(cached, point, size, self.choices) else 0,
+                self.group, self, request.block_hashes(self.model), self._expected_snapshot_point(request)
             )
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | SubmissionReturned | CoatcheckError | None = None
@@ -172,6 +167,16 @@ class Submission:
         if self._open_choices >> choice & 1:
             self._open_choices &= ~(1 << choice)
             self._load.end_choices(self._load_number)
+
+    def _expected_snapshot_point(self, request: Request) -> int:
+        """The number of leading blocks of the prompt after which the group will save the states, if its model keeps
+        states; 0 if nowhere. Not known here: where the prompt branches off from others that the group has cached."""
+        size, prompt_len = self.model.block_size, len(request.prompt_token_ids)
+        start = self.decision.chosen.cached_tokens // size
+        points = choose_snapshot_points(
+            start, start, prompt_len=prompt_len, num_tokens=prompt_len, block_size=size, num_choices=self.choices
+        )
+        return points[-1] if points else 0
 
     def _remove_expected(self) -> None:
         if self._has_expected_blocks:

@@ -28,8 +28,8 @@ class Sequence:
     `num_registered`: leading blocks that are registered in the prefix cache.
     `num_restoring`: blocks that are being copied from the host tier. The sequence is in no plan until this is 0.
     `cached_device_tokens`, `cached_host_tokens`: of the prompt, at the first admission; -1 before.
-    `snapshot_points`: numbers of leading blocks at whose end the states are to be saved, ascending; a chunk ends there.
-    `snapshot_end`: the number of leading blocks at whose end the sequence's last snapshot of states is; 0 without one.
+    `snapshot_points`: numbers of leading blocks after which the states are to be saved, ascending; a chunk ends there.
+    `last_snapshot`: the number of leading blocks after which its states were last restored or saved; 0 before.
     `awaited_hash`: the last prefix block for which this sequence waited while another sequence computed it.
     """
 
@@ -53,7 +53,7 @@ class Sequence:
     cached_host_tokens: int = 0
     miss: PrefixMiss | None = None
     snapshot_points: list[int] = field(default_factory=list)
-    snapshot_end: int = 0
+    last_snapshot: int = 0
     awaited_hash: bytes = b""
     num_prompt_logprobs: int = 0  # already sent
     adapter: int = 0  # the index of the request's adapter in a step, from 1; 0 without one

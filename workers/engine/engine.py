@@ -47,8 +47,8 @@ class _StepInFlight:
 class Engine:
     """The sequences of one group. `num_blocks`, `host_blocks`: blocks on the device and in host memory.
 
-    `num_snapshots`: the runner's slots for snapshots of states. A model with states and without them has no prefix
-    cache, because its prompts can start at no cached block.
+    `num_snapshots`: the runner's slots for snapshots of states. With 0, a model that keeps states has no prefix cache,
+    because its prompts start at snapshots alone.
     """
 
     def __init__(

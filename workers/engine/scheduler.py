@@ -10,7 +10,7 @@ A cached prefix is not computed again. Blocks that only the host tier holds are 
 computing them. During its restores a sequence holds its slot and blocks but is in no plan. A sequence waits while
 another sequence computes the next block that both need.
 
-A model with states starts behind a cached prefix from a snapshot of them. A chunk ends where one is to be saved.
+A prompt of a model with states starts at a snapshot of them. A chunk ends where a snapshot is to be saved.
 
 When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. A sequence never
 preempts one that arrived before it, so the oldest sequence always finishes.
@@ -194,7 +194,7 @@ class Scheduler:
                 scheduled.append(sequence)
 
     def _schedule_chunk(self, plan: StepPlan, sequence: Sequence, budget: _TokenBudget) -> None:
-        """Add as many of a prompt's tokens to the plan as the budget allows, up to the next snapshot of the states."""
+        """Add as many of a prompt's tokens to the plan as the budget allows, up to the next snapshot point."""
         wanted = sequence.num_unscheduled
         if sequence.snapshot_points:
             wanted = sequence.snapshot_points[0] * self._block_size - sequence.num_scheduled
@@ -222,7 +222,7 @@ class Scheduler:
         needs_sample = sequence.num_scheduled == sequence.num_tokens
         sequence.num_output_placeholders += int(needs_sample)
         plan.scheduled.append(ScheduledSequence(sequence.slot, start, count, needs_sample))
-        self.kv_cache.plan_save(sequence, plan)
+        self.kv_cache.plan_state_save(sequence, plan)
 
     # Preemption.
 
@@ -263,7 +263,7 @@ class Scheduler:
         self._unsent_writes = [write for write in self._unsent_writes if write.slot != sequence.slot]
         self.kv_cache.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
         self.kv_cache.cancel_restores(sequence)
-        self.kv_cache.end_saves(sequence)
+        self.kv_cache.end_state_saves(sequence)
         self.pool.release_blocks(sequence.block_table)
         sequence.block_table = []
         self._free_slots.append(sequence.slot)
@@ -318,7 +318,8 @@ class Scheduler:
         missing = None if prefix.is_forked else len(prefix.blocks)
         self.kv_cache.record_cached_tokens(sequence, prefix.num_tokens, missing)
         sequence.slot = self._free_slots.pop()
-        self.kv_cache.plan_state_copies(sequence, len(prefix.blocks), plan)
+        self.kv_cache.plan_state_restore(sequence, len(prefix.blocks), plan)
+        self.kv_cache.set_snapshot_points(sequence, len(prefix.blocks))
         self.kv_cache.add_pending(sequence)
         insort(self.running, sequence, key=_BY_SORT_KEY)
         sampling = sequence.request.sampling
@@ -343,7 +344,7 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence, *, with_decodes: bool) -> _CachedPrefix:
         """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers.
 
-        The states of the source are those behind its last token, so a model with states starts at a snapshot."""
+        With states only the latter: the source has those after its last token, and no longer those of its prompt."""
         source = sequence.prompt_source
         if source is not None and source.slot >= 0 and not source.is_finished and self.kv_cache.states is None:
             shared = source.block_table[: self._count_blocks(sequence.prompt_len)]

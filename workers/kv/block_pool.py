@@ -3,6 +3,7 @@
 A block is *used* (reference count above 0), *cached* (no reference, but its prefix can be found and may be evicted) or
 *free*. Callers release the blocks of a sequence together, so that its last block becomes evictable first. The KV of an
 evicted prefix stays in its block until the block's next owner writes to it; until then the host tier can still copy it.
+The snapshot of states at an evicted block is dropped at once: no prompt can start there without the KV.
 """
 
 from collections import Counter, OrderedDict
@@ -12,14 +13,16 @@ from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.prefix_registry import PrefixBlock
+from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
 
 class BlockPool:
-    """Blocks 0 to `num_blocks` - 1."""
+    """Blocks 0 to `num_blocks` - 1. `states`: snapshots after these blocks, of a model that keeps states; else None."""
 
-    def __init__(self, num_blocks: int, evictor: Evictor) -> None:
+    def __init__(self, num_blocks: int, evictor: Evictor, states: StateSnapshots | None = None) -> None:
         self.num_blocks = num_blocks
         self.evictor = evictor
+        self.states = states
         self.registry = evictor.registry
         self._ref_counts = [0] * num_blocks
         self._prefixes: list[PrefixBlock | None] = [None] * num_blocks
@@ -137,6 +140,8 @@ class BlockPool:
             assert not (block in free and prefix), f"block {block} is free and has a prefix"
             assert not (prefix and block in self._evicted), f"block {block} holds two prefixes"
         assert len(self._by_hash) == sum(prefix is not None for prefix in self._prefixes), "a hash has no block"
+        snapshots = set() if self.states is None else {*self.states.prefix_hashes()}
+        assert snapshots <= self._by_hash.keys(), "a snapshot has outlived its block"
 
     def _allocate_block(self) -> int:
         if self._free:
@@ -152,4 +157,6 @@ class BlockPool:
         self._prefixes[block] = None
         self._evicted[block] = prefix
         self._events.append(KvEvent(False, prefix.block_hash, prefix.parent_hash, Tier.DEVICE))
+        if self.states is not None:
+            self.states.drop_block(prefix.block_hash)
         return block

@@ -2,7 +2,8 @@
 
 A block is *evictable* while no sequence and no copy uses it. Each tier (device pool, host pool) has an evictor. A block
 is evicted only after the blocks that follow it in the same prompt, because a suffix is useless without its prefix. So
-only *leaves*, evictable blocks without evictable children, are queued. There are four queues, emptied in this order:
+only *leaves*, evictable blocks without evictable children, are queued. A snapshot of states is of use without those
+before it, so in Tier.STATE every block is a leaf. There are four queues, emptied in this order:
 
     unwanted    a request said that it is not needed again (retention priority 0); oldest first
     ordinary    all others, in the order of an `EvictionPolicy`
@@ -73,9 +74,9 @@ class Evictor:
         candidate = self._candidates[prefix.block_hash] = EvictionCandidate(prefix, self._num_added)
         self._num_blocks_of[prefix.tenant] += 1
         self._set_claim(prefix)
-        if prefix.parent_hash:
-            self._num_children[prefix.parent_hash] += 1
-            if (parent := self._candidates.get(prefix.parent_hash)) is not None:
+        if parent_hash := self._parent_hash(prefix):
+            self._num_children[parent_hash] += 1
+            if (parent := self._candidates.get(parent_hash)) is not None:
                 parent.is_queued = False
         if prefix.block_hash not in self._num_children:
             self._queue_leaf(candidate)
@@ -85,9 +86,9 @@ class Evictor:
         self._candidates.pop(prefix.block_hash).is_queued = False
         self._claims.pop(prefix.block_hash, None)
         _decrement(self._num_blocks_of, prefix.tenant)
-        if prefix.parent_hash:
-            is_leaf = not _decrement(self._num_children, prefix.parent_hash)
-            if is_leaf and (parent := self._candidates.get(prefix.parent_hash)) is not None:
+        if parent_hash := self._parent_hash(prefix):
+            is_leaf = not _decrement(self._num_children, parent_hash)
+            if is_leaf and (parent := self._candidates.get(parent_hash)) is not None:
                 self._queue_leaf(parent)
 
     def requeue_block(self, prefix: PrefixBlock) -> None:
@@ -115,7 +116,7 @@ class Evictor:
         expected = {prefix.block_hash: prefix for prefix in evictable}
         actual = {block_hash: candidate.prefix for block_hash, candidate in self._candidates.items()}
         assert expected == actual, "other blocks"
-        children = Counter(prefix.parent_hash for prefix in expected.values() if prefix.parent_hash)
+        children = Counter(filter(None, map(self._parent_hash, expected.values())))
         assert children == self._num_children, "children miscounted"
         queued = {block_hash for block_hash, candidate in self._candidates.items() if candidate.is_queued}
         assert queued == expected.keys() - children.keys(), "a leaf is not queued, or a block with children is"
@@ -123,6 +124,10 @@ class Evictor:
         assert tenants == self._num_blocks_of, "tenants miscounted"
         assert self._claims.keys() <= expected.keys(), "a retained block is not here"
         assert all(self._next_expiry <= until for _, until in self._claims.values()), "a retention never ends"
+
+    def _parent_hash(self, prefix: PrefixBlock) -> bytes:
+        """The block that is evicted only after `prefix`; b"" if there is none."""
+        return b"" if self._tier is Tier.STATE else prefix.parent_hash
 
     def _pop_candidate(self) -> tuple[PrefixBlock, EvictionReason]:
         while (candidate := self._unwanted.pop()) is not None:
@@ -199,7 +204,7 @@ class Evictor:
             priority, _ = self._claims[leaf.prefix.block_hash]
             candidate: EvictionCandidate | None = leaf
             while candidate is not None and len(self._claims) > self._max_retained:
-                block_hash, parent_hash = candidate.prefix.block_hash, candidate.prefix.parent_hash
+                block_hash, parent_hash = candidate.prefix.block_hash, self._parent_hash(candidate.prefix)
                 if self._claims.get(block_hash, (0, 0.0))[0] > priority:
                     break
                 self._claims.pop(block_hash, None)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from coatcheck.proto.snapshot_points import is_far_enough, last_point
+from coatcheck.proto.snapshot_points import MIN_SNAPSHOT_TOKENS, choose_snapshot_points
 from coatcheck.workers.core.cache_reasons import MissReason, PrefixMiss, Tier
 from coatcheck.workers.core.runner_protocol import CopyReport, CopyStatus
 from coatcheck.workers.core.sequence import Sequence
@@ -31,9 +31,9 @@ from coatcheck.workers.kv.state_snapshots import StateSnapshots
 # Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
 # because no copy would be measured again.
 _TRIAL_EVERY: Final = 31
-# Copies of a step for sequences that decode, so that many of them at one length do not delay each other: a copy is two
+# Rolling snapshots that a step saves, so that many sequences of one length do not delay each other: a save is two
 # kernels for each layer with a state. A sequence that is left out tries again at the end of its next block.
-_MAX_LATEST_PER_STEP: Final = 4
+_MAX_ROLLING_SAVES_PER_STEP: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -48,18 +48,18 @@ class _Restore:
 
 
 class KVCacheManager:
-    """`host`: without blocks if there is no host tier. `states`: of a model that keeps states; else None.
-
-    With `states`, a prefix can be used up to the end of a block with a snapshot.
+    """`host`: without blocks if there is no host tier. `pool.states`: None unless the model keeps states; then a prompt
+    starts after a cached block with a snapshot, and there is no host tier.
 
     A block is *pending* while a running sequence is going to compute or restore it. Another sequence that needs the
     block waits instead of computing it twice.
     """
 
-    def __init__(self, pool: BlockPool, host: HostPool, block_size: int, states: StateSnapshots | None = None) -> None:
+    def __init__(self, pool: BlockPool, host: HostPool, block_size: int) -> None:
+        assert not (pool.states is not None and host.num_blocks), "a model that keeps states has no host tier"
         self.pool = pool
         self.host = host
-        self.states = states
+        self.states = pool.states
         self.registry = pool.registry
         self.block_size = block_size
         self.copy_cost = CopyCost(block_size)
@@ -93,7 +93,7 @@ class KVCacheManager:
                 break
             found.append(block)
         if self.states is not None:
-            return found[: self.states.count_restorable(sequence.block_hashes[: len(found)])]
+            return found[: self.states.count_restorable_blocks(sequence.block_hashes[: len(found)])]
         num_on_host = found.count(None)
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), with_decodes=with_decodes
@@ -124,7 +124,7 @@ class KVCacheManager:
 
     def add_pending(self, sequence: Sequence) -> None:
         """Mark the blocks as pending that an admitted sequence will register, unless they are pending already."""
-        if self.states is not None:  # the prefix can be used once there is a snapshot
+        if self.states is not None:  # others can start after these blocks, once their snapshots are held
             hashes = [sequence.block_hashes[count - 1] for count in sequence.snapshot_points]
         else:
             hashes = sequence.block_hashes[sequence.num_registered : self.count_cacheable_blocks(sequence)]
@@ -175,57 +175,62 @@ class KVCacheManager:
 
     # Snapshots of states.
 
-    def plan_state_copies(self, sequence: Sequence, num_cached: int, plan: StepPlan) -> None:
-        """At admission, restore the states at the end of the first `num_cached` blocks, and choose where to save the
-        states of the tokens that follow:
+    def plan_state_restore(self, sequence: Sequence, num_cached: int, plan: StepPlan) -> None:
+        """At admission, restore the states after the sequence's first `num_cached` blocks."""
+        if self.states is not None and num_cached:
+            slot = self.states.plan_restore(sequence.block_hashes[num_cached - 1])
+            plan.state_restores.append((slot, sequence.slot))
 
-        - where the prompt parts from others: behind the blocks whose KV is cached, although no snapshot is. A system
-          prompt that many requests share gets its snapshot with the second of them.
-        - behind the last block that the sequence's next turn will repeat.
-        """
+    def set_snapshot_points(self, sequence: Sequence, num_cached: int) -> None:
+        """At admission, choose where the sequence saves its states. It starts after its first `num_cached` blocks."""
         if self.states is None:
             return
-        hashes, sequence.snapshot_end = sequence.block_hashes, num_cached
-        if num_cached:
-            plan.state_restores.append((self.states.plan_restore(hashes[num_cached - 1]), sequence.slot))
-        last = min(last_point(len(sequence.token_ids), self.block_size), len(hashes))
-        num_known = next((i for i in range(last) if self.pool.get_cached_block(hashes[i]) is None), last)
-        start = num_cached
-        for point in dict.fromkeys((num_known, last)):
-            is_far = is_far_enough(start, point, self.block_size, sequence.request.sampling.n)
-            if is_far and hashes[point - 1] not in self.states:
-                sequence.snapshot_points.append(point)
-                start = point
+        sequence.last_snapshot = num_cached
+        hashes = sequence.block_hashes
+        points = choose_snapshot_points(
+            num_cached,
+            self._count_blocks_on_device(hashes),
+            prompt_len=sequence.prompt_len,
+            num_tokens=len(sequence.token_ids),
+            block_size=self.block_size,
+            num_choices=sequence.request.sampling.n,
+        )
+        # A prompt that is computed whole passes snapshots at which others start. The last tokens of an answer are not
+        # hashed before they are computed.
+        sequence.snapshot_points = [p for p in points if p <= len(hashes) and hashes[p - 1] not in self.states]
 
-    def plan_save(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Save the sequence's states behind the plan's step if its scheduled tokens end at its next snapshot point. A
-        sequence that decodes replaces one snapshot of its own, so that its answer is not computed again in the next
-        turn or after a preemption."""
-        end, rest = divmod(sequence.num_scheduled, self.block_size)
+    def plan_state_save(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Save the sequence's states after the plan's step, if its scheduled tokens end where a snapshot is due."""
+        num_blocks, rest = divmod(sequence.num_scheduled, self.block_size)
         if self.states is None or rest:
             return
-        if points := sequence.snapshot_points:
-            if end != points[0]:
-                return
-            slot = self.states.plan_save(sequence, points.pop(0) - 1)
-        elif (
-            sequence.num_output_placeholders
-            and sequence.num_scheduled > sequence.prompt_len
-            and len(plan.state_saves) < _MAX_LATEST_PER_STEP
-            and is_far_enough(sequence.snapshot_end, end, self.block_size, 1)
-        ):
-            slot = self.states.replace_latest(sequence, end - 1)
-        else:
-            return
+        slot = None
+        if sequence.snapshot_points:
+            if num_blocks == sequence.snapshot_points[0]:
+                slot = self.states.plan_prompt_save(sequence, sequence.snapshot_points.pop(0) - 1)
+        elif self._is_rolling_save_due(sequence, num_blocks, plan):
+            slot = self.states.plan_rolling_save(sequence, num_blocks - 1)
         if slot is not None:
-            sequence.snapshot_end = end
+            sequence.last_snapshot = num_blocks
             plan.state_saves.append((sequence.slot, slot))
 
-    def end_saves(self, sequence: Sequence) -> None:
-        """Of a sequence that gives up its blocks, hold the snapshots whose blocks are registered. Forget the others."""
+    def end_state_saves(self, sequence: Sequence) -> None:
+        """The sequence gives up its blocks: plan no more snapshots of it, and hold those at registered blocks."""
         sequence.snapshot_points = []
         if self.states is not None:
             self.states.end_sequence(sequence)
+
+    def _is_rolling_save_due(self, sequence: Sequence, num_blocks: int, plan: StepPlan) -> bool:
+        """Whether to replace the rolling snapshot of a sequence that decodes, so that neither the next turn nor a
+        preemption computes its answer again."""
+        decodes = sequence.num_output_placeholders > 0 and sequence.num_scheduled > sequence.prompt_len
+        num_new_tokens = (num_blocks - sequence.last_snapshot) * self.block_size
+        return decodes and num_new_tokens >= MIN_SNAPSHOT_TOKENS and len(plan.state_saves) < _MAX_ROLLING_SAVES_PER_STEP
+
+    def _count_blocks_on_device(self, hashes: list[bytes]) -> int:
+        """The leading blocks of the chain `hashes` whose KV is on the device."""
+        missing = (index for index, block in enumerate(hashes) if self.pool.get_cached_block(block) is None)
+        return next(missing, len(hashes))
 
     # Copies between the tiers.
 
@@ -307,21 +312,25 @@ class KVCacheManager:
         return self.copy_cost.recovery_seconds(num_tokens)
 
     def drain_events(self) -> list[KvEvent]:
-        """The events of both tiers since the last call, in order within a tier."""
-        events = self.pool.drain_events()
-        if self.states is None:
-            return events + self.host.drain_events()
-        removed = (event.block_hash for event in events if not event.stored)
-        self.states.drop_blocks(block for block in removed if self.pool.get_cached_block(block) is None)
-        return events + self.states.drain_events()
+        """The events of both tiers, or of the device and of snapshots, since the last call; in order within each."""
+        other = self.host if self.states is None else self.states
+        return self.pool.drain_events() + other.drain_events()
 
     def begin_snapshot(self) -> CacheSnapshot:
-        """The prefix blocks in either tier, to be read in chunks."""
+        """The prefix blocks of both tiers, and the snapshots of states, to be read in chunks."""
         return CacheSnapshot(self.pool, self.host, *([] if self.states is None else [self.states]))
 
     def check(self, running: Iterable[Sequence] = ()) -> list[list[int]]:
-        """Raises AssertionError unless sequences, restores and snapshots agree. Returns the blocks that restores
-        hold. `running`: all running sequences."""
+        """Raises AssertionError unless sequences, restores, pending blocks and snapshots agree. Returns the blocks that
+        restores hold. `running`: all running sequences."""
+        running = {*running}
+        assert {*self._pending.values()} <= running, "a block is pending by a sequence that does not run"
+        for sequence in running:
+            registered = sequence.block_hashes[: sequence.num_registered]
+            assert all(self._pending.get(one) is not sequence for one in registered), "a registered block is pending"
+            points = sequence.snapshot_points
+            assert points == sorted({*points}), "snapshot points out of order"
+            assert not points or points[0] * self.block_size > sequence.num_scheduled, "a snapshot point was passed"
         if self.states is not None:
             self.states.check(running)
         in_progress = [copy for copy in self._in_progress if isinstance(copy, _Restore)]
@@ -362,7 +371,8 @@ def build_kv_cache(
     attention_crossover: int,
     snapshot_slots: range = range(0),
 ) -> KVCacheManager:
-    """An empty cache of two tiers, or of one if `host_blocks` is 0. `snapshot_slots`: see StateSnapshots.
+    """An empty cache of two tiers, or of one if `host_blocks` is 0. `snapshot_slots`: see StateSnapshots; empty for a
+    model without states.
 
     `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`.
     """
@@ -374,8 +384,8 @@ def build_kv_cache(
         return Evictor(registry, policy, capacity, tier)
 
     states = None
-    if snapshot_slots:  # of snapshots the least recently used one is evicted first
+    if snapshot_slots:  # the least recently used snapshot is evicted first
         evictor = Evictor(registry, CandidateHeap(), len(snapshot_slots), Tier.STATE)
         states = StateSnapshots(snapshot_slots, evictor)
-    pool = BlockPool(num_blocks, make_evictor(num_blocks, Tier.DEVICE))
-    return KVCacheManager(pool, HostPool(host_blocks, make_evictor(host_blocks, Tier.HOST)), block_size, states)
+    pool = BlockPool(num_blocks, make_evictor(num_blocks, Tier.DEVICE), states)
+    return KVCacheManager(pool, HostPool(host_blocks, make_evictor(host_blocks, Tier.HOST)), block_size)

@@ -19,7 +19,8 @@ def choose_num_blocks(
 ) -> int:
     """`kv_memory`: bytes for this rank, or a share of `free_bytes` (see `is_share`), divided among `sharing_ranks`.
 
-    `max_model_len`: the operator's setting, or None. `snapshot_bytes`: what snapshots of states take of these bytes.
+    `max_model_len`: the operator's setting, or None. `snapshot_bytes`: the part of `kv_memory` that snapshots of states
+    take (see `choose_num_snapshots`).
     Raises InvalidConfig if the pool exceeds `free_bytes`, or cannot hold one block or a sequence of `max_model_len`.
     """
     pool_bytes = _pool_bytes(kv_memory, free_bytes, sharing_ranks)
@@ -54,9 +55,11 @@ def choose_num_snapshots(
     block_size: int,
     max_model_len: int | None,
 ) -> int:
-    """Snapshots of states of `state_bytes` in at most `share` of the bytes that `kv_memory` gives. What is left holds
-    one block and a sequence of `max_model_len`, as far as these bytes could hold them. No more snapshots than blocks.
-    0 without states."""
+    """The snapshots of states, of `state_bytes` each, that fit into `share` of `kv_memory`; 0 without states.
+
+    Fewer, perhaps none, if the remaining bytes would hold less than one block, a sequence of `max_model_len`, or as
+    many blocks as snapshots. The other parameters are those of `choose_num_blocks`.
+    """
     if not state_bytes:
         return 0
     pool_bytes = _pool_bytes(kv_memory, free_bytes, sharing_ranks)

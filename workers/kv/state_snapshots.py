@@ -1,53 +1,56 @@
-"""StateSnapshots: copies of a model's recurrent states at the ends of prefix blocks.
+"""StateSnapshots: copies of a model's recurrent states after prefix blocks, where a prompt with this prefix can start.
 
-Each rank has slots for snapshots behind the slots of running sequences. A snapshot is
+Each rank has slots for snapshots after the slots of running sequences. A snapshot is
 
-    planned   a plan copies a sequence's states to the slot, and the block at whose end they stand is not registered yet
-    latest    of a sequence that decodes; its next one replaces it. Held once the sequence ends or is preempted
-    held      the block is registered: a prompt with this prefix can start behind the block
+    planned   a plan copies a sequence's states to the slot, and the block that ends there is not registered yet
+    rolling   of a sequence that decodes: its next snapshot overwrites this one. Held once the sequence gives up its
+              blocks
+    held      the block is registered, so prompts can start after it. Dropped when its KV leaves the device
 
-Ranks execute plans in order, restores before the forward pass and saves behind it. So a held snapshot can be evicted
-and its slot given to another block at once, even if a plan in flight, or the same plan, restores it.
+Ranks execute plans in order. In a plan they restore states before the forward pass and save them after it. So a held
+snapshot can be evicted and its slot reused at once, even if a plan in flight, or the same plan, restores it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coatcheck.workers.core.cache_reasons import Tier
-from coatcheck.workers.core.sequence import Sequence as Choice
+from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.prefix_registry import PrefixBlock
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Snapshot:
+    """A held snapshot. `prefix`: the block that ends where the snapshot was taken."""
+
     slot: int
     prefix: PrefixBlock
 
 
 class StateSnapshots:
-    """`slots`: those of the ranks for snapshots. `evictor`: which held snapshot is evicted next; it has no others."""
+    """`slots`: the ranks' slots for snapshots. `evictor`: contains exactly the held snapshots, by their blocks."""
 
     def __init__(self, slots: range, evictor: Evictor) -> None:
         self.num_saves = self.num_restores = 0
         self.evictor = evictor
         self._slots = slots
         self._free = list(reversed(slots))
-        self._held: dict[bytes, _Held] = {}  # by block hash
-        self._planned: dict[Choice, dict[int, int]] = {}  # slot by the block's index in the sequence
-        self._latest: dict[Choice, tuple[int, int]] = {}  # slot, and the block's index in the sequence
+        self._held: dict[bytes, _Snapshot] = {}  # by block hash
+        self._planned: dict[Sequence, dict[int, int]] = {}  # sequence -> the block's index in it -> slot
+        self._rolling: dict[Sequence, tuple[int, int]] = {}  # (slot, the block's index in the sequence)
         self._events: list[KvEvent] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether a snapshot of the states at the block's end is held."""
+        """Whether a prompt can start after this block."""
         return block_hash in self._held
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def count_restorable(self, hashes: Sequence[bytes]) -> int:
-        """The most leading blocks of the chain `hashes` at whose end a snapshot is held; 0 if there is none."""
+    def count_restorable_blocks(self, hashes: list[bytes]) -> int:
+        """The most leading blocks of the chain `hashes` after which a prompt can start; 0 if there is no snapshot."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._held), 0)
 
     def plan_restore(self, block_hash: bytes) -> int:
@@ -58,29 +61,29 @@ class StateSnapshots:
 
     def requeue_block(self, block_hash: bytes) -> None:
         """Queue the block's snapshot for eviction again, as just used and with the block's present retention claims. No
-        effect without one."""
-        if (held := self._held.get(block_hash)) is not None:
-            self.evictor.requeue_block(held.prefix)
+        effect if no snapshot of the block is held."""
+        if (snapshot := self._held.get(block_hash)) is not None:
+            self.evictor.requeue_block(snapshot.prefix)
 
-    def plan_save(self, sequence: Choice, index: int) -> int | None:
-        """A slot for the states of `sequence` at the end of its block `index`. None if all slots are planned."""
+    def plan_prompt_save(self, sequence: Sequence, index: int) -> int | None:
+        """A slot for the sequence's states after its block `index`. None if no slot is free and no snapshot is held."""
         if (slot := self._take_slot()) is not None:
             self._planned.setdefault(sequence, {})[index] = slot
         return slot
 
-    def replace_latest(self, sequence: Choice, index: int) -> int | None:
-        """The slot of the sequence's latest snapshot, for its states at the end of block `index`. None if half of all
-        slots have latest snapshots of other sequences: the rest is for prompts."""
-        slot, _ = self._latest.get(sequence, (None, 0))
+    def plan_rolling_save(self, sequence: Sequence, index: int) -> int | None:
+        """The slot of the sequence's rolling snapshot, for its states after its block `index`. None if the sequence has
+        none and can get none: rolling snapshots take at most half of the slots, and leave the others to prompts."""
+        slot, _ = self._rolling.get(sequence, (None, 0))
         if slot is not None:
             self.num_saves += 1
-        elif 2 * len(self._latest) + 2 > len(self._slots) or (slot := self._take_slot()) is None:
+        elif 2 * (len(self._rolling) + 1) > len(self._slots) or (slot := self._take_slot()) is None:
             return None
-        self._latest[sequence] = slot, index
+        self._rolling[sequence] = slot, index
         return slot
 
-    def record_registered(self, sequence: Choice, index: int, block_hash: bytes) -> None:
-        """Hold the snapshot that was planned for block `index` of the sequence, if there is one and none is held."""
+    def record_registered(self, sequence: Sequence, index: int, block_hash: bytes) -> None:
+        """The sequence's block `index` is registered: hold the snapshot that was planned there, if there is one."""
         planned = self._planned.get(sequence, {})
         if (slot := planned.pop(index, None)) is None:
             return
@@ -88,24 +91,23 @@ class StateSnapshots:
             del self._planned[sequence]
         self._hold(block_hash, slot)
 
-    def end_sequence(self, sequence: Choice) -> None:
-        """Of a sequence that gives up its blocks, hold the latest snapshot if its block is registered. Free the slots
-        of the others that are not held."""
+    def end_sequence(self, sequence: Sequence) -> None:
+        """The sequence gives up its blocks. Hold its rolling snapshot if the block there is registered, and free the
+        slots of its other snapshots that are not held."""
         self._free.extend(self._planned.pop(sequence, {}).values())
-        if (latest := self._latest.pop(sequence, None)) is None:
+        if (rolling := self._rolling.pop(sequence, None)) is None:
             return
-        slot, index = latest
+        slot, index = rolling
         if index < sequence.num_registered:
             self._hold(sequence.block_hashes[index], slot)
-        else:
+        else:  # the plan that copies the states there is in flight
             self._free.append(slot)
 
-    def drop_blocks(self, hashes: Iterable[bytes]) -> None:
-        """Drop the snapshots of blocks whose KV has left the device."""
-        for block_hash in hashes:
-            if (held := self._held.get(block_hash)) is not None:
-                self.evictor.remove_block(held.prefix)
-                self._forget(block_hash)
+    def drop_block(self, block_hash: bytes) -> None:
+        """Drop the snapshot of a block whose KV leaves the device. No effect if none is held."""
+        if (snapshot := self._held.get(block_hash)) is not None:
+            self.evictor.remove_block(snapshot.prefix)
+            self._remove_held(block_hash)
 
     def drain_events(self) -> list[KvEvent]:
         """The events since the last call, in order."""
@@ -113,44 +115,51 @@ class StateSnapshots:
         return events
 
     def prefix_hashes(self) -> list[bytes]:
-        """The hash of each block with a snapshot."""
+        """The hash of each block with a held snapshot."""
         return list(self._held)
 
     def stored_events(self, hashes: Iterable[bytes]) -> list[KvEvent]:
         """A stored event for each of these blocks whose snapshot is held."""
         return [KvEvent(True, block_hash, b"", Tier.STATE) for block_hash in hashes if block_hash in self._held]
 
-    def check(self, running: Iterable[Choice]) -> None:
-        """Raises AssertionError unless each slot is in one state, and those that are not held are of `running`."""
+    def check(self, running: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless each slot has one purpose, and planned and rolling snapshots are of `running`
+        sequences."""
         planned = [slot for slots in self._planned.values() for slot in slots.values()]
-        planned += [slot for slot, _ in self._latest.values()]
-        held = [one.slot for one in self._held.values()]
-        assert sorted([*self._free, *planned, *held]) == list(self._slots), "slots lost or doubled"
-        self.evictor.check(one.prefix for one in self._held.values())
-        assert all(self._planned.values()), "a sequence without planned snapshots is listed"
-        assert {*self._planned, *self._latest} <= set(running), "a snapshot is planned for a sequence that does not run"
+        rolling = [slot for slot, _ in self._rolling.values()]
+        held = [snapshot.slot for snapshot in self._held.values()]
+        assert sorted([*self._free, *planned, *rolling, *held]) == list(self._slots), "slots lost or doubled"
+        assert 2 * len(rolling) <= len(self._slots), "too many rolling snapshots"
+        self.evictor.check(snapshot.prefix for snapshot in self._held.values())
+        for block_hash, snapshot in self._held.items():
+            assert snapshot.prefix.block_hash == block_hash, "a snapshot of another block"
+        assert {*self._planned, *self._rolling} <= set(running), "a snapshot of a sequence that does not run"
+        for sequence, slots in self._planned.items():
+            assert slots, "a sequence without planned snapshots is listed"
+            assert min(slots) >= sequence.num_registered, "a snapshot is planned at a block that is registered already"
 
     def _take_slot(self) -> int | None:
         """A slot to save states in. None if no slot is free and no snapshot is held."""
         if not self._free:
             if not self._held:
                 return None
-            self._forget(self.evictor.evict_block().block_hash)
+            self._remove_held(self.evictor.evict_block().block_hash)
         self.num_saves += 1
         return self._free.pop()
 
     def _hold(self, block_hash: bytes, slot: int) -> None:
-        """Hold a snapshot, which becomes the most recently used one. If one of the block is held, free `slot`."""
+        """Hold the block's snapshot in `slot`, or free `slot` if another snapshot of the block is held. Either becomes
+        the most recently used one."""
         if block_hash in self._held:
             self.requeue_block(block_hash)
             self._free.append(slot)
             return
         prefix = self.evictor.registry.find_block(block_hash)
         assert prefix is not None, "the block of a snapshot is not registered"
-        self._held[block_hash] = _Held(slot, prefix)
+        self._held[block_hash] = _Snapshot(slot, prefix)
         self.evictor.add_block(prefix)
         self._events.append(KvEvent(True, block_hash, b"", Tier.STATE))
 
-    def _forget(self, block_hash: bytes) -> None:
+    def _remove_held(self, block_hash: bytes) -> None:
         self._free.append(self._held.pop(block_hash).slot)
         self._events.append(KvEvent(False, block_hash, b"", Tier.STATE))

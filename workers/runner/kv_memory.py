@@ -96,7 +96,7 @@ def make_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache] | list[Laten
 
 
 def make_states(spec: ModelSpec, num_slots: int, device: torch.device) -> list[RecurrentState]:
-    """The state of each layer of `spec.state_layers`, for `num_slots` sequences, zeroed.
+    """The state of each layer of `spec.state_layers`, zeroed. `num_slots`: those of running sequences and of snapshots.
 
     On CPU they lie in one range of huge pages, which a thread allocates as it does the pool's: pages that were
     allocated at a slot's first use would look free to a group that starts later on this host. Raises InvalidConfig if

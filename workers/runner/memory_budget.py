@@ -23,7 +23,7 @@ from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_p
 class MemoryBudget:
     """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None without a host tier.
 
-    `num_snapshots`: snapshots of states that the runner allocates.
+    `num_snapshots`: slots for snapshots of states. They are a part of `kv_memory`; the runner allocates them.
     """
 
     layout: BlockLayout
@@ -124,7 +124,8 @@ def choose_block_counts(
 ) -> tuple[int, int, int]:
     """(device blocks, host blocks, snapshots of states) of one rank, from the free bytes of its device and host.
 
-    `state_bytes`: of the states of one sequence.
+    `state_bytes`: of the states of one sequence on this rank; 0 for a model without states.
+
     Shares of the free memory are divided by all ranks on the host. Bytes must be free for this group's ranks only: if
     this group restarts beside others, these have allocated their memory already. Raises InvalidConfig.
     """

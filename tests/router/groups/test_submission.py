@@ -59,7 +59,7 @@ async def test_each_choice_computes_the_prompt_without_a_prefix_cache() -> None:
 
 
 async def test_a_snapshot_of_states_is_expected_where_the_group_will_save_it() -> None:
-    """Until the first output: behind the last block that leaves 4 tokens, at least 64 tokens long or with choices."""
+    """Until the first output, after the last block that leaves 4 tokens. A prompt without choices needs 64 tokens."""
     connection = OfflineConnection()
     connection.index.add_group("g", "1", keeps_states=True)
     chain = Request("r", range(100), SamplingParams(max_tokens=1, seed=1)).block_hashes(MODEL)

@@ -61,7 +61,7 @@ def test_a_shared_prompt_is_found_from_the_third_request_on() -> None:
 
 
 def test_short_distances_are_computed_again() -> None:
-    """No chunk ends for a snapshot less than 64 tokens behind the last one, nor for a prompt that short."""
+    """A prompt of fewer than 68 tokens saves no snapshot, and none is saved less than 64 tokens after another."""
     engine, runner = make_engine(300, snapshots=8)
     assert ask(engine, "short", QUESTION[:66], 1)[0] == 0
     assert runner.plans == 2 and states_of(engine).num_saves == 0
@@ -72,7 +72,7 @@ def test_short_distances_are_computed_again() -> None:
 
 
 def test_equal_prompts_that_come_together_are_computed_once() -> None:
-    """The others wait for the snapshot, and compute what lies behind it."""
+    """The others wait for the snapshot, and compute the tokens after it."""
     engine, runner = make_engine(300, snapshots=8)
     for i in range(4):
         engine.submit_request(request(f"r{i}", SYSTEM, 1))
@@ -88,6 +88,17 @@ def test_choices_start_at_the_snapshot_of_their_prompt() -> None:
     assert runner.computed == 30 + 2 * (30 - 24) + 3 * 5
     for choice in range(3):
         assert done.tokens["a", choice] == answer(SYSTEM[:30], 6, choice, 7)
+
+
+def test_choices_that_another_group_began_start_at_the_snapshot_of_their_prompt() -> None:
+    """After a failover each choice computes its own answer again, and one of them the prompt."""
+    engine, runner = make_engine(300, snapshots=8)
+    wanted = {choice: unended_answer(SYSTEM, 72, choice) for choice in range(3)}
+    delivered = {choice: tuple(tokens[:70]) for choice, tokens in wanted.items()}
+    engine.submit_request(request("a", SYSTEM, 72, n=3, ignore_eos=True, resume=delivered))
+    done = Collector(engine).run()
+    assert done.tokens == {("a", choice): tokens[70:] for choice, tokens in wanted.items()}
+    assert runner.computed == 96 + 3 * (4 + 70 + 1)
 
 
 def test_a_preempted_sequence_resumes_at_its_snapshot() -> None:
@@ -190,11 +201,11 @@ def test_a_preempted_sequence_whose_snapshots_were_evicted_computes_all_again() 
     assert runner.computed - computed >= 70 + 99 + before
 
 
-def unended_answer(prompt: list[int], max_tokens: int) -> list[int]:
+def unended_answer(prompt: list[int], max_tokens: int, choice: int = 0) -> list[int]:
     """As `answer`, of a request that ignores the end of the sequence."""
     said: list[int] = []
     while len(said) < max_tokens:
-        said.append(next_token(prompt + said, 0, 7))
+        said.append(next_token(prompt + said, choice, 7))
     return said
 
 
@@ -207,6 +218,16 @@ def test_the_least_recently_used_snapshot_is_evicted() -> None:
     assert sum(states_of(engine).evictor.num_evictions.values()) == 1
     assert ask(engine, "a3", first)[0] == 96
     assert ask(engine, "b2", second)[0] == 0
+
+
+def test_snapshots_of_neighbouring_blocks_are_evicted_by_their_last_use_too() -> None:
+    """A longer prompt starts at the snapshot of a shorter one. The shorter one is evicted first, as it is older."""
+    engine, _ = make_engine(300, snapshots=3, budget=400)
+    for index, length in enumerate((30, 34, 38)):
+        ask(engine, f"r{index}", SYSTEM[:length], 1, n=2)
+    assert len(states_of(engine)) == 3
+    ask(engine, "other", [50] * 90, 1)
+    assert ask(engine, "again", SYSTEM[:38], 1)[0] == 32
 
 
 def test_retained_snapshots_and_those_of_other_tenants_stay() -> None:
@@ -236,10 +257,45 @@ def test_a_snapshot_goes_with_the_kv_of_its_block() -> None:
     ask(engine, "a", SYSTEM)
     held = {event.block_hash for event in states_of(engine).stored_events(states_of(engine).prefix_hashes())}
     engine.reset_prefix_cache()
+    engine.check()
     engine.submit_request(request("b", QUESTION[:9], 1))
     removed = [event for event in engine.step().events if event.tier is Tier.STATE]
     assert len(held) == 1 and not len(states_of(engine))
     assert [(event.stored, event.block_hash) for event in removed] == [(False, *held)]
+
+
+def test_a_prompt_whose_kv_was_just_evicted_saves_a_new_snapshot() -> None:
+    """The snapshot is dropped before the prompt chooses where to save its states, and not after the step."""
+    engine, _ = make_engine(300, snapshots=4, budget=48)
+    ask(engine, "a", SYSTEM)
+    engine.reset_prefix_cache()
+    assert ask(engine, "b", SYSTEM)[0] == 0
+    assert ask(engine, "c", SYSTEM)[0] == 96
+
+
+def test_a_check_finds_what_would_end_in_wrong_states_or_in_waiting_for_ever() -> None:
+    """A snapshot that outlived its block, a snapshot point that was passed, and a pending block that is registered."""
+    engine, _ = make_engine(300, snapshots=4)
+    ask(engine, "a", SYSTEM)
+    states, pool = states_of(engine), engine.scheduler.pool
+    pool.states = None
+    pool.evict_unused_blocks()
+    pool.states = states
+    with pytest.raises(AssertionError, match="outlived its block"):
+        engine.check()
+
+    engine, _ = make_engine(300, snapshots=4, budget=48)
+    engine.submit_request(request("a", SYSTEM, 1))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    points, sequence.snapshot_points = sequence.snapshot_points, [5]
+    with pytest.raises(AssertionError, match="was passed"):
+        engine.check()
+    sequence.snapshot_points = points
+    engine.check()
+    engine.scheduler.kv_cache._pending[sequence.block_hashes[0]] = sequence
+    with pytest.raises(AssertionError, match="registered block is pending"):
+        engine.check()
 
 
 def test_a_scored_prompt_is_computed_whole() -> None:
