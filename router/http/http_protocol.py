@@ -49,7 +49,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._state_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
-        # The request that is being answered, or the last that was. `cycle` is the last request that was received.
+        # The request that is answered now, or was answered last. `cycle`, uvicorn's field, is the request that was
+        # received last.
         self._running: RequestResponseCycle | None = None
         super().connection_made(transport)
         if len(self.connections) > max_connections(HTTP_SHARE):
@@ -63,29 +64,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
         if self._state_timer is not None:
             self._state_timer.cancel()
-        # uvicorn itself tells only the last request that was received, which may wait behind the one that runs.
+        # uvicorn itself notifies only the request that was received last, which may wait behind the running one.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio closes the connection unless this returns True
-        """Answers a client that sends no more but still reads, as after shutdown(SHUT_WR) or with `nc -N`.
+        """Keeps the connection of a client that has ended its half of it, as with shutdown(SHUT_WR) or `nc -N`, and
+        still reads. Returns False, which closes the connection, in all other cases.
 
-        A client that has closed its socket looks the same until it is sent something: then its kernel resets the
-        connection. So the first byte of the response, always an H, goes out at once, and a reset cancels the request.
-        One that reads this byte and closes later is noticed only when the rest is written. Once a response has begun,
-        a client that ends its half is taken for gone: a stream may stay silent, and nothing else would tell.
+        A client that has closed its socket looks the same until the server sends something: then the client's kernel
+        resets the connection. So the first byte of the response, which is always an H, is sent at once, and a reset
+        cancels the request. If the client reads this byte and closes its socket later, the server notices that only
+        when it writes the rest. If the client ends its half after the response has begun, the connection is closed,
+        because a stream may send nothing for long, and only a write tells whether the client is gone.
         """
         running = self._running
-        if running is None or running.response_complete or running.response_started or self.cycle.more_body:
+        if running is None or running.response_complete or running.response_started:
+            return False
+        if self.pipeline and self.cycle.more_body:  # the last request stays incomplete; those before it are answered
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else running
+        if self.cycle.more_body:
             return False
         if self.scheme == "https":  # asyncio's TLS cannot half-close
             return False
         self._stop_head_timer()
         self.cycle.keep_alive = False
         self.transport.write(b"H")
-        transport: Any = _AfterFirstByte(self.transport)
+        transport: Any = _WithoutFirstByte(self.transport)
         running.transport = transport
         self._is_half_closed = True
         self._start_state_timer()
@@ -96,8 +104,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._state_timer = self.loop.call_later(_STATE_SECONDS, self._check_state)
 
     def _check_state(self) -> None:
-        """Aborts a connection that the client has reset. Resumes reading if the client has sent its end: uvicorn pauses
-        reading while a request waits behind another, and would not notice the end."""
+        """Aborts a connection that the client has reset. Resumes reading if the client has ended its half: uvicorn
+        pauses reading while a request waits behind another, and would not notice the end."""
         self._state_timer = None
         info: bytes = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if info[0] == _TCP_CLOSE:
@@ -228,8 +236,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class _AfterFirstByte:
-    """The transport of a response whose first byte has been sent."""
+class _WithoutFirstByte:
+    """A transport that leaves out the first byte of a response: eof_received has sent it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport

@@ -115,10 +115,11 @@ async def test_a_head_has_a_length(speak: Speak, counts: CollectorRegistry) -> N
         (b"POST /later HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello", [b"POST hello"]),
         (2 * b"POST /later HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nhi", [b"POST hi", b"POST hi"]),
         (b"GET /later HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\n", [b"GET "]),
+        (b"GET /later HTTP/1.1\r\nhost: a\r\n\r\nPOST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nhi", [b"GET "]),
         (b"POST /later HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nhel", []),
         (b"GET / HTTP/1.1\r\n", []),
     ],
-    ids=["1.1", "1.0", "two requests", "half a second head", "half a body", "half a head"],
+    ids=["1.1", "1.0", "two requests", "half a second head", "half a second body", "half a body", "half a head"],
 )
 async def test_a_client_that_sends_no_more_gets_its_answers(speak: Speak, sent: bytes, answers: list[bytes]) -> None:
     """A client that ends its half of the connection, as with `nc -N`, gets the answer to each complete request."""
