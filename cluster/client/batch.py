@@ -1,7 +1,7 @@
 """`coatcheck batch`: sends the requests of a file to a running server, and writes the answers to another file.
 
-The files have OpenAI's batch format: one JSON object a line. Answers are written as they come, in any order. A run that
-was interrupted goes on: answers that are in the output are kept, and only the other requests are sent.
+The files have OpenAI's batch format: one JSON object on each line. Answers are written in the order in which they come.
+After an interruption the same command continues: answers in the output are kept, and only the other requests are sent.
 """
 
 import http.client
@@ -63,32 +63,32 @@ def batch(
         typer.Option(envvar="COATCHECK_API_KEY", help="The API key. Prefer the environment.", show_envvar=True),
     ] = None,
 ) -> None:
-    """Send the requests of a file, with a progress bar, and write the answers. Run it again to go on."""
+    """Send the requests of a file, with a progress bar, and write the answers. Run it again to continue."""
     from rich.console import Console
     from rich.progress import Progress
 
     requests = read_requests(input_file)
     done = keep_answers(output)
-    left = [request for request in requests if request.custom_id not in done]
-    if len(left) < len(requests):
-        print(f"{counted(len(requests) - len(left), 'answer')} in {output} already", file=sys.stderr)
+    unanswered = [request for request in requests if request.custom_id not in done]
+    if len(unanswered) < len(requests):
+        print(f"{counted(len(requests) - len(unanswered), 'answer')} in {output} already", file=sys.stderr)
     sender = Sender(server, api_key, tls_ca)
     failed = 0
     console = Console(stderr=True)
     with output.open("ab", buffering=0) as file, Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=len(requests), completed=len(requests) - len(left))
-        for line in _send_all(sender, left, concurrency):
+        task = bar.add_task("requests", total=len(requests), completed=len(requests) - len(unanswered))
+        for line in _send_all(sender, unanswered, concurrency):
             failed += not _is_success(line)
             _write(file, json.dumps(line) + "\n")
             bar.advance(task)
-    print(f"{counted(len(left), 'request')} sent, {failed} failed; the answers are in {output}", file=sys.stderr)
+    print(f"{counted(len(unanswered), 'request')} sent, {failed} failed; the answers are in {output}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
 
 
 def _send_all(sender: "Sender", requests: list[BatchRequest], concurrency: int) -> Iterator[dict[str, Any]]:
-    """The line of each request, in the order of the answers. Raises Unavailable if there is no server, or if the server
-    hangs."""
+    """Yields the output line of each request, when its answer comes. Raises Unavailable if there is no server, or if
+    the server hangs."""
     waiting = deque(requests)
     sent: Queue[dict[str, Any] | Exception] = Queue()
 
@@ -201,8 +201,8 @@ class Sender:
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *proxies)
 
     def is_answering(self) -> bool:
-        """Whether the server replies to GET /health within _CHECK_SECONDS. Also True if the connection fails at once:
-        then `send` tries again, and raises Unavailable after the last time."""
+        """Whether the server replies to GET /health within _CHECK_SECONDS. Also True if the connection fails at once,
+        because then `send` fails too, and raises Unavailable after its last attempt."""
         try:
             with self._open(urllib.request.Request(f"{self.server}/health", headers=self._headers), _CHECK_SECONDS):
                 return True
@@ -214,8 +214,8 @@ class Sender:
             return True
 
     def send(self, request: BatchRequest) -> dict[str, Any]:
-        """The line of the output. A server that is full or restarts is asked again. Raises Unavailable if there is no
-        server."""
+        """The output line of a request. Sends the request again while the server is full or restarts. Raises
+        Unavailable if there is no server."""
         data = json.dumps(request.body).encode()
         message = urllib.request.Request(self.server + request.url, data, self._headers)
         for resends in range(_MAX_SENDS):
@@ -224,7 +224,7 @@ class Sender:
                 with self._open(message) as response:
                     if response.status not in (429, 503) or is_last:
                         return _line(request, response.status, response.headers, response.read())
-                    asked = response.headers.get("retry-after", "")
+                    retry_after = response.headers.get("retry-after", "")
             except (OSError, http.client.HTTPException) as error:  # HTTPException: the server ended amid its answer
                 if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
                     raise Unavailable(
@@ -233,8 +233,8 @@ class Sender:
                     ) from None
                 if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
                     raise Unavailable(f"no answer from {self.server}: {getattr(error, 'reason', error)}") from None
-                asked = ""
-            wait = float(asked) if asked.isdigit() else 0.5 * 2.0**resends
+                retry_after = ""
+            wait = float(retry_after) if retry_after.isdecimal() else 0.5 * 2.0**resends
             time.sleep(min(wait, _MAX_WAIT_SECONDS))
         raise AssertionError("the last send returns or raises")
 

@@ -1,4 +1,4 @@
-"""MessagesRequest: the body of POST /v1/messages in Anthropic's form, and the ChatRequest that it means."""
+"""MessagesRequest: the body of POST /v1/messages in Anthropic's form, and its translation to a ChatRequest."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -33,14 +33,15 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """What the model thought before an earlier answer. The signature is not checked."""
+    """The reasoning of an earlier answer. The signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str = ""
 
 
-class UnreadableBlock(Block):
-    """Has no effect: only Anthropic can read it, or its servers ran it. What a search found is in the answer's text."""
+class OmittedBlock(Block):
+    """A block that the prompt lacks: reasoning that only Anthropic can decrypt, or a tool that Anthropic's servers ran.
+    What a search found is also in the answer's text."""
 
     type: Literal["redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"]
 
@@ -103,7 +104,7 @@ class SearchResultBlock(Block):
 
 
 class ToolReferenceBlock(Block):
-    """A tool that a search of the client found. All tools are in the prompt, so its name is enough."""
+    """A tool that a tool search of the client found. The prompt has all tools, so that the name is enough."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -117,8 +118,8 @@ ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolRefer
 
 
 class ToolResultBlock(Block):
-    """The answer of a tool. `is_error`: the tool failed. Templates have no such field, and clients write the error into
-    `content`, so it counts only where `content` is empty: there a failure would look like a success."""
+    """The result of a tool. Chat templates have no field for `is_error`, and clients write the error into `content`. If
+    `content` is empty, the result is the text "error", because a failure would look like a success."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -131,7 +132,7 @@ class ToolResultBlock(Block):
 
 
 AnyBlock = Annotated[
-    TextBlock | DocumentBlock | SearchResultBlock | ThinkingBlock | UnreadableBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | DocumentBlock | SearchResultBlock | ThinkingBlock | OmittedBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -143,7 +144,7 @@ class InputMessage(RequestBody):
     content: str | Annotated[list[AnyBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
     def to_chat(self) -> Iterator[dict[str, Any]]:
-        """The messages of a chat: the results of tools are messages of their own, before the rest."""
+        """The chat messages: one for each tool result, as Anthropic wants them first, then one for the other blocks."""
         blocks: list[Any] = [] if isinstance(self.content, str) else self.content
         for block in blocks:
             if isinstance(block, ToolResultBlock):
@@ -223,7 +224,7 @@ class CountTokensRequest(RequestBody):
     thread: Any = Field(None, description="Not supported: send the whole conversation.")
 
     def to_chat(self) -> ChatRequest:
-        """The chat that this body means. Raises InvalidRequest."""
+        """Translates the body. Raises InvalidRequest."""
         if self.thread is not None:
             raise UnsupportedThread
         return validate_fields(_Chat, self._chat_fields())

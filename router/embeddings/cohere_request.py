@@ -50,9 +50,9 @@ class CohereEmbedRequest(PoolingFields):
         texts = self._texts()
         if not texts or not all(texts):
             raise InvalidRequest("a text is empty; give at least one text, and each at least one token")
-        before = self._instruction(instructions)
+        instruction = self._instruction(instructions)
         fields = {"dimensions": self.output_dimension} if self.output_dimension else {}
-        return self.to_embed_requests([before + text for text in texts], request_id, **fields)
+        return self.to_embed_requests([instruction + text for text in texts], request_id, **fields)
 
     def kept_tokens(self, index: int) -> int | None:
         """See PoolingFields."""
@@ -96,8 +96,8 @@ class CohereEmbedRequest(PoolingFields):
         return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]
 
     def _instruction(self, instructions: Mapping[str, str]) -> str:
-        """What stands before each text. A model without instructions treats all kinds of text alike, so that Cohere's
-        own names change nothing. A model that has no instruction for documents takes them as they are. Raises
+        """The text to put before each input, by `input_type`; "" without it. Cohere's own names have no effect on a
+        model without instructions. "search_document" has none on a model without an instruction for documents. Raises
         InvalidBody for any other name that the model lacks."""
         kind = self.input_type
         if kind is None:
@@ -112,8 +112,9 @@ class CohereEmbedRequest(PoolingFields):
 
 
 def _convert(values: "np.ndarray[tuple[int, int], np.dtype[np.float32]]", kind: EmbeddingType) -> list[Any]:
-    """One embedding for each row of `values`. Bits, one for each value, are 1 where the value is not negative; the
-    first is the highest of its byte. The integers of a row are its values, scaled to a largest magnitude of 127."""
+    """The rows of `values` as embeddings of the type `kind`. Integers are the values of a row, scaled so that the
+    largest magnitude is 127. Bits are 1 for values that are not negative; the first value is the highest bit of the
+    first byte."""
     converted: np.ndarray[tuple[int, int], np.dtype[Any]]
     match kind:
         case "base64":

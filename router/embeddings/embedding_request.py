@@ -28,7 +28,7 @@ _POOLING = {None: POOLING_UNSPECIFIED, "last": POOLING_LAST, "mean": POOLING_MEA
 
 
 class PoolingFields(RequestBody):
-    """What all bodies of this folder have in common. `pooling`: see EmbedRequest in coatcheck.proto."""
+    """The fields that all bodies of this folder have. `pooling`: see EmbedRequest in coatcheck.proto."""
 
     model: str = ""
     pooling: PoolingName | None = None
@@ -52,12 +52,13 @@ class PoolingFields(RequestBody):
 
     @abstractmethod
     def kept_tokens(self, index: int) -> int | None:
-        """How many tokens of prompt number `index` are kept; -1: as many as the context has; None: it is not cut."""
+        """How many tokens of prompt number `index` are kept. -1: as many as the context has. None: the prompt is not
+        truncated, and a prompt that is longer than the context is refused."""
 
     @property
     @abstractmethod
     def keeps_last(self) -> bool:
-        """Whether a prompt that is cut keeps its last tokens, and not its first."""
+        """Whether truncation keeps the last tokens of a prompt, and not the first."""
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -65,7 +66,8 @@ class PoolingFields(RequestBody):
         return True
 
     def truncate(self, message: EmbedRequest, token_ids: Sequence[int], count: int, max_tokens: int) -> EmbedRequest:
-        """The message with `count` tokens of its prompt, see `kept_tokens`. `max_tokens`: of a prompt."""
+        """Truncates the prompt of `message`, which has `token_ids`, to `count` tokens (see `kept_tokens`), and at most
+        to `max_tokens`, which the context has."""
         count = max_tokens if count < 0 else min(count, max_tokens)
         message.token_ids.ids[:] = token_ids[-count:] if self.keeps_last else token_ids[:count]
         return message

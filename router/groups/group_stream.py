@@ -28,8 +28,8 @@ _CHANNEL_OPTIONS = [
 # How long a host may take to accept a connection. The kernel accepts connections however busy the processes are. In
 # this time TCP sends the first packet three times.
 _CONNECT_SECONDS: Final = 4.0
-# The errors of a connection to a host that is lost, or that has no such process any more.
-_GONE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+# The errors of a connection attempt to a host that is lost, or on which no process listens at the port.
+_UNREACHABLE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
@@ -52,7 +52,7 @@ class GroupStream:
         self._certificate = certificate
         self._silence_seconds = silence_seconds
         self._hang_seconds = hang_seconds
-        self._silence = ""  # the reason to end the stream, once the group counts as silent
+        self._reason = ""  # the message of GroupSilent, set when the stream is cancelled for it
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._last_message_at = 0.0
 
@@ -79,7 +79,7 @@ class GroupStream:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # close() was called, perhaps at the same moment
                     raise
-                raise GroupSilent(self._silence) from None
+                raise GroupSilent(self._reason) from None
             finally:
                 for helper in helpers:
                     helper.cancel()
@@ -93,21 +93,21 @@ class GroupStream:
     async def _watch(self, call: _Call) -> None:
         clock = asyncio.get_running_loop().time
         check_seconds = self._silence_seconds / 5
-        while not self._silence:
+        while not self._reason:
             before = clock()
             await asyncio.sleep(check_seconds)
-            late = clock() - before - check_seconds  # this router was too busy to read
+            busy = clock() - before - check_seconds  # for so long this router could not read messages
             last_message_at = self._last_message_at
-            silence = clock() - last_message_at - late
+            silence = clock() - last_message_at - busy
             if silence > self._hang_seconds:
-                self._silence = f"the group has said nothing for {self._hang_seconds:g} s"
+                self._reason = f"the group has said nothing for {self._hang_seconds:g} s"
             elif (
                 silence > self._silence_seconds
                 and not await self._accepts_connection()
                 and self._last_message_at == last_message_at  # no message has come during the attempt to connect
             ):
                 seconds = f"{self._silence_seconds:g} s"
-                self._silence = f"the group has said nothing for {seconds}, and its host accepts no connection"
+                self._reason = f"the group has said nothing for {seconds}, and its host accepts no connection"
         call.cancel()
 
     async def _accepts_connection(self) -> bool:
@@ -123,6 +123,6 @@ class GroupStream:
             return clock() - began > 1.5 * _CONNECT_SECONDS  # this router was too busy to read the reply
         except OSError as error:
             # asyncio raises an error without errno if each of several addresses of the host has failed.
-            return error.errno is not None and error.errno not in _GONE
+            return error.errno is not None and error.errno not in _UNREACHABLE
         writer.close()
         return True

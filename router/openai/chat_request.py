@@ -24,8 +24,8 @@ from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 
 class TextPart(RequestBody):
-    """A content part of text, as the APIs and their clients name it; "thinking" and "reasoning" are reasoning. Other
-    fields, such as `cache_control`, have no effect."""
+    """A content part of text, under each name that the APIs have for it. Parts of the types "thinking" and "reasoning"
+    are reasoning. Other fields, such as `cache_control`, have no effect."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -106,7 +106,7 @@ def _join(parts: Sequence[TextPart], *, is_reasoning: bool) -> str:
 
 
 class ThinkingSwitch(RequestBody):
-    """Whether the model reasons, as clients of DeepSeek, GLM and Kimi say it."""
+    """The field `thinking` of DeepSeek, GLM and Kimi: whether the model reasons."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -115,7 +115,7 @@ class ThinkingSwitch(RequestBody):
 
 
 class ReasoningFields(RequestBody):
-    """How much the model reasons, as clients of OpenRouter say it. `exclude`: the response lacks the reasoning."""
+    """The field `reasoning` of OpenRouter: how much the model reasons. `exclude`: the response lacks the reasoning."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -126,8 +126,8 @@ class ReasoningFields(RequestBody):
 
 
 class ChatRequest(SamplingFields):
-    """With tool_choice "required" or the name of a function a grammar constrains the calls. With "auto" calls are found
-    in the text, and a grammar constrains only those of strict functions."""
+    """With the tool_choice "required", or with a function's name, a grammar constrains the calls. With "auto" the
+    router finds the calls in the text, and a grammar constrains only those of strict functions."""
 
     accepted_values: ClassVar = {
         "modalities": (["text"],),
@@ -193,38 +193,38 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _take_reasoning_fields(self) -> Self:
-        """The fields of other APIs in those of this one. Fields of OpenAI and vLLM come first."""
-        asked, switch = self.reasoning or ReasoningFields(), self.thinking
+        """Copies `thinking` and `reasoning` into the fields of OpenAI, Qwen and vLLM that the body does not set."""
+        reasoning, switch = self.reasoning or ReasoningFields(), self.thinking
         if self.reasoning_effort is None:
-            self.reasoning_effort = asked.effort
+            self.reasoning_effort = reasoning.effort
         if self.enable_thinking is None and switch is not None and switch.type in ("enabled", "disabled"):
             self.enable_thinking = switch.type == "enabled"
         if self.enable_thinking is None:
-            self.enable_thinking = asked.enabled
+            self.enable_thinking = reasoning.enabled
         if self.max_reasoning_tokens is None:
             self.max_reasoning_tokens = switch.budget_tokens if switch is not None else None
         if self.max_reasoning_tokens is None:
-            self.max_reasoning_tokens = asked.max_tokens
-        self.include_reasoning = self.include_reasoning and not asked.exclude
+            self.max_reasoning_tokens = reasoning.max_tokens
+        self.include_reasoning = self.include_reasoning and not reasoning.exclude
         return self
 
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The variables of the chat template that the request sets."""
-        set_by = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        arguments = {name: value for name, value in set_by.items() if value is not None}
+        fields = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        from_fields = {name: value for name, value in fields.items() if value is not None}
         switches = {}
-        is_on = self.enable_thinking
-        if is_on is None and self.reasoning_effort is not None:
-            is_on = self.reasoning_effort != "none"
-        if is_on is not None:
-            # Templates with a switch in place of an effort have one of these two names for it.
-            switches = dict.fromkeys(("enable_thinking", "thinking"), is_on)
-        return switches | self.chat_template_kwargs | arguments
+        reasons = self.enable_thinking
+        if reasons is None and self.reasoning_effort is not None:
+            reasons = self.reasoning_effort != "none"
+        if reasons is not None:
+            # A template with a switch in place of an effort reads one of these two names.
+            switches = dict.fromkeys(("enable_thinking", "thinking"), reasons)
+        return switches | self.chat_template_kwargs | from_fields
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with because of `echo`."""
+        """The text of the last message that `echo` puts before the answer; else ""."""
         last = self.messages[-1] if self.echo and self.messages else None
         return last.to_proto().content if last is not None and last.role == "assistant" else ""
 
@@ -237,9 +237,10 @@ class ChatRequest(SamplingFields):
         *,
         shows_tools: bool,
     ) -> GenerateRequest:
-        """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what it may have before a structure.
-        `special_ids`: the ids of special tokens by their text. `shows_tools`: the chat template has tools; without them
-        only required calls are served, whose form the grammar knows. Raises InvalidRequest."""
+        """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what may stand before structured output.
+        `special_ids`: the ids of special tokens by their text. `shows_tools`: whether the chat template shows tools. If
+        not, tools are left out of the prompt of a required call, whose form the grammar gives. Raises InvalidRequest.
+        """
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}

@@ -1,4 +1,4 @@
-"""ResponsesRequest: the body of POST /v1/responses, and the ChatRequest that it means."""
+"""ResponsesRequest: the body of POST /v1/responses, and its translation to a ChatRequest."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -17,7 +17,7 @@ from coatcheck.router.responses.responses_tools import (
     HostedTool,
     flat_name,
     names_in_namespaces,
-    tools_of_chat,
+    to_chat_tools,
 )
 
 
@@ -65,8 +65,8 @@ class ResponsesStreamOptions(RequestBody):
     accepted_values: ClassVar = {"include_obfuscation": (True, False)}
 
 
-# Of what a response may include, only log-probabilities are served. The others belong to OpenAI's own tools, to images
-# and to encrypted reasoning, which no response here has.
+# Only log-probabilities have an effect. The other values ask for details of hosted tools, images and encrypted
+# reasoning, which no response of this server has.
 _LOGPROBS: Final = "message.output_text.logprobs"
 Included = Literal[
     "message.output_text.logprobs",
@@ -142,7 +142,7 @@ class ResponsesRequest(RequestBody):
         return names_in_namespaces(self.tools)
 
     def to_chat(self, messages: Sequence[ChatFields]) -> ChatRequest:
-        """The chat that this body means. `messages`: of the previous responses and of `input`. Raises
+        """Translates the body. `messages`: those of the previous responses, then those of `input`. Raises
         InvalidRequest."""
         fields: dict[str, Any] = {
             "model": self.model,
@@ -151,7 +151,7 @@ class ResponsesRequest(RequestBody):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": tools_of_chat(self.tools),
+            "tools": to_chat_tools(self.tools),
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": self.tool_choice,
             "logprobs": self.has_logprobs,

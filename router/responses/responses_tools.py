@@ -1,4 +1,4 @@
-"""The tools of a /v1/responses body: functions, alone or in a namespace, and OpenAI's own tools that are left out."""
+"""The tools of a /v1/responses body: functions, alone or in a namespace, and hosted tools, which are left out."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,8 +35,8 @@ class NamespaceTool(RequestBody):
 
 
 class HostedTool(RequestBody):
-    """A tool that OpenAI's servers run and that agents offer beside their functions with every request. The model is
-    not told of it, and the response's `tools` lack it."""
+    """A tool that OpenAI's servers run. Agents send it with every request, beside their functions. Neither the prompt
+    nor the response's `tools` have it."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -51,8 +51,8 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def tools_of_chat(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
-    """The functions in the form of a chat. Raises InvalidParameter if there are only tools that are not served."""
+def to_chat_tools(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
+    """The functions in the form of /v1/chat/completions. Raises InvalidParameter if all tools are hosted ones."""
     found: list[dict[str, Any]] = []
     for tool in tools:
         match tool:
@@ -62,7 +62,7 @@ def tools_of_chat(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
                 found += [_chat_function(one, flat_name(tool.name, one.name)) for one in tool.tools]
     if not found and (hosted := [(n, tool.type) for n, tool in enumerate(tools) if isinstance(tool, HostedTool)]):
         index, kind = hosted[0]
-        raise InvalidParameter(f"tools.{index}.type", f"is {kind!r}, which this server does not run; give functions")
+        raise InvalidParameter(f"tools.{index}.type", f"is {kind!r}, which only OpenAI's servers run; give functions")
     return found
 
 

@@ -109,9 +109,8 @@ _CHATML = (
 )  # fmt: skip
 def test_a_plain_conversation_has_the_text_that_transformers_gives_it(source: str, arguments: dict[str, Any]) -> None:
     """Filters, special tokens and variables are those of apply_chat_template."""
-    expected = render_jinja_template(
-        [_CHAT], chat_template=source, add_generation_prompt=True, **{"bos_token": "<s>"} | arguments
-    )[0][0]
+    variables: dict[str, Any] = {"bos_token": "<s>", **arguments}
+    expected = render_jinja_template([_CHAT], chat_template=source, add_generation_prompt=True, **variables)[0][0]
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(_CHAT, True, [], arguments) == expected
 
 
@@ -121,7 +120,10 @@ def test_a_continued_message_ends_the_prompt(source: str, text: str) -> None:
     """Also a text that the template writes behind each message, such as `<`."""
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": text}]
     expected = render_jinja_template([messages], chat_template=source, continue_final_message=True)[0][0]
-    chat = Chat(messages=[ChatMessage(**message) for message in messages], continue_final_message=True)
+    chat = Chat(
+        messages=[ChatMessage(role=message["role"], content=message["content"]) for message in messages],
+        continue_final_message=True,
+    )
     assert render_chat(chat, ChatTemplate(source, {})) == expected
 
 
