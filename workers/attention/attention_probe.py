@@ -32,7 +32,7 @@ from coatcheck.workers.attention.state_layers import (
     find_mlp_layers,
     find_state_layers,
     has_output_gate,
-    pass_tokens_alone,
+    without_states,
 )
 
 _PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is: no mask is built
@@ -86,7 +86,7 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
     config: Any = model.config
     length = max_model_len or getattr(config, "max_position_embeddings", None) or 4096
     try:
-        with use_dummy_weights(model), pass_tokens_alone(model):
+        with use_dummy_weights(model), without_states(model):
             layers = _read_layers(model, length)
             _check_tokens_are_independent(model, length)
     except TokensMixed as mixed:

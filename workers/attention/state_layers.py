@@ -1,8 +1,8 @@
-"""The layers of a hybrid model that keep a state in place of keys and values, or beside them.
+"""Finds the layers of a hybrid model that keep a state in place of keys and values, or beside them.
 
-Our own code computes these layers (workers/model/linear_attention.py). The probe of
-attention_probe.py refuses layers whose tokens interact outside of attention. So `pass_tokens_alone` removes the
-interaction of these layers while the probe runs, and the probe checks everything else.
+Our own code computes these layers (workers/model/linear_attention.py). attention_probe.py refuses models in which
+tokens interact outside of attention. While it runs, `without_states` makes these layers compute each token by itself,
+so that the probe checks the rest of the model.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from coatcheck.workers.core.model_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 
-# Attention whose query projection has each head's query and then its gate, by which the head's output is multiplied.
+# Attention whose query projection outputs, for each head, the query and then a gate that multiplies the head's output.
 _GATED_ATTENTIONS: Final = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 
 _Other = TypeVar("_Other")
@@ -32,45 +32,47 @@ class StateLayer:
 
 
 def find_state_layers(model: nn.Module) -> list[StateLayer]:
-    """The layers of `model` that keep a state, with the heads of all ranks, in the order of the layers."""
+    """The layers of `model` that keep a state, in layer order. Their specs have the heads of all ranks."""
     return sorted(
         (StateLayer(name, spec) for name, _, spec in _state_modules(model)), key=lambda state: state.spec.layer
     )
 
 
 def find_mlp_layers(model: nn.Module) -> set[int]:
-    """The layers of `model` that are an MLP or experts alone: no token reads another one there (nemotron_h)."""
+    """The indices of the layers of `model` that are only an MLP or experts, without attention or state (nemotron_h)."""
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "NemotronHBlock"]
     return {block.layer_idx for block in blocks if block.block_type in ("mlp", "moe")}
 
 
 def correct_dt_limits(model: nn.Module) -> None:
-    """Give the mixers of nemotron_h, in a model of transformers, the limits of dt that config.json has.
+    """Set the limits of dt of all Mamba-2 mixers, in a model of transformers, to config.json's `time_step_limit`.
 
-    transformers takes `time_step_min` as the least dt, the range from which training initialised dt_bias. The code of
-    the published models limits dt by `time_step_limit`, 0 to infinity in all of them: a head that remembers for
-    thousands of tokens has smaller dt than `time_step_min` (huggingface/transformers pull request 48989).
+    null means 0 to infinity; transformers' code fails on it. In nemotron_h transformers takes `time_step_min` as the
+    smallest dt, which is only where training began: dt_bias was initialised to give dt from `time_step_min` on. The
+    code of the published models limits dt by `time_step_limit`, 0 to infinity in all of them. A head that remembers
+    thousands of tokens has a dt below `time_step_min` (huggingface/transformers pull request 48989).
     """
-    mixers: list[Any] = [module for module in model.modules() if type(module).__name__ == "NemotronHMamba2Mixer"]
-    for mixer in mixers:
-        mixer.time_step_limit = tuple(mixer.config.time_step_limit or (0.0, math.inf))
+    for _, mixer, spec in _state_modules(model):
+        if isinstance(spec, Mamba2Spec):
+            owner = mixer.config if type(mixer).__name__ == "NemotronHMamba2Mixer" else mixer
+            mixer.time_step_limit = tuple(owner.time_step_limit or (0.0, math.inf))
 
 
 def has_output_gate(attention: nn.Module) -> bool:
-    """Whether an attention module's query projection has a gate behind each head's query."""
+    """Whether an attention module's query projection outputs, for each head, a query and then a gate."""
     return type(attention).__name__ in _GATED_ATTENTIONS
 
 
 def interleave(others: Sequence[_Other], states: Sequence[tuple[int, _State]]) -> list[_Other | _State]:
-    """`states` at the layers that they name, and `others`, in their order, at the layers between them."""
+    """One item for each layer: of `states` at the layer index that it names, of `others`, in order, at the rest."""
     by_layer, rest = dict(states), iter(others)
     count = len(others) + len(by_layer)
     return [by_layer[layer] if layer in by_layer else next(rest) for layer in range(count)]
 
 
 @contextmanager
-def pass_tokens_alone(model: nn.Module) -> Iterator[None]:
-    """While inside, every layer of `model` with a state computes each token from itself, with the same linears."""
+def without_states(model: nn.Module) -> Iterator[None]:
+    """Within this context, layers of `model` with a state compute each token by itself, with the same linears."""
     modules = [(module, spec) for _, module, spec in _state_modules(model)]
     for module, spec in modules:
         module.forward = _TokenwiseForward(module, spec)
@@ -82,7 +84,7 @@ def pass_tokens_alone(model: nn.Module) -> Iterator[None]:
 
 
 class _TokenwiseForward:
-    """The forward of a layer without its state: the linears of each token, with tanh between them."""
+    """A forward that stands for a layer with a state: its linears, with tanh between them."""
 
     def __init__(self, module: Any, spec: StateSpec) -> None:
         self._module, self._size = module, spec.inner_size
@@ -123,7 +125,7 @@ def _read_mamba2(module: Any) -> Mamba2Spec:
 
 
 def _norm_size(mixer: Any) -> int:
-    """Elements that share a mean square in a Mamba-2 mixer's norm; 0 without a norm."""
+    """Elements over which a Mamba-2 mixer's norm takes a mean square; 0 without a norm."""
     norm = mixer.norm
     if isinstance(norm, nn.Identity):
         return 0

@@ -74,6 +74,15 @@ def test_nemotron_h_limits_dt_as_its_config_says(tmp_path: Path) -> None:
         assert torch.equal(logits, other) is equal
 
 
+def test_mixers_without_limits_of_dt_are_served(tmp_path: Path) -> None:
+    """time_step_limit may be null, which transformers' code cannot compute: dt is then from 0 to infinity."""
+    unlimited = tiny_checkpoint("bamba", tmp_path, time_step_limit=None)
+    assert find_difference(unlimited) is None
+    logits, *_ = reference_logits(unlimited, sequences := make_sequences(VOCAB, 0)[:1])
+    other, *_ = reference_logits(tiny_checkpoint("bamba", tmp_path / "limits"), sequences)
+    assert torch.equal(logits, other)
+
+
 def test_a_wrong_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If layer 2 scales its scores wrongly, the refusal names layer 2 and its kind."""
     change_attention(
