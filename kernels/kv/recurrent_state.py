@@ -1,11 +1,11 @@
-"""RecurrentState: what one layer remembers of each sequence, in slots of fixed size.
+"""RecurrentState: one layer's states of all sequences, in slots of fixed size. (vLLM: conv_state and ssm_state.)
 
     window [slots, conv_size - 1, channels]   the last inputs of the convolution, oldest first
-    matrix [slots, heads, rows, columns]      float32: sums over all tokens round too much in 16 bits
+    matrix [slots, heads, rows, columns]      the state of the recurrence; float32, because it sums over all tokens
 
 A layer without recurrence (LFM2's gated convolution) has no matrix.
 
-A sequence whose next token is its first one starts from zeros, whatever its slot holds. So nobody has to clear a slot.
+At the first token of a sequence the state counts as zeros, whatever the slot holds. So slots are never cleared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RecurrentState:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a slot holds: [slots, ...] each, contiguous."""
+        """The window and, if there is one, the matrix: contiguous, [slots, ...] each."""
         return [self.window] if self.matrix is None else [self.window, self.matrix]
 
     def check_shapes(self, window: tuple[int, int], matrix: tuple[int, int, int] | None, like: Tensor) -> None:
@@ -67,14 +67,14 @@ class RecurrentState:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Which tokens of a step belong to which slot: T tokens of S sequences, flattened.
+    """The sequences of a step and their slots: T tokens of S sequences, flattened.
 
-    slots:      int64 [S], the slot of each sequence; no two sequences of a step have the same
-    seq_lens:   int32 [S], tokens of the sequence with this step's; 0 for padding, whose outputs are 0
-    cu_seqlens: int32 [S + 1], sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1]
-    max_query_len: at least the tokens of each sequence in this step; chooses the kernels of a GPU
+    slots:      int64 [S], the slot of each sequence; all different, but for padding
+    seq_lens:   int32 [S], tokens of the sequence, this step's included; 0 for padding, whose outputs are 0
+    cu_seqlens: int32 [S + 1], sequence s has tokens [cu_seqlens[s], cu_seqlens[s + 1])
+    max_query_len: an upper bound on a sequence's tokens in this step; chooses the kernels of a GPU
 
-    A sequence with seq_lens[s] tokens of which this step computes as many starts from a zero state.
+    If all seq_lens[s] tokens of a sequence are in this step, it starts from a state of zeros.
     """
 
     slots: Tensor
@@ -83,7 +83,7 @@ class StateRows:
     max_query_len: int = sys.maxsize
 
     def sequences(self) -> Iterator[tuple[slice, int, bool]]:
-        """(tokens, slot, whether they are the first ones) of each sequence that has some. Waits for the device."""
+        """(tokens, slot, is_new) of each sequence with tokens, padding excluded. Synchronises with the device."""
         starts = self.cu_seqlens.tolist()
         for index, (slot, length) in enumerate(zip(self.slots.tolist(), self.seq_lens.tolist(), strict=True)):
             first, last = starts[index], starts[index + 1]

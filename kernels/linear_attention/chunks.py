@@ -1,23 +1,24 @@
-"""The gated delta rule on a GPU over chunks of 32 or 64 tokens, by matrix products (Yang et al., 2024, 2412.06464).
+"""The chunked form of the gated delta rule on a GPU: matrix products over 32 or 64 tokens (Yang et al., 2412.06464).
 
-With g_t the sum of the logarithms of the decays from the chunk's first token to t, and S the state before the chunk:
+g_t is the sum of the log decays from the chunk's first token to t, and S the state before the chunk:
 
     A[t, i] = beta_t exp(g_t - g_i) (k_t . k_i) for i < t, else 0;   T = (I + A)^-1
     U = T (beta (v - exp(g) k S))
     o = exp(g) q S + P U,   P[t, i] = exp(g_t - g_i) (q_t . k_i) for i <= t, else 0
     S = exp(g_last) S + (exp(g_last - g) k)^T U
 
-Three kernels: `_prepare_chunks` computes T, P and g of all chunks side by side. `_pass_chunks` takes the chunks of a
-sequence one after the other; a program has some columns of one head's state in registers, and replaces the
-convolution's window of its channels. `_norm_and_gate` then has the rows of all columns. T, P and o are rounded to the
-dtype; sums and states are float32.
+Three kernels. `_prepare_chunks` computes T, P and g of all chunks in parallel. `_scan_chunks` computes the chunks of a
+sequence in order: a program keeps some columns of one head's state in registers, and at the end replaces the
+convolution's window of its channels. `_norm_and_gate` needs whole rows of o, so it runs last. T, P and o are rounded to
+the dtype; sums and states are float32.
 
-T's powers could cancel (with equal keys the powers of A grow as binomial coefficients). So T is computed in two steps,
-from blocks of 8 tokens: D is A within the blocks, N the rest, and I + A = (I + D) (I + M) with M = (I + D)^-1 N. D and
-M are nilpotent of index 8, so (I + X)^-1 = (I - X) (I + X^2) (I + X^4), whose coefficients stay below 36.
+Powers of A itself would cancel: with equal keys they grow as binomial coefficients. So T is computed in two steps, from
+blocks of 8 tokens: D is A within the blocks, N the rest, and I + A = (I + D) (I + M) with M = (I + D)^-1 N. D and M are
+nilpotent of index 8, so (I + X)^-1 = (I - X) (I + X^2) (I + X^4), whose coefficients stay below 36.
 
-A chunk starts at the first token of a step, so a token's bits depend on the cut of the prompt into steps. The
-deterministic mode computes all tokens by recurrence.py. So do sequences of fewer than LEAST tokens.
+Chunks are counted from the first token of a step, so a token's bits depend on how the prompt was cut into steps. In
+deterministic mode recurrence.py computes all tokens; otherwise it computes those of sequences with fewer than
+MIN_CHUNKED tokens in the step.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -34,32 +35,33 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv.recurrent_state import StateRows
-from coatcheck.kernels.linear_attention.convolution import _keep_window
+from coatcheck.kernels.linear_attention.convolution import _update_window
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, _beta, _log_decay, _normalised
 from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_tiles
 
-LEAST = 32  # tokens of a sequence that is computed in chunks; at most those of a chunk
+MIN_CHUNKED = 32  # a sequence with this many tokens in a step is computed in chunks; at most the size of a chunk
 
 
 class ChunkLaunch(NamedTuple):
-    """`chunk`: tokens. `columns`: of the state in one program. `inverse`: precision of the products for T."""
+    """`chunk`: tokens of a chunk. `columns`: of a head's state in one program of `_scan_chunks`. `inverse`: Triton's
+    input_precision of the products that compute T."""
 
     chunk: int
     columns: int
     prepare_warps: int
-    pass_warps: int
+    scan_warps: int
     inverse: str
 
 
 def takes_chunks(dtype: torch.dtype, *, batch_invariant: bool) -> bool:
-    """Whether long sequences are computed in chunks. Products of float32 would spill registers at every size of tile,
-    or round to 10 bits; float32 takes the recurrence."""
+    """Whether long sequences are computed in chunks. Not in float32: its products spill registers at every tile size
+    or round to 10 bits (TF32)."""
     return dtype != torch.float32 and not batch_invariant
 
 
 def pick_chunks(value_dim: int, gpu: GpuProperties) -> ChunkLaunch:
-    """Only where products read their operands from shared memory do chunks of 64 tokens leave enough registers. T is
-    computed from pairs of bfloat16 (16 bits); Triton's interpreter lacks them."""
+    """Chunks of 64 tokens leave enough registers only on GPUs whose products read operands from shared memory
+    (`wide_tiles`); others take 32. T is computed by bf16x3, which Triton's interpreter lacks."""
     inverse = "ieee" if gpu.convert == 1 else "bf16x3"
     return ChunkLaunch(64 if gpu.wide_tiles else 32, min(32, value_dim), 4, 8, inverse)
 
@@ -68,33 +70,34 @@ def compute_chunks(
     weights: DeltaNetWeights, y: Tensor, qkvz: Tensor, ba: Tensor, window: Tensor, matrix: Tensor, rows: StateRows,
     out: Tensor, launch: ChunkLaunch,
 ) -> None:  # fmt: skip
-    """As recurrence.compute_tokens, for the sequences with LEAST tokens or more."""
+    """As recurrence.compute_tokens, but for the sequences with MIN_CHUNKED tokens or more."""
     heads, key_dim, value_dim = matrix.shape[1:]
     tokens, sequences, device = qkvz.shape[0], rows.slots.shape[0], qkvz.device
     t, p = (torch.empty((tokens, heads, launch.chunk), dtype=qkvz.dtype, device=device) for _ in range(2))
     g = torch.empty((tokens, heads), dtype=torch.float32, device=device)
     sizes = dict(
-        HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, CHUNK=launch.chunk, LEAST=LEAST
-    )
-    tiles = count_tiles(tokens, sequences, launch.chunk, LEAST)
+        HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, CHUNK=launch.chunk,
+        MIN_CHUNKED=MIN_CHUNKED,
+    )  # fmt: skip
+    tiles = count_tiles(tokens, sequences, launch.chunk, MIN_CHUNKED)
     _prepare_chunks[(tiles, heads)](
         y, ba, weights.rates, weights.biases, rows.seq_lens, rows.cu_seqlens, t, p, g, sequences, ba.stride(0), **sizes,
         INVERSE=launch.inverse, num_warps=launch.prepare_warps,
     )  # fmt: skip
-    _pass_chunks[(tiles, heads, value_dim // launch.columns)](
+    _scan_chunks[(tiles, heads, value_dim // launch.columns)](
         y, qkvz, ba, t, p, g, window, matrix, rows.slots, rows.seq_lens, rows.cu_seqlens, out, sequences,
         qkvz.stride(0), ba.stride(0), **sizes, COLUMNS=launch.columns, SIZE=weights.conv_size,
-        ROWS=triton.next_power_of_2(max(1, weights.conv_size - 1)), num_warps=launch.pass_warps, num_stages=1,
+        ROWS=triton.next_power_of_2(max(1, weights.conv_size - 1)), num_warps=launch.scan_warps, num_stages=1,
     )  # fmt: skip
     _norm_and_gate[(tiles, heads)](
         qkvz, weights.scales, rows.seq_lens, rows.cu_seqlens, out, sequences, qkvz.stride(0), y.shape[1], weights.eps,
-        HEADS=heads, VALUE_DIM=value_dim, CHUNK=launch.chunk, LEAST=LEAST, num_warps=4,
+        HEADS=heads, VALUE_DIM=value_dim, CHUNK=launch.chunk, MIN_CHUNKED=MIN_CHUNKED, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _product(a, b, PRECISION: tl.constexpr = "ieee"):
-    """a b in float32. PRECISION: of products of float32."""
+    """a @ b in float32. PRECISION: Triton's input_precision, if a and b are float32."""
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -113,14 +116,14 @@ def _inverse_of_nilpotent(x, PRECISION: tl.constexpr):
 def _prepare_chunks(
     y, ba, rates, biases, seq_lens, cu_seqlens, t, p, g, sequences, ba_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, LEAST: tl.constexpr, INVERSE: tl.constexpr,
+    CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, LEAST)
+    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     first = tl.load(cu_seqlens + sequence)
     count = tl.load(cu_seqlens + sequence + 1) - first
-    start = (tile - first // CHUNK - first // LEAST) * CHUNK
-    if (tl.load(seq_lens + sequence) > 0) & (count >= LEAST) & (start < count):
+    start = (tile - first // CHUNK - first // MIN_CHUNKED) * CHUNK
+    if (tl.load(seq_lens + sequence) > 0) & (count >= MIN_CHUNKED) & (start < count):
         group: tl.constexpr = HEADS // KEY_HEADS
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
         at, k_at = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
@@ -149,17 +152,17 @@ def _prepare_chunks(
 
 
 @triton.jit(do_not_specialize=["slots", "seq_lens", "cu_seqlens", "sequences"])
-def _pass_chunks(
+def _scan_chunks(
     y, qkvz, ba, t, p, g, window, matrix, slots, seq_lens, cu_seqlens, out, sequences, qkvz_stride, ba_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, LEAST)
+    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     first = tl.load(cu_seqlens + sequence)
     count = tl.load(cu_seqlens + sequence + 1) - first
     length = tl.load(seq_lens + sequence)
-    if (length > 0) & (count >= LEAST) & (tile == first // CHUNK + first // LEAST):
+    if (length > 0) & (count >= MIN_CHUNKED) & (tile == first // CHUNK + first // MIN_CHUNKED):
         group: tl.constexpr = HEADS // KEY_HEADS
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
         element = out.dtype.element_ty
@@ -174,7 +177,7 @@ def _pass_chunks(
             row = (first + start + at).to(tl.int64)
             places = row * HEADS + head
             total = tl.load(g + places, is_token, other=0.0)
-            last = tl.min(total, 0)  # sums of negative numbers: the last one is the least
+            last = tl.min(total, 0)  # the last token's: a sum of negative numbers falls from token to token
             inputs = y + row[:, None] * channels + head // group * KEY_DIM + k_at[None, :]
             k = _normalised(tl.load(inputs + KEY_HEADS * KEY_DIM, mask, other=0.0))
             values = y + row[:, None] * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column[None, :]
@@ -193,26 +196,26 @@ def _pass_chunks(
         tl.store(states, state)
         is_new = length == count
         channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-        _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, channel, SIZE, ROWS)
+        _update_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, channel, SIZE, ROWS)
         if (head % group == 0) & (part == 0):
             q_channel = head // group * KEY_DIM + k_at
-            _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, q_channel, SIZE, ROWS)
+            _update_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, q_channel, SIZE, ROWS)
             k_channel = KEY_HEADS * KEY_DIM + q_channel
-            _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, k_channel, SIZE, ROWS)
+            _update_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, k_channel, SIZE, ROWS)
 
 
 @triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "sequences"])
 def _norm_and_gate(
     qkvz, scales, seq_lens, cu_seqlens, out, sequences, qkvz_stride, channels, eps,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """In place in `out`."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, LEAST)
+    sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     first = tl.load(cu_seqlens + sequence)
     count = tl.load(cu_seqlens + sequence + 1) - first
-    start = (tile - first // CHUNK - first // LEAST) * CHUNK
-    if (tl.load(seq_lens + sequence) > 0) & (count >= LEAST) & (start < count):
+    start = (tile - first // CHUNK - first // MIN_CHUNKED) * CHUNK
+    if (tl.load(seq_lens + sequence) > 0) & (count >= MIN_CHUNKED) & (start < count):
         element = out.dtype.element_ty
         at, v_at = tl.arange(0, CHUNK), tl.arange(0, VALUE_DIM)
         mask = (start + at < count)[:, None]

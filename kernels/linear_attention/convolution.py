@@ -3,9 +3,9 @@
     y = silu(sum_j conv[j] * x[t - conv_size + 1 + j])          each channel by itself, rounded to the dtype before silu
 
 Shapes: x = columns [0, channels) of qkvz [T, *], whose rows may be strided; y [T, channels], dense. Tokens before the
-step's first one are in the sequence's window. A program has ROWS tokens of one sequence and BLOCK channels. It only
-reads the window. The kernels of the recurrence run after it and replace the window (`_keep_window`), each channel in
-one program. So no program reads a window that another one has replaced.
+step's first one are in the sequence's window. A program has ROWS tokens of one sequence and BLOCK channels. It reads
+the window and does not change it. The kernels of the recurrence, which run later, replace the window
+(`_update_window`), each channel in one program. So no program reads a window that another one has replaced.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -31,12 +31,12 @@ class ConvolutionLaunch(NamedTuple):
 
 
 def pick_convolution(max_query_len: int, *, batch_invariant: bool) -> ConvolutionLaunch:
-    """`max_query_len`: as in StateRows. Batch-invariant: one launch for all steps."""
+    """`max_query_len`: as in StateRows. In batch-invariant mode all steps have the same launch."""
     return ConvolutionLaunch(1, 512, 4) if max_query_len == 1 and not batch_invariant else ConvolutionLaunch(16, 128, 4)
 
 
 def convolve(qkvz: Tensor, taps: Tensor, window: Tensor, rows: StateRows, *, batch_invariant: bool) -> Tensor:
-    """y. taps: float32 [conv_size, channels]. window: [slots, conv_size - 1, channels]. Padding has no y."""
+    """y. taps: float32 [conv_size, channels]. window: [slots, conv_size - 1, channels]. Rows of padding stay unset."""
     size, channels = taps.shape
     tokens, sequences = qkvz.shape[0], rows.slots.shape[0]
     y = torch.empty((tokens, channels), dtype=qkvz.dtype, device=qkvz.device)
@@ -83,12 +83,12 @@ def _convolve(
 
 
 @triton.jit
-def _keep_window(
+def _update_window(
     qkvz, window, slot, first, count, is_new, qkvz_stride, channels, channel,
     SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Replace `channel` (a block of channels) of a slot's window by the last inputs of a sequence, whose `count` tokens
-    of this step are the rows of qkvz from `first` on. ROWS: a power of two, at least SIZE - 1."""
+    """Replace the window of a slot, for the block of channels `channel`, by the last SIZE - 1 inputs of a sequence. Its
+    `count` tokens of this step are rows `first` and following of qkvz. ROWS: a power of two, at least SIZE - 1."""
     if SIZE > 1:
         row = tl.arange(0, ROWS)
         token = count - (SIZE - 1) + row

@@ -11,12 +11,9 @@ For each token, with x = [q | k | v] of its row, per value head h with the q and
 Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (channels) and z; ba [T, 2 * value_heads] with
 columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
 
-The forms in C and in torch, and the recurrence on a GPU, take the tokens of a sequence one after the other, so a result
-has the same bits in any chunks and beside any other sequences. On a GPU chunks of prompts in 16 bits are computed
-by matrix products (chunks.py) unless `batch_invariant`.
-
-In the C form a thread computes the heads of one key head of one sequence; the state's columns do not depend on each
-other, so 32 of them at once stay in the L1 cache while a chunk's tokens pass.
+Implementations: C (csrc/delta_net.c), torch, and for GPUs recurrence.py and chunks.py. All but chunks.py compute the
+tokens of a sequence one after the other, so a result has the same bits in any chunks and beside any other sequences.
+chunks.py computes prompts in bfloat16 and float16 by matrix products, unless `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from coatcheck.kernels.launch_check import (
     once_per_geometry,
     refuse,
 )
-from coatcheck.kernels.linear_attention.chunks import LEAST, compute_chunks, pick_chunks, takes_chunks
+from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED, compute_chunks, pick_chunks, takes_chunks
 from coatcheck.kernels.linear_attention.convolution import convolve
 from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, compute_tokens
@@ -52,7 +49,7 @@ _MAX_DIM = 256  # of a head in the C form
 class GatedDeltaNet:
     """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log and dt_bias [value_heads].
 
-    `eps`: of the norm behind the recurrence. `batch_invariant`: on a GPU a token's bits do not depend on its step.
+    `eps`: of the gated norm. `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step.
     """
 
     conv: Tensor
@@ -63,7 +60,7 @@ class GatedDeltaNet:
     key_heads: int
     key_dim: int
     batch_invariant: bool = False
-    # As the kernels read them: conv [conv_size, channels], and -exp(a_log).
+    # float32, as the kernels read them: conv as [conv_size, channels], -exp(a_log), dt_bias and norm.
     _taps: Tensor = field(init=False)
     _rates: Tensor = field(init=False)
     _biases: Tensor = field(init=False)
@@ -131,16 +128,16 @@ class GatedDeltaNet:
         return out
 
     def _launch(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
-        """On a GPU. Sequences of few tokens take the recurrence, others the chunks; each kernel skips the others."""
+        """On a GPU. recurrence.py computes sequences with few tokens, chunks.py the others; each skips the rest."""
         out = qkvz.new_empty((qkvz.shape[0], self.value_heads * self.value_dim))
         if not len(out) or not len(rows.slots):
             return out
-        least = LEAST if takes_chunks(qkvz.dtype, batch_invariant=self.batch_invariant) else 0
+        min_chunked = MIN_CHUNKED if takes_chunks(qkvz.dtype, batch_invariant=self.batch_invariant) else 0
         y = convolve(qkvz, self._taps, state.window, rows, batch_invariant=self.batch_invariant)
         assert state.matrix is not None
         inputs = (self.weights, y, qkvz, ba, state.window, state.matrix, rows, out)
-        compute_tokens(*inputs, least=least)
-        if least and rows.max_query_len >= least:
+        compute_tokens(*inputs, min_chunked=min_chunked)
+        if min_chunked and rows.max_query_len >= min_chunked:
             compute_chunks(*inputs, pick_chunks(self.value_dim, gpu_properties(qkvz.device)))
         return out
 

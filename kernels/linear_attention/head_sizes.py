@@ -5,7 +5,7 @@ Without torch: `coatcheck serve` checks them before a rank starts.
 
 from typing import Final
 
-# Elements of a head's state in one program. More do not fit into the registers of 8 warps.
+# The most elements of a head's state: a program keeps them in the registers of 8 warps.
 MAX_STATE: Final = 128 * 128
 
 

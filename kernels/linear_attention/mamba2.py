@@ -11,8 +11,8 @@ For each token, whose row has the columns z (the gate), [x | B | C] and dt, per 
 With `norm_before_gate`, out = norm_weight * norm(y) * silu(z). Without a norm, out = y * silu(z).
 
 Shapes, with inner = heads * head_dim and channels = inner + 2 * groups * state_size: rows [T, inner + channels + heads]
-with columns z, x, B, C and dt; rows may be strided; out [T, inner]. Every form takes the tokens of a sequence one after
-the other, so a result has the same bits in any chunks and beside any other sequences.
+with columns z, x, B, C and dt; rows may be strided; out [T, inner]. Both forms, C and torch, compute the tokens of a
+sequence in order, so a result has the same bits in any chunks and beside any other sequences.
 """
 
 from __future__ import annotations

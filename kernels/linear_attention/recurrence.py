@@ -1,9 +1,10 @@
-"""The gated delta rule on a GPU, token by token, with the gated norm behind it: the formula is in gated_delta_net.py.
+"""The recurrent form of the gated delta rule on a GPU, with the gated norm. The formula is in gated_delta_net.py.
 
-For decodes and, in batch-invariant mode, for all chunks: each token is computed by the same instructions, whatever its
-step contains. A program has one value head of one sequence and keeps its state [key_dim, value_dim] in registers: the
-state is read and written once. It also replaces the convolution's window of its channels. Sequences of LEAST tokens or
-more are left to chunks.py (LEAST 0: none). Outputs of padding are zeros.
+It computes sequences with few tokens in a step, such as decodes, and in batch-invariant mode all tokens. Each token is
+computed by the same instructions, whatever else the step contains. A program computes one value head of one sequence
+with its state [key_dim, value_dim] in registers, which is read and written once. It also replaces the convolution's
+window of its channels. Sequences with MIN_CHUNKED tokens or more are left to chunks.py (0: none are). Outputs of
+padding are zeros.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -18,16 +19,16 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from coatcheck.kernels.kv.recurrent_state import StateRows
-from coatcheck.kernels.linear_attention.convolution import _keep_window
+from coatcheck.kernels.linear_attention.convolution import _update_window
 
 
 def pick_warps(key_dim: int, value_dim: int) -> int:
-    """At most 64 elements of the state for each thread."""
+    """Warps of a program: each thread has at most 64 elements of the state."""
     return max(1, min(8, key_dim * value_dim // 2048))
 
 
 class DeltaNetWeights(NamedTuple):
-    """rates (-exp(a_log)), biases: float32 [value_heads]. scales: float32 [value_dim], of the norm with `eps`."""
+    """float32: rates (-exp(a_log)) and biases (dt_bias) [value_heads], scales (the norm's weight) [value_dim]."""
 
     rates: Tensor
     biases: Tensor
@@ -39,18 +40,18 @@ class DeltaNetWeights(NamedTuple):
 
 def compute_tokens(
     weights: DeltaNetWeights, y: Tensor, qkvz: Tensor, ba: Tensor, window: Tensor, matrix: Tensor, rows: StateRows,
-    out: Tensor, *, least: int,
+    out: Tensor, *, min_chunked: int,
 ) -> None:  # fmt: skip
-    """Write the outputs, states and windows of the sequences with fewer than `least` tokens (0: of all).
+    """Write the outputs, states and windows of the sequences with fewer than `min_chunked` tokens (0: of all).
 
-    y: the convolution's. out: [T, value_heads * value_dim], dense. The rest: see gated_delta_net.py.
+    y: output of the convolution. out: [T, value_heads * value_dim], dense. Other arguments: see gated_delta_net.py.
     """
     heads, key_dim, value_dim = matrix.shape[1:]
     _compute_tokens[(rows.slots.shape[0], heads)](
         y, qkvz, ba, weights.rates, weights.biases, weights.scales, window, matrix, rows.slots, rows.seq_lens,
         rows.cu_seqlens, out, qkvz.stride(0), ba.stride(0), weights.eps,
         HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, SIZE=weights.conv_size,
-        ROWS=triton.next_power_of_2(max(1, weights.conv_size - 1)), LEAST=least,
+        ROWS=triton.next_power_of_2(max(1, weights.conv_size - 1)), MIN_CHUNKED=min_chunked,
         num_warps=pick_warps(key_dim, value_dim),
     )  # fmt: skip
 
@@ -59,7 +60,7 @@ def compute_tokens(
 def _compute_tokens(
     y, qkvz, ba, rates, biases, scales, window, matrix, slots, seq_lens, cu_seqlens, out, qkvz_stride, ba_stride, eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, MIN_CHUNKED: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(cu_seqlens + sequence)
@@ -72,7 +73,7 @@ def _compute_tokens(
         for _ in range(count):
             tl.store(outputs, tl.zeros((VALUE_DIM,), element))
             outputs += HEADS * VALUE_DIM
-    elif (count > 0) & ((LEAST == 0) | (count < LEAST)):
+    elif (count > 0) & ((MIN_CHUNKED == 0) | (count < MIN_CHUNKED)):
         group: tl.constexpr = HEADS // KEY_HEADS
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
         slot = tl.load(slots + sequence)
@@ -99,11 +100,11 @@ def _compute_tokens(
             row += 1
         tl.store(places, state)
         is_new = length == count
-        _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, value_at, SIZE, ROWS)
+        _update_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, value_at, SIZE, ROWS)
         if head % group == 0:
-            _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, q_at, SIZE, ROWS)
+            _update_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, q_at, SIZE, ROWS)
             k_channel = KEY_HEADS * KEY_DIM + q_at
-            _keep_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, k_channel, SIZE, ROWS)
+            _update_window(qkvz, window, slot, first, count, is_new, qkvz_stride, channels, k_channel, SIZE, ROWS)
 
 
 @triton.jit
@@ -116,7 +117,7 @@ def _normalised(x):
 
 @triton.jit
 def _log_decay(a, rate, bias, mask):
-    """The logarithm of the decays of the tokens whose `a` are pointed to; of a masked token, of a = 0."""
+    """The log decays of the tokens, rate * softplus(a + bias). `a`: pointers. Masked tokens count as a = 0."""
     x = tl.load(a, mask, other=0.0).to(tl.float32) + bias
     e = tl.exp(tl.minimum(x, 20.0))
     one = 1 + e
@@ -126,6 +127,6 @@ def _log_decay(a, rate, bias, mask):
 
 @triton.jit
 def _beta(b, mask):
-    """The betas of the tokens whose `b` are pointed to, rounded to their dtype."""
+    """sigmoid(b) of the tokens, rounded to the dtype. `b`: pointers."""
     x = tl.load(b, mask, other=0.0)
     return (1 / (1 + tl.exp(-x.to(tl.float32)))).to(x.dtype).to(tl.float32)

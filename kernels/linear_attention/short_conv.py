@@ -1,4 +1,4 @@
-"""LFM2's gated short convolution between its projections, and the depthwise convolution that other layers share.
+"""LFM2's gated short convolution between its projections, and the depthwise convolution that Mamba-2 shares.
 
 For each token, with the columns b, c and x of its row, each channel by itself:
 
@@ -6,8 +6,8 @@ For each token, with the columns b, c and x of its row, each channel by itself:
     out = c * (bias + sum_j conv[j] * u[t - conv_size + 1 + j])   the sum rounded to the dtype
 
 Shapes: rows [T, 3 * channels] with columns b, c and x; rows may be strided; out [T, channels]. The state's window holds
-the last u. Every form takes the tokens of a sequence one after the other, so a result has the same bits in any chunks
-and beside any other sequences.
+the last u. Both forms, C and torch, compute the tokens of a sequence in order, so a result has the same bits in any
+chunks and beside any other sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
 from coatcheck.kernels.launch_check import FLOATS, check_dtype, check_rows, check_shape, once_per_geometry, refuse
 
-_CHANNELS = 16  # the C form computes a multiple of these
+_CHANNELS = 16  # the C form computes multiples of 16 channels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Convolution:
 
     weight: Tensor
     bias: Tensor | None
-    # As the kernels read them, in float32: [conv_size, channels] and [channels].
+    # weight and bias in float32, as the kernels read them: [conv_size, channels] and [channels].
     taps: Tensor = field(init=False)
     biases: Tensor | None = field(init=False)
 
@@ -49,7 +49,7 @@ class Convolution:
 
     @property
     def window(self) -> tuple[int, int]:
-        """(inputs, channels) of a state's window."""
+        """Shape of a slot's window: (inputs, channels)."""
         return self.weight.shape[1] - 1, self.channels
 
     @property

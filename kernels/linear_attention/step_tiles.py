@@ -1,16 +1,17 @@
-"""Which tokens of a step a program of linear attention has, found on the device.
+"""Maps the programs of a kernel to tiles of SIZE tokens of one sequence, on the device.
 
-A step is T tokens of S sequences; lengths are known only on the device when a CUDA graph is replayed. So each kernel is
-launched for the largest number of tiles that T tokens can have, and a program finds its sequence in cu_seqlens by
-bisection. Programs beyond the last tile of a sequence return.
+A step is T tokens of S sequences. When a CUDA graph is replayed, only the device knows their lengths. So a kernel is
+launched for the most tiles that T tokens can have, and each program finds its sequence in cu_seqlens by bisection. A
+program whose tile lies behind the end of its sequence returns.
 
-Sequence s has its tiles of SIZE tokens from number
+The first tile of sequence s has the number
 
-    cu_seqlens[s] // SIZE + s                                   LEAST 0: sequences of any length have tiles
-    cu_seqlens[s] // SIZE + cu_seqlens[s] // LEAST              only sequences of at least LEAST tokens have tiles
+    cu_seqlens[s] // SIZE + s                                   MIN_TOKENS 0: sequences of any length have tiles
+    cu_seqlens[s] // SIZE + cu_seqlens[s] // MIN_TOKENS         only sequences of MIN_TOKENS tokens or more have tiles
 
-on. Both leave room for the ceil(n / SIZE) tiles of a sequence of n tokens, the second because LEAST <= SIZE: then
-floor(n / SIZE) + floor(n / LEAST) >= ceil(n / SIZE) for every n >= LEAST.
+A sequence of n tokens needs ceil(n / SIZE) tiles, and the next one starts at least as many further: n tokens add
+floor(n / SIZE) + 1 or more in the first form, and floor(n / SIZE) + floor(n / MIN_TOKENS) or more in the second, which
+is enough for every n >= MIN_TOKENS because MIN_TOKENS <= SIZE.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -22,28 +23,28 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-def count_tiles(tokens: int, sequences: int, size: int, least: int = 0) -> int:
-    """The largest number of tiles that `tokens` tokens of `sequences` sequences can have, gaps included."""
-    return tokens // size + (tokens // least if least else sequences)
+def count_tiles(tokens: int, sequences: int, size: int, min_tokens: int = 0) -> int:
+    """The most tile numbers that `tokens` tokens of `sequences` sequences can take, unused numbers included."""
+    return tokens // size + (tokens // min_tokens if min_tokens else sequences)
 
 
 @triton.jit
-def _first_tile(start, sequence, SIZE: tl.constexpr, LEAST: tl.constexpr):
+def _first_tile(start, sequence, SIZE: tl.constexpr, MIN_TOKENS: tl.constexpr):
     """The number of the first tile of a sequence whose first token is `start`."""
-    if LEAST > 0:
-        return start // SIZE + start // LEAST
+    if MIN_TOKENS > 0:
+        return start // SIZE + start // MIN_TOKENS
     else:
         return start // SIZE + sequence
 
 
 @triton.jit
-def _find_sequence(cu_seqlens, tile, sequences, SIZE: tl.constexpr, LEAST: tl.constexpr):
-    """The last sequence whose first tile is not behind `tile`."""
+def _find_sequence(cu_seqlens, tile, sequences, SIZE: tl.constexpr, MIN_TOKENS: tl.constexpr):
+    """The last sequence whose first tile is `tile` or an earlier one."""
     low = tile * 0
     high = low + sequences
     while high - low > 1:
         middle = (low + high) // 2
-        is_behind = _first_tile(tl.load(cu_seqlens + middle), middle, SIZE, LEAST) > tile
+        is_behind = _first_tile(tl.load(cu_seqlens + middle), middle, SIZE, MIN_TOKENS) > tile
         high = tl.where(is_behind, middle, high)
         low = tl.where(is_behind, low, middle)
     return low

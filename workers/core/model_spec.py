@@ -63,7 +63,7 @@ class LayerSpec:
 class StateSpec(ABC):
     """A layer that keeps a state of fixed size for each sequence, in place of keys and values or beside them.
 
-    With the heads or channels of one rank, or of all ranks together. `layer`: the layer's index in the model.
+    Heads and channels are those of one rank, or of all ranks together. `layer`: the layer's index in the model.
     """
 
     layer: int
@@ -71,17 +71,17 @@ class StateSpec(ABC):
     @property
     @abstractmethod
     def window(self) -> tuple[int, int]:
-        """(inputs, channels): the last inputs of the layer's convolution, in the model's dtype."""
+        """Shape of the convolution's last inputs, (inputs, channels), stored in the model's dtype."""
 
     @property
     @abstractmethod
     def matrix(self) -> tuple[int, int, int] | None:
-        """(heads, rows, columns) of the recurrence's state in float32; None for a layer without recurrence."""
+        """Shape of the recurrence's state, (heads, rows, columns), stored in float32; None without a recurrence."""
 
     @property
     @abstractmethod
     def inner_size(self) -> int:
-        """Elements of a token's output, before the output projection."""
+        """Width of the output projection's input."""
 
     def bytes_per_sequence(self, itemsize: int) -> int:
         """Bytes of one sequence's state. `itemsize`: bytes of an element of the model's dtype."""
@@ -122,7 +122,7 @@ class DeltaNetSpec(StateSpec):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec(StateSpec):
-    """One gated short convolution (LFM2), which remembers its last inputs alone. `conv_size`: tokens that it reads."""
+    """One gated short convolution (LFM2), whose state is its last inputs. `conv_size`: tokens that it reads."""
 
     channels: int
     conv_size: int
@@ -142,8 +142,8 @@ class ShortConvSpec(StateSpec):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec(StateSpec):
-    """One Mamba-2 mixer. `groups`: of heads, each with a B and a C of its own. `norm_size`: elements that share a mean
-    square in the norm behind the recurrence; 0 without such a norm."""
+    """One Mamba-2 mixer. `groups`: of heads; the heads of a group share B and C. `norm_size`: elements over which the
+    gated norm takes a mean square; 0 without that norm."""
 
     heads: int
     head_dim: int

@@ -1,12 +1,11 @@
 """Layers that keep a state: gated delta nets within fused decoder layers, others within transformers' own layers.
 
-LinearAttention is called as multi_head_attention.py is. Two linears read the normalised hidden states: one for q, k, v
-and z, one for the b and a of each value head. Qwen3.5 has four linears for these, Qwen3-Next two whose rows are in
-order of the key heads; their rows are put in order here.
+LinearAttention has the same call as MultiHeadAttention. It has two linears: one for q, k, v and z, one for the b and a
+of each value head. The four linears of Qwen3.5 are merged into these. Qwen3-Next's two have the rows of one key head
+after the other; they are sorted here.
 
-`adapt_state_layer` replaces the forward of transformers' module, a short convolution (LFM2) or a Mamba-2 mixer: our
-kernels compute what lies between its projections, over the flattened tokens of a step, with the states of each
-sequence's slot.
+`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2) or Mamba-2 mixer. Between the
+module's projections our kernels compute all tokens of a step, each sequence with the state in its slot.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from coatcheck.workers.model.packed_linears import pack_merged, pack_reordered
 
 
 class LinearAttention:
-    """From the normalised hidden states [T, hidden] to every value head's output, [T, value_heads * value_dim]."""
+    """A gated delta net without its output projection: [T, hidden] -> [T, value_heads * value_dim]."""
 
     def __init__(self, module: Any, spec: DeltaNetSpec, *, batch_invariant: bool) -> None:
         """`module`: transformers' gated delta net with this rank's weights. `spec`: with this rank's heads."""
@@ -58,7 +57,8 @@ class LinearAttention:
         state: RecurrentState,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        """Returns only the rows of `logits_indices`, if given: the state needs all tokens. `rotary` is not used."""
+        """Compute all tokens, because the state needs them. Return the rows of `logits_indices` only, if given.
+        `rotary` is not used."""
         assert metadata.state_slots is not None, "the step of a hybrid model has slots"
         rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
         out = self._net(self._qkvz(x), self._ba(x), state, rows)
@@ -69,7 +69,7 @@ class LinearAttention:
 
 
 def _qkvz_rows(spec: DeltaNetSpec) -> list[Range]:
-    """Qwen3-Next has the rows of q, k, v and z of one key head after the other."""
+    """Which rows of Qwen3-Next's in_proj_qkvz, sorted by key head, give the order q, k, v, z."""
     k, v = spec.key_dim, spec.value_heads // spec.key_heads * spec.value_dim
     return list(_grouped_rows(spec.key_heads, (k, k, v, v)))
 
@@ -80,7 +80,7 @@ def _ba_rows(spec: DeltaNetSpec) -> list[Range]:
 
 
 def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
-    """Rows that are in order of the groups, each with parts of `sizes`, in order of the parts."""
+    """Ranges of rows that sort by part. The rows are sorted by group; a group has one part of each of `sizes` rows."""
     for part, size in enumerate(sizes):
         for group in range(groups):
             start = group * sum(sizes) + sum(sizes[:part])
@@ -88,7 +88,8 @@ def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
 
 
 def adapt_state_layer(module: Any, spec: StateSpec, place: int) -> None:
-    """Make `module`, with this rank's weights, compute with the state at `place` of the step's caches."""
+    """Replace the forward of `module`, which has this rank's weights. `place`: the index of its state in the step's
+    caches."""
     assert isinstance(spec, ShortConvSpec | Mamba2Spec), "prepare_model leaves gated delta nets to fusion.py"
     mixer = _read_short_conv(module) if isinstance(spec, ShortConvSpec) else _read_mamba2(module, spec)
     module.forward = _MixerForward(module, mixer, place)
@@ -99,7 +100,7 @@ class _MixerForward:
 
     def __init__(self, module: Any, mixer: ShortConv | Mamba2, place: int) -> None:
         self._module, self._mixer, self._place = module, mixer, place
-        # falcon_h1: factors of the input and of each column of the projection.
+        # falcon_h1 multiplies the input by a number, and the projection's output by a vector.
         self._input_factor = getattr(module, "ssm_in_multiplier", None)
         self._factors: Tensor | None = getattr(module, "mup_vector", None)
 

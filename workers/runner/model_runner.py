@@ -22,7 +22,7 @@ from torch import Tensor
 
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.linear_attention.chunks import LEAST
+from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_backend import AttentionBackend
@@ -326,7 +326,7 @@ class ModelRunner:
         vocab, size = self.model.spec.vocab_size, self._layout.block_size
         max_tokens = min(self._token_ids.shape[1] - 1, len(self.pool) * size)
         for plan in kernel_plans(
-            chunk_lengths=[*self._backend.warm_up_lengths, *([LEAST] if self.model.spec.state_layers else [])],
+            chunk_lengths=[*self._backend.warm_up_lengths, *([MIN_CHUNKED] if self.model.spec.state_layers else [])],
             max_tokens=max_tokens,
             max_model_len=self.max_model_len,
             num_blocks=len(self.pool),

@@ -27,17 +27,17 @@ def convolved(dtype: str, max_query_len: int, gpu: GpuProperties) -> Key:
     return Key(convolution._convolve, arguments, constants, launch.num_warps)
 
 
-def tokens(dtype: str, dim: int, least: int, gpu: GpuProperties) -> Key:
-    """`least`: 0 in batch-invariant mode."""
+def tokens(dtype: str, dim: int, min_chunked: int, gpu: GpuProperties) -> Key:
+    """`min_chunked`: 0 in batch-invariant mode."""
     arguments = f"*{dtype} *{dtype} *{dtype} *fp32 *fp32 *fp32 *{dtype} *fp32 *i64 *i32 *i32 *{dtype} i32 i32 fp32"
-    constants = dict(**_sizes(dim), SIZE=_SIZE, ROWS=4, LEAST=least)
+    constants = dict(**_sizes(dim), SIZE=_SIZE, ROWS=4, MIN_CHUNKED=min_chunked)
     return Key(recurrence._compute_tokens, arguments, constants, recurrence.pick_warps(dim, dim))
 
 
 def prepared(dtype: str, dim: int, gpu: GpuProperties) -> Key:
     launch = chunks.pick_chunks(dim, gpu)
     arguments = f"*{dtype} *{dtype} *fp32 *fp32 *i32 *i32 *{dtype} *{dtype} *fp32 i32 i32"
-    constants = dict(**_sizes(dim), CHUNK=launch.chunk, LEAST=chunks.LEAST, INVERSE=launch.inverse)
+    constants = dict(**_sizes(dim), CHUNK=launch.chunk, MIN_CHUNKED=chunks.MIN_CHUNKED, INVERSE=launch.inverse)
     return Key(chunks._prepare_chunks, arguments, constants, launch.prepare_warps)
 
 
@@ -45,23 +45,23 @@ def passed(dtype: str, dim: int, gpu: GpuProperties) -> Key:
     launch = chunks.pick_chunks(dim, gpu)
     arguments = f"*{dtype} *{dtype} *{dtype} *{dtype} *{dtype} *fp32 *{dtype} *fp32 *i64 *i32 *i32 *{dtype} i32 i32 i32"
     constants = dict(
-        **_sizes(dim), CHUNK=launch.chunk, LEAST=chunks.LEAST, COLUMNS=launch.columns, SIZE=_SIZE, ROWS=4
+        **_sizes(dim), CHUNK=launch.chunk, MIN_CHUNKED=chunks.MIN_CHUNKED, COLUMNS=launch.columns, SIZE=_SIZE, ROWS=4
     )  # fmt: skip
-    return Key(chunks._pass_chunks, arguments, constants, launch.pass_warps, 1)
+    return Key(chunks._scan_chunks, arguments, constants, launch.scan_warps, 1)
 
 
 def gated(dtype: str, dim: int, gpu: GpuProperties) -> Key:
     arguments = f"*{dtype} *fp32 *i32 *i32 *{dtype} i32 i32 i32 fp32"
     launch = chunks.pick_chunks(dim, gpu)
-    constants = dict(HEADS=_HEADS, VALUE_DIM=dim, CHUNK=launch.chunk, LEAST=chunks.LEAST)
+    constants = dict(HEADS=_HEADS, VALUE_DIM=dim, CHUNK=launch.chunk, MIN_CHUNKED=chunks.MIN_CHUNKED)
     return Key(chunks._norm_and_gate, arguments, constants, 4)
 
 
 DELTA_NET_KEYS: dict[str, Keys] = {
     "delta convolution, decode": partial(convolved, "bf16", 1),
     "delta convolution": partial(convolved, "bf16", 64),
-    "delta tokens": partial(tokens, "bf16", 128, chunks.LEAST),
-    "delta chunks, pass": partial(passed, "bf16", 128),
+    "delta tokens": partial(tokens, "bf16", 128, chunks.MIN_CHUNKED),
+    "delta chunks, scan": partial(passed, "bf16", 128),
     "delta norm": partial(gated, "bf16", 128),
 }
 
@@ -69,9 +69,9 @@ DELTA_NET_KEYS: dict[str, Keys] = {
 def other_delta_net_keys() -> Iterator[tuple[str, Keys]]:
     yield "delta chunks, prepare", partial(prepared, "bf16", 128)  # takes 15 s to compile
     yield "delta tokens, batch-invariant", partial(tokens, "bf16", 128, 0)
-    yield "delta tokens, 64", partial(tokens, "bf16", 64, chunks.LEAST)
+    yield "delta tokens, 64", partial(tokens, "bf16", 64, chunks.MIN_CHUNKED)
     for dtype in ("fp16", "fp32"):
-        yield f"delta tokens, {dtype}", partial(tokens, dtype, 128, chunks.LEAST)
+        yield f"delta tokens, {dtype}", partial(tokens, dtype, 128, chunks.MIN_CHUNKED)
     for dtype, dim in (("bf16", 64), ("fp16", 128)):
         yield f"delta chunks, prepare, {dim}, {dtype}", partial(prepared, dtype, dim)
-        yield f"delta chunks, pass, {dim}, {dtype}", partial(passed, dtype, dim)
+        yield f"delta chunks, scan, {dim}, {dtype}", partial(passed, dtype, dim)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import SM_90
 from coatcheck.kernels.kv.recurrent_state import RecurrentState, StateRows
-from coatcheck.kernels.linear_attention.chunks import LEAST, compute_chunks, pick_chunks
+from coatcheck.kernels.linear_attention.chunks import MIN_CHUNKED, compute_chunks, pick_chunks
 from coatcheck.kernels.linear_attention.convolution import convolve
 from coatcheck.kernels.linear_attention.gated_delta_net import GatedDeltaNet
 from coatcheck.kernels.linear_attention.recurrence import compute_tokens
@@ -55,7 +55,7 @@ def _launch(
     out = torch.full((len(qkvz), net.value_heads * net.value_dim), SENTINEL, dtype=qkvz.dtype)
     y = convolve(qkvz, net._taps, state.window, rows, batch_invariant=False)
     inputs = (net.weights, y, qkvz, ba, state.window, state.matrix, rows, out)
-    compute_tokens(*inputs, least=LEAST)
+    compute_tokens(*inputs, min_chunked=MIN_CHUNKED)
     compute_chunks(*inputs, pick_chunks(net.value_dim, gpu))
     return out
 

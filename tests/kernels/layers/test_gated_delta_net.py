@@ -78,8 +78,8 @@ def test_wrong_arguments_are_refused() -> None:
         net(qkvz, ba, state, StateRows(rows.slots.int(), rows.seq_lens, rows.cu_seqlens))
 
 
-@pytest.mark.parametrize(("size", "least"), [(1, 0), (16, 0), (64, 32), (32, 32)])
-def test_each_tile_of_a_step_on_a_gpu_has_one_sequence(size: int, least: int) -> None:
+@pytest.mark.parametrize(("size", "min_tokens"), [(1, 0), (16, 0), (64, 32), (32, 32)])
+def test_each_tile_of_a_step_on_a_gpu_has_one_sequence(size: int, min_tokens: int) -> None:
     """Whatever the lengths, sequences have their tiles one after the other, without overlap, and all tiles are
     launched."""
     random = torch.Generator().manual_seed(1)
@@ -88,11 +88,11 @@ def test_each_tile_of_a_step_on_a_gpu_has_one_sequence(size: int, least: int) ->
         starts = [0, *lens.cumsum(0).tolist()]
         end = 0
         for sequence, count in enumerate(lens.tolist()):
-            first = _first_tile.fn(starts[sequence], sequence, size, least)
-            if count >= max(1, least):
+            first = _first_tile.fn(starts[sequence], sequence, size, min_tokens)
+            if count >= max(1, min_tokens):
                 assert first >= end
                 end = first + -(-count // size)
-        assert end <= count_tiles(starts[-1], len(lens), size, least)
+        assert end <= count_tiles(starts[-1], len(lens), size, min_tokens)
 
 
 def test_heads_of_a_gpu() -> None:
