@@ -4,6 +4,8 @@ The files have OpenAI's batch format: one JSON object on each line. Answers are 
 After an interruption the same command continues: answers in the output are kept, and only the other requests are sent.
 """
 
+import errno
+import fcntl
 import http.client
 import json
 import os
@@ -18,6 +20,7 @@ import urllib.request
 import uuid
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -30,7 +33,9 @@ from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.proto.host_port import is_loopback
 
-_URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_GENERATING: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_SCORING: Final = ("/v1/embeddings", "/v2/embed", "/v1/score", "/score", "/rerank", "/v1/rerank", "/v2/rerank")
+_URLS: Final = (*_GENERATING, *_SCORING)
 _GIVE_OUTPUT: Final = "give the output of an earlier run, or a new file"
 _MAX_SENDS: Final = 8  # of a request that finds the server full or gone
 _MAX_WAIT_SECONDS: Final = 30.0
@@ -68,18 +73,17 @@ def batch(
     from rich.progress import Progress
 
     requests = read_requests(input_file)
-    done = keep_answers(output)
-    unanswered = [request for request in requests if request.custom_id not in done]
-    if len(unanswered) < len(requests):
-        print(f"{counted(len(requests) - len(unanswered), 'answer')} in {output} already", file=sys.stderr)
     sender = Sender(server, api_key, tls_ca)
     failed = 0
     console = Console(stderr=True)
-    with output.open("ab", buffering=0) as file, Progress(console=console, disable=not console.is_terminal) as bar:
+    with open_output(output) as (file, done), Progress(console=console, disable=not console.is_terminal) as bar:
+        unanswered = [request for request in requests if request.custom_id not in done]
+        if len(unanswered) < len(requests):
+            print(f"{counted(len(requests) - len(unanswered), 'answer')} in {output} already", file=sys.stderr)
         task = bar.add_task("requests", total=len(requests), completed=len(requests) - len(unanswered))
         for line in _send_all(sender, unanswered, concurrency):
             failed += not _is_success(line)
-            _write(file, json.dumps(line) + "\n")
+            _write(file, json.dumps(line) + "\n", output)
             bar.advance(task)
     print(f"{counted(len(unanswered), 'request')} sent, {failed} failed; the answers are in {output}", file=sys.stderr)
     if failed:
@@ -135,18 +139,48 @@ def read_requests(path: Path) -> list[BatchRequest]:
             raise InvalidConfig(f"{path}, line {number}: url is {url!r}; it must be one of {', '.join(_URLS)}")
         if custom_id in found:
             raise InvalidConfig(f"{path}, line {number}: custom_id {custom_id!r} is in an earlier line too")
-        whole = {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
-        found[custom_id] = BatchRequest(custom_id, url, whole)
+        if url in _GENERATING:
+            body = {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
+        found[custom_id] = BatchRequest(custom_id, url, body)
     return list(found.values())
 
 
-def keep_answers(path: Path) -> set[str]:
-    """The custom_ids that the output has an answer for. Removes the lines of failures, and a last line that is
-    incomplete. Raises InvalidConfig, and changes nothing, for a file that is no output of a batch, such as the input.
-    """
-    if not path.exists():
-        return set()
-    kept: dict[str, str] = {}
+@contextmanager
+def open_output(path: Path) -> Iterator[tuple[FileIO, set[str]]]:
+    """(the output, to append to; the custom_ids that it has an answer for). Removes the lines of failures, and a last
+    line that is incomplete. Raises InvalidConfig, and changes nothing, for a file that is no output of a batch, such as
+    the input, and for one that another run writes."""
+    if path.exists() and not path.is_file():
+        raise InvalidConfig(f"--output is {path}, which is no regular file; {_GIVE_OUTPUT}")
+    with path.open("ab", buffering=0) as present:
+        _lock(present)
+        answers = _read_answers(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with temporary.open("wb", buffering=0) as file:
+            try:
+                _lock(file)  # before the file has the name under which another run would open it
+                _write(file, "".join(f"{line}\n" for line in answers.values()), path)
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            yield file, set(answers)
+
+
+def _lock(file: FileIO) -> None:
+    """Lock a file until it is closed. Raises InvalidConfig if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InvalidConfig(f"another `coatcheck batch` writes to {file.name}; wait, or name another output") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+            raise
+
+
+def _read_answers(path: Path) -> dict[str, str]:
+    """custom_id -> line, of each answer in an output. Raises InvalidConfig for a file that is no output."""
+    answers: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines also splits at U+2028, as in a prompt
     except UnicodeDecodeError:
@@ -163,26 +197,18 @@ def keep_answers(path: Path) -> set[str]:
         if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str) or "response" not in value:
             raise InvalidConfig(f"--output is {path}, whose line {number} is no answer; {_GIVE_OUTPUT}")
         if _is_success(value):
-            kept[value["custom_id"]] = line
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            _write(file, "".join(f"{line}\n" for line in kept.values()))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return set(kept)
+            answers[value["custom_id"]] = line
+    return answers
 
 
-def _write(file: FileIO, text: str) -> None:
-    """Raises OSError with the file's name, such as for a full disk."""
+def _write(file: FileIO, text: str, path: Path) -> None:
+    """Raises OSError that names `path`, such as for a full disk."""
     data = memoryview(text.encode())
     try:
         while data:
             data = data[file.write(data) :]
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file.name)) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 class Sender:

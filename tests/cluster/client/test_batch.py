@@ -17,7 +17,7 @@ import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.client import batch
-from coatcheck.cluster.client.batch import Sender, keep_answers, read_requests
+from coatcheck.cluster.client.batch import Sender, open_output, read_requests
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.command_line import run_here
 from tests.cluster.running_server import COMMAND
@@ -238,7 +238,7 @@ def test_line_separators_within_a_text(server: Server, tmp_path: Path) -> None:
     assert [body["prompt"] for _, body, _ in server.seen] == ["a\u2028b\u2029c\x85d"]
     text = json.dumps(json.loads(output.read_text()), ensure_ascii=False)
     output.write_text(f"{text}\n", encoding="utf-8")
-    assert keep_answers(output) == {"q\u2028"}
+    assert answered(output) == {"q\u2028"}
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_an_error_with_the_status_of_a_success_is_asked_again(tmp_path: Path) ->
     ]
     output = tmp_path / "out.jsonl"
     output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert keep_answers(output) == {"answer"}
+    assert answered(output) == {"answer"}
 
 
 def test_a_body_of_a_stream_is_sent_as_one_of_a_whole_answer(tmp_path: Path) -> None:
@@ -282,6 +282,12 @@ def test_a_body_of_a_stream_is_sent_as_one_of_a_whole_answer(tmp_path: Path) -> 
     path.write_text(line, encoding="utf-8-sig")
     (request,) = read_requests(path)
     assert request.body == {"prompt": "a", "stream": False}
+
+
+def answered(output: Path) -> set[str]:
+    """The custom_ids that a new run would not send again."""
+    with open_output(output) as (_, done):
+        return done
 
 
 def test_a_server_on_this_host_is_asked_without_a_proxy(
@@ -304,8 +310,8 @@ def test_a_server_on_this_host_is_asked_without_a_proxy(
         ("[1]", "line 1 is no JSON object"),
         ('\n{"custom_id": 1, "body": {}}', "line 2: it needs custom_id"),
         (
-            '{"custom_id": "a", "body": {}, "url": "/v1/embeddings"}',
-            "url is '/v1/embeddings'; it must be one of /v1/chat",
+            '{"custom_id": "a", "body": {}, "url": "/v1/audio/speech"}',
+            "url is '/v1/audio/speech'; it must be one of /v1/chat",
         ),
         ('{"custom_id": "a", "body": {}, "url": "/v1/messages"}\n' * 2, "line 2: custom_id 'a' is in an earlier line"),
     ],
@@ -319,9 +325,31 @@ def test_a_wrong_line_is_named(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    """A missing input and a server that is no URL; an output that does not exist yet has no answers."""
+    """A missing input and a server that is no URL; an output that is a directory or a device."""
     with pytest.raises(InvalidConfig, match="cannot be read"):
         read_requests(tmp_path / "missing")
     with pytest.raises(InvalidConfig, match="must begin with http"):
         Sender("127.0.0.1:8000", None, None)
-    assert keep_answers(tmp_path / "missing") == set()
+    for output in (tmp_path, Path("/dev/null")):
+        with pytest.raises(InvalidConfig, match="no regular file"), open_output(output):
+            pass
+
+
+def test_an_output_that_another_run_writes_is_refused(server: Server, tmp_path: Path) -> None:
+    """Two runs at once would each lose the other's answers. The second sends nothing, and the first goes on."""
+    source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    command = ("batch", str(source), "-o", str(output), "--server", server.url)
+    with open_output(output):
+        done = run_here(*command)
+        assert done.code == 2 and "another `coatcheck batch` writes to" in done.err and not server.seen
+    assert run_here(*command).code == 0
+    assert answered(output) == {"q0"}
+
+
+def test_embeddings_and_reranking_are_sent_as_they_are(tmp_path: Path) -> None:
+    """Only requests that generate tokens are sent with `stream`, which the others do not know."""
+    body = {"model": "m", "input": ["a", "b"]}
+    path = tmp_path / "in.jsonl"
+    urls = ("/v1/embeddings", "/v1/score", "/rerank")
+    path.write_text("".join(json.dumps({"custom_id": url, "url": url, "body": body}) + "\n" for url in urls))
+    assert [(request.url, request.body) for request in read_requests(path)] == [(url, body) for url in urls]
