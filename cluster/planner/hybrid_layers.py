@@ -95,6 +95,15 @@ def _layer_indices(config: ModelConfig, field: str) -> list[int] | None:
     return indices
 
 
+def _check_dt_limits(config: ModelConfig) -> None:
+    """Raise InvalidModel unless time_step_limit is absent, null, or a list of the smallest and the largest dt."""
+    limits = config.values.get("time_step_limit")
+    if limits is not None and (not isinstance(limits, list) or len(limits) != 2):
+        raise InvalidModel(
+            f"{config.name}: config.json has time_step_limit {limits!r}; it should be a list of two numbers"
+        )
+
+
 def _delta_net(config: ModelConfig, layer: int) -> DeltaNetSpec:
     key_heads, value_heads = (
         config.count(name, default=default)
@@ -121,6 +130,7 @@ def _short_conv(config: ModelConfig, layer: int) -> ShortConvSpec:
 
 def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
     """Of granitemoehybrid, bamba and falcon_h1."""
+    _check_dt_limits(config)
     heads = config.count("mamba_n_heads", default=128)
     inner = config.count("mamba_expand", default=2) * config.count("hidden_size")
     has_norm = True
@@ -145,6 +155,7 @@ def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
 
 
 def _nemotron_mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
+    _check_dt_limits(config)
     heads, head_dim = config.count("mamba_num_heads", default=128), config.count("mamba_head_dim", default=64)
     groups = _head_groups(config, heads, config.count("mamba_n_groups", "n_groups", default=8))
     return Mamba2Spec(

@@ -224,7 +224,7 @@ def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
 
 
 def _refuse_other_state(config: ModelConfig) -> None:
-    """Raise InvalidModel if a layer keeps other state than keys and values for each token."""
+    """Raise InvalidModel if a layer keeps other state than keys and values for each token, or is of an unknown type."""
     if config.values.get("is_encoder_decoder"):
         raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
     if field := next((name for name in _OTHER_STATE if config.values.get(name)), None):
@@ -237,6 +237,5 @@ def _refuse_other_state(config: ModelConfig) -> None:
     unknown = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if unknown:
         raise InvalidModel(
-            f"{config.name}: layers of kind {', '.join(unknown)} keep state outside of the KV cache; "
-            "such models are not served"
+            f"{config.name}: config.json has layer_types {', '.join(unknown)}; layers of these types are not served"
         )

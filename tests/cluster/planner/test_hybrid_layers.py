@@ -25,6 +25,8 @@ def layers_of(model_type: str, **fields: Any) -> HybridLayers:
         ("lfm2", dict(full_attn_idxs=[True]), r"full_attn_idxs \[True\]; it should be a list of layer indices"),
         ("bamba", dict(mamba_n_heads=8, mamba_n_groups=3), "3 groups for 8 Mamba-2 heads; the groups must divide"),
         ("nemotron_h", dict(layer_types=["mamba"], n_groups=3), "3 groups for 128 Mamba-2 heads"),
+        ("falcon_h1", dict(mamba_n_heads=8, time_step_limit=[0.1]), r"time_step_limit \[0.1\]; it should be a list"),
+        ("nemotron_h", dict(layer_types=["mamba"], time_step_limit=0.1), "time_step_limit 0.1; it should be a list"),
         ("nemotron_h", dict(hybrid_override_pattern="M|*"), r"layers of type \|; nemotron_h is served with"),
     ],
 )

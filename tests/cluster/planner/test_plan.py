@@ -148,7 +148,10 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         (dict(num_key_value_heads=5), "5 num_key_value_heads for 32 attention heads; the KV heads must divide"),
         (dict(num_attention_heads=31, num_key_value_heads=31), "config.json has no head_dim, and 31 heads do not"),
         (dict(layer_types=["full_attention"]), "1 layer_types for 32 layers"),
-        (dict(layer_types=["linear_attention"] * 32), "layers of kind linear_attention keep state outside"),
+        (
+            dict(layer_types=["linear_attention"] * 32),
+            "layer_types linear_attention; layers of these types are not served",
+        ),
         (dict(attn_layer_period=8), "config.json has attn_layer_period, so some layers keep state"),
         (dict(hybrid_override_pattern="M-M*"), "config.json has hybrid_override_pattern, so some layers"),
         (dict(is_encoder_decoder=True), "is an encoder-decoder; only decoder-only models are served"),
