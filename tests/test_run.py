@@ -42,7 +42,7 @@ def test_the_last_lines_are_those_of_all_parts(tmp_path: Path) -> None:
 
 def test_the_first_line_says_how_long_it_takes(tmp_path: Path) -> None:
     """Before the first run that is a range for 2 cores, afterwards what the last run that passed took here."""
-    assert run(tmp_path, "()").stdout.startswith("This takes 12 to 22 minutes on 2 cores.\n")
+    assert run(tmp_path, "()").stdout.startswith("This takes 12 to 33 minutes on 2 cores.\n")
     assert run(tmp_path, "()").stdout.startswith("This takes about 0 seconds, as the last time it passed here.\n")
     assert run(tmp_path, "()", "SAMPLE=").stdout.startswith("This takes more than an hour on 2 cores.\n")
 
