@@ -20,7 +20,7 @@ from tests.progress import Progress
 
 # Targets of the Makefile. Those of one stage run side by side.
 STAGES = (("lint",), ("types", "tests-together", "tests-ray"))
-# Duration on 2 cores, by make's arguments: of `make test` the shortest and longest that bench/LOG.md has since 2026-11-23.
+# Duration by make's arguments: of `make test` the shortest and longest that bench/LOG.md has since 2026-11-23.
 STATED = {"": "12 to 33 minutes on 2 cores", "SAMPLE=": "more than an hour on 2 cores"}
 # Holds the duration of the last run that passed, by make's arguments.
 RECORD = Path(".pytest_cache", "make_test_seconds.json")
