@@ -489,7 +489,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes", "version", "slowness", "uptime_seconds", "replicates_latents", "expert_tokens", "divides_latents")
+    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes", "version", "slowness", "uptime_seconds", "replicates_latents", "expert_tokens", "divides_latents", "state_snapshot_slots", "state_snapshots_held", "state_snapshot_saves", "state_snapshot_restores", "state_snapshot_evictions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -532,6 +532,11 @@ class GroupStatus(_message.Message):
     REPLICATES_LATENTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIVIDES_LATENTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SNAPSHOT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SNAPSHOTS_HELD_FIELD_NUMBER: _ClassVar[int]
+    STATE_SNAPSHOT_SAVES_FIELD_NUMBER: _ClassVar[int]
+    STATE_SNAPSHOT_RESTORES_FIELD_NUMBER: _ClassVar[int]
+    STATE_SNAPSHOT_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -574,7 +579,12 @@ class GroupStatus(_message.Message):
     replicates_latents: bool
     expert_tokens: _containers.RepeatedScalarFieldContainer[int]
     divides_latents: bool
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., replicates_latents: _Optional[bool] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., divides_latents: _Optional[bool] = ...) -> None: ...
+    state_snapshot_slots: int
+    state_snapshots_held: int
+    state_snapshot_saves: int
+    state_snapshot_restores: int
+    state_snapshot_evictions: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ..., version: _Optional[str] = ..., slowness: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., replicates_latents: _Optional[bool] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., divides_latents: _Optional[bool] = ..., state_snapshot_slots: _Optional[int] = ..., state_snapshots_held: _Optional[int] = ..., state_snapshot_saves: _Optional[int] = ..., state_snapshot_restores: _Optional[int] = ..., state_snapshot_evictions: _Optional[int] = ...) -> None: ...
 
 class Evictions(_message.Message):
     __slots__ = ("unwanted", "lowest_value", "over_fair_share", "last_resort")

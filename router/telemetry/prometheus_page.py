@@ -22,6 +22,8 @@ _GAUGES: Final = (
     ("group_slowness_ratio", "Duration of its steps relative to its own usual steps.", "slowness"),
     ("group_step_seconds", "Duration of a decode step, measured lately.", "step_seconds"),
     ("group_block_bytes", "Bytes of a KV block on one rank.", "bytes_per_block"),
+    ("group_state_snapshot_slots", "Slots for snapshots of recurrent states.", "state_snapshot_slots"),
+    ("group_state_snapshots", "Snapshots of states at which prompts can start.", "state_snapshots_held"),
     (
         "group_prefill_tokens_per_second",
         "Prompt tokens computed per second of prefill, lately.",
@@ -39,6 +41,9 @@ _GAUGES: Final = (
     ),
 )
 _COUNTERS: Final = (
+    ("group_state_snapshot_saves", "Copies of recurrent states to snapshots.", "state_snapshot_saves"),
+    ("group_state_snapshot_restores", "Sequences that started at a snapshot of states.", "state_snapshot_restores"),
+    ("group_state_snapshot_evictions", "Snapshots of states replaced by others.", "state_snapshot_evictions"),
     ("group_prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("group_generated_tokens", "Tokens generated.", "generated_tokens"),
     ("group_preemptions", "Sequences that had to free their blocks.", "preemptions"),

@@ -83,6 +83,18 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSnapshotStats:
+    """Snapshots of recurrent states: `slots` and `held` at present; `saves`, `restores` and `evictions` since the
+    start."""
+
+    slots: int = 0
+    held: int = 0
+    saves: int = 0
+    restores: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the start: `prompt_tokens` to `prefill_seconds`, `demotions` to `prefix_misses`. The others are
     present values."""
@@ -113,3 +125,4 @@ class EngineStats:
     demote_seconds: float = 0.0  # of one block on the slowest rank
     restore_seconds: float = 0.0
     slowness: float = 1.0  # recent step time over usual step time
+    snapshots: StateSnapshotStats = StateSnapshotStats()

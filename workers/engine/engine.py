@@ -21,7 +21,7 @@ from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.runner_protocol import CopyReport, LaunchedStep, Runner, StepResult
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_output import EngineStats, FinishReason, SequenceOutput, StepOutput
+from coatcheck.workers.core.step_output import EngineStats, FinishReason, SequenceOutput, StateSnapshotStats, StepOutput
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler
@@ -182,6 +182,7 @@ class Engine:
             demote_seconds=copy_cost.demote,
             restore_seconds=copy_cost.restore,
             slowness=measured.slowness,
+            snapshots=StateSnapshotStats() if pool.states is None else pool.states.stats(),
         )
 
     def unstarted_requests(self) -> set[str]:

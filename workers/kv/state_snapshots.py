@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_output import KvEvent
+from coatcheck.workers.core.step_output import KvEvent, StateSnapshotStats
 from coatcheck.workers.kv.eviction import Evictor
 from coatcheck.workers.kv.prefix_registry import PrefixBlock
 
@@ -48,6 +48,16 @@ class StateSnapshots:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def stats(self) -> StateSnapshotStats:
+        """The slots and held snapshots now, and the counts since the start."""
+        return StateSnapshotStats(
+            slots=len(self._slots),
+            held=len(self._held),
+            saves=self.num_saves,
+            restores=self.num_restores,
+            evictions=sum(self.evictor.num_evictions.values()),
+        )
 
     def count_restorable_blocks(self, hashes: list[bytes]) -> int:
         """The most leading blocks of the chain `hashes` after which a prompt can start; 0 if there is no snapshot."""

@@ -73,6 +73,11 @@ class GroupReport:
             demote_bytes_per_second=self.bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
             restore_bytes_per_second=self.bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
             restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,
+            state_snapshot_slots=stats.snapshots.slots,
+            state_snapshots_held=stats.snapshots.held,
+            state_snapshot_saves=stats.snapshots.saves,
+            state_snapshot_restores=stats.snapshots.restores,
+            state_snapshot_evictions=stats.snapshots.evictions,
             **{name: getattr(stats, name) for name in _COUNTS},
         )
         for rank in status.ranks:

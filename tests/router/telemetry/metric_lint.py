@@ -8,7 +8,7 @@ from prometheus_client import Metric
 _UNITS = ("seconds", "bytes", "ratio", "tokens", "info")
 _OTHER_UNITS = ("milliseconds", "ms", "us", "minutes", "hours", "percent", "kb", "mb", "kib", "mib", "gib", "perc")
 # Gauges without a unit: counts of things that are there now, and flags.
-_COUNTS = ("requests", "sequences", "blocks", "state", "healthy", "accepting", "second")
+_COUNTS = ("requests", "sequences", "blocks", "slots", "snapshots", "state", "healthy", "accepting", "second")
 _RESERVED = ("_total", "_count", "_sum", "_bucket")
 
 

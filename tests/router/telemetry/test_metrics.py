@@ -48,6 +48,11 @@ STATUS = GroupStatus(
     integrity_failures=1,
     preemptions=6,
     late_compiles=2,
+    state_snapshot_slots=16,
+    state_snapshots_held=12,
+    state_snapshot_saves=40,
+    state_snapshot_restores=25,
+    state_snapshot_evictions=13,
     ranks=[RankStatus(rank=0, healthy=True, node="a", steps=12, peak_memory_bytes=1000, weight_bytes=500)],
     expert_tokens=[3, 4],
 )
@@ -103,8 +108,11 @@ async def test_what_groups_report_is_there(start_router: StartRouter) -> None:
     for name, count in (
         ("restored_blocks", 7), ("demoted_blocks", 9), ("integrity_failures", 1),
         ("preemptions", 6), ("late_compiles", 2),
+        ("state_snapshot_saves", 40), ("state_snapshot_restores", 25), ("state_snapshot_evictions", 13),
     ):  # fmt: skip
         assert value(router, f"coatcheck_group_{name}_total", there) == count
+    assert value(router, "coatcheck_group_state_snapshot_slots", there) == 16
+    assert value(router, "coatcheck_group_state_snapshots", there) == 12
     assert value(router, "coatcheck_group_cached_tokens_total", {**there, "tier": "host"}) == 20
     for tier, reason, count in (
         ("device", "lowest_value", 11),
