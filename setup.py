@@ -37,10 +37,13 @@ CLASSES = {"generic": (KERNELS, [])}
 if platform.machine() in ("x86_64", "AMD64"):
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-    avx512_bf16 = [*avx512, "-mavx512bf16"]
+    avx512_vnni = [*avx512, "-mavx512vnni"]
+    avx512_bf16 = [*avx512_vnni, "-mavx512bf16"]
     CLASSES |= {
         "avx2": (KERNELS, avx2),
+        "avx2_vnni": (["linear"], [*avx2, "-mavxvnni"]),
         "avx512": (KERNELS, avx512),
+        "avx512_vnni": (["linear"], avx512_vnni),
         "avx512_bf16": (["attention/attention", "linear", "rows"], avx512_bf16),
         "amx": (["attention/attention", "linear_amx"], [*avx512_bf16, "-mamx-tile", "-mamx-bf16"]),
     }

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 
-VERSION = 21
+VERSION = 22
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
-# Each class has the instructions of those before it on the same kind of processor (neon_bf16: arm64). A kernel that a
-# class lacks is that of the class before.
-CLASSES = ("generic", "neon_bf16", "avx2", "avx512", "avx512_bf16", "amx")
+# From the least to the best. A kernel that a class lacks is that of the best class before it that has the kernel.
+CLASSES = ("generic", "neon_bf16", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, q: int64, v: void).

@@ -1,6 +1,7 @@
-/* Products of quantised weights with bfloat16 x in integers, with AVX2: x becomes integers of 16 bits, whose products with
- * integer codes are exact in 32 bits. vpmaddwd multiplies 16 of them where a fused multiply-add takes 8 floats, and codes
- * become halves of words in two instructions for 16, not floats in three for 8.
+/* Products of quantised weights with bfloat16 x in integers, with AVX2 and AVX-512: x becomes integers of 16 bits, whose
+ * products with integer codes are exact in 32 bits. vpmaddwd multiplies twice as many of them as a fused multiply-add
+ * multiplies floats, and VNNI's vpdpwssd adds them up too. Codes become halves of words in two instructions for a register,
+ * not floats in three for half of one.
  *
  * Definition: a chunk is a group of the weight, or up to CHUNK columns of a larger one. With the exponent E of a chunk's
  * largest |x|, at least -100, u = 2^(E - 14) and q = x / u rounded to an integer (ties to even; |q| < 2^15):
@@ -9,18 +10,20 @@
  *
  * The inner sum is exact, and is rounded once to float32. bfloat16 has 8 significant bits, so that x / u is an integer
  * where |x| is at least 2^-7 of the largest power of two; smaller x change by at most u / 2. A chunk with an infinity
- * or a NaN gives NaN. Nothing depends on the other rows of a call. e4m3 has too wide a range for integers. */
+ * or a NaN gives NaN. Nothing depends on the other rows of a call, or on the class. e4m3 has too wide a range for integers.
+ * AMX multiplies the unpacked weight instead: its tiles have no integers of 16 bits. */
 #pragma once
 #include "linear.h"
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 #define HAS_INTEGERS 1
 #else
 #define HAS_INTEGERS 0
 #endif
 
 #define CHUNK 128        /* columns: 128 * 2^7 * 2^15, with as much for a zero point, stay below 2^31 */
-#define INTEGER_ROWS 4   /* of a tile */
+#define INTEGER_VECTORS 2 /* of features of a tile, unless all tiles have one row */
+#define INTEGER_ROWS (ACCUMULATORS / 3) /* of a tile: 8 of 16 registers are sums, or 16 of 32 */
 #define LEAST_EXPONENT 27 /* -100 with the bias of bfloat16. From 15 on u is normal and its inverse finite */
 
 INLINE int has_integers(const Weight *w) { return HAS_INTEGERS && w->kind != PLAIN && w->kind != CODES_FP8; }
@@ -85,9 +88,10 @@ INLINE void quantise_columns(const uint16_t *x, int64_t count, const int per_wor
     const float inverse = from_bits((127 + 127 + 14 - exponent) << 23);
     *unit = exponent == 255 ? NAN : from_bits((exponent - 14) << 23);
     for (int64_t k = 0; k < count; k += 8) {
-        const Ints q = (Ints)_mm256_cvtps_epi32((__m256)(load_bf16(x + k) * inverse));
+        const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(x + k))), 16);
+        const __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps((__m256)bits, _mm256_set1_ps(inverse)));
         /* In halves of the register: the first and the second half of a word of 8 codes, or of two words of 4. */
-        const __m256i halves = per_word == 8 ? (__m256i)q : _mm256_permute4x64_epi64((__m256i)q, _MM_SHUFFLE(3, 1, 2, 0));
+        const __m256i halves = per_word == 8 ? q : _mm256_permute4x64_epi64(q, _MM_SHUFFLE(3, 1, 2, 0));
         const __m128i first = _mm256_castsi256_si128(halves), second = _mm256_extracti128_si256(halves, 1);
         const __m128i pair = _mm_blend_epi16(first, _mm_slli_epi32(second, 16), 0xAA);
         total = _mm_add_epi32(total, _mm_madd_epi16(pair, _mm_set1_epi16(1)));
@@ -130,19 +134,37 @@ static void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t fro
 INLINE Words halves_of(Words words, const int i, const int kind) {
     if (kind == CODES_INT8) return (Words)(i == 0 ? (Shorts)(words << 8) >> 8 : (Shorts)words >> 8);
     if (kind == CODES_INT4) words ^= 0x88888888u;
-    words = i == 3 ? (Words)_mm256_srli_epi16((__m256i)words, 12) : words >> (4 * i) & 0x000F000Fu;
+    words = i == 3 ? (Words)((UnsignedShorts)words >> 12) : words >> (4 * i) & 0x000F000Fu;
     if (kind == CODES_INT4) return words;
-    const __m256i twice =
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    return (Words)_mm256_shuffle_epi8(twice, (__m256i)words);
+    const __m128i twice = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+#if defined(__AVX512F__)
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(twice), (__m512i)words);
+#else
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twice), (__m256i)words);
+#endif
 }
 
-/* sum + the products of the halves of each word. One block of assembly: the compiler would compute all products first, and
- * store those that no register holds. */
+/* sum + the products of the halves of each word. */
 INLINE Words add_products(Words sum, Words a, Words b) {
+#if defined(__AVX512VNNI__)
+    return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+    return (Words)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#else
+    /* One block of assembly: the compiler would compute all products first, and store those that no register holds. */
     Words products;
-    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));
+    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
     return sum;
+#endif
+}
+
+/* a * b + c, rounded once. */
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
 }
 
 /* sums[m][n] += a chunk of m rows times n vectors of features from `panel` on. `ahead`: how many words ahead codes are
@@ -178,7 +200,7 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
             Words halves[MOST_VECTORS];
 #pragma GCC unroll 4
             for (int j = 0; j < n; j++) halves[j] = halves_of(loaded[j], i, kind);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < m; r++) {
                 const Words pair = (Words){} + pairs[i * m + r];
 #pragma GCC unroll 4
@@ -191,12 +213,12 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
                              (kind == CODES_FP4 ? 0.5f : 1.0f);
         for (int r = 0; r < m; r++) {
             const Floats exact = __builtin_convertvector((Ints)sum[r * n + j], Floats) * units[r];
-            sums[r * n + j] = (Floats)_mm256_fmadd_ps((__m256)exact, (__m256)scale, (__m256)sums[r * n + j]);
+            sums[r * n + j] = fused(exact, scale, sums[r * n + j]);
         }
     }
 }
 
-/* `n`: MOST_VECTORS where all tiles have one row, else the vectors of a panel. */
+/* `n`: MOST_VECTORS where all tiles have one row, else INTEGER_VECTORS. */
 static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Chunk *chunk, const IntegerRows *x,
                              int64_t ahead, Floats *sums) {
 #define TILE_OF(M, N) \
@@ -204,13 +226,16 @@ static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t pane
     else if (w->kind == CODES_INT4) integer_tile(M, N, CODES_INT4, w, panel, chunk, x, ahead, sums); \
     else integer_tile(M, N, CODES_FP4, w, panel, chunk, x, ahead, sums); \
     break;
+#define ROWS_OF(M) \
+    case M: TILE_OF(M, INTEGER_VECTORS)
     switch (n == MOST_VECTORS ? 0 : m) {
         case 0: TILE_OF(1, MOST_VECTORS)
-        case 1: TILE_OF(1, VECTORS)
-        case 2: TILE_OF(2, VECTORS)
-        case 3: TILE_OF(3, VECTORS)
-        case 4: TILE_OF(4, VECTORS)
+        ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4)
+#if INTEGER_ROWS > 4
+        ROWS_OF(5) ROWS_OF(6) ROWS_OF(7) ROWS_OF(8)
+#endif
     }
+#undef ROWS_OF
 #undef TILE_OF
 }
 #else

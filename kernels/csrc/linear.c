@@ -3,7 +3,7 @@
  * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
  * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
  * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers. With AVX2
- * x becomes integers of 16 bits for codes of integers and FP4 (integer_rows.h).
+ * and AVX-512 x becomes integers of 16 bits for codes of integers and FP4 (integer_rows.h).
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
@@ -19,7 +19,7 @@
 #define IS_AVX2 (LANES == 8)                /* 16 registers of 8 floats: measured there */
 #define LOW_ROWS 4                          /* of a tile that widens in registers, with AVX2 */
 #define TILES 16                            /* most tiles that share a part of the weight */
-#define BLOCK (384 << 10)                   /* with AVX2: most bytes of their x, which stays in the second cache */
+#define BLOCK (384 << 10)                   /* with AVX2 or integers: most bytes of their x, for the second cache */
 #define DEPTH 256                           /* of that part: a tile's x of this depth stays in the first cache */
 #define FEW_ROWS 3                          /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */

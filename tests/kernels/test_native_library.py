@@ -66,9 +66,11 @@ def test_every_class_of_this_processor_is_built() -> None:
         "generic": set[str](),
         "neon_bf16": {"bf16"},
         "avx2": avx2,
+        "avx2_vnni": avx2 | {"avx_vnni"},
         "avx512": avx2 | avx512,
-        "avx512_bf16": avx2 | avx512 | {"avx512_bf16"},
-        "amx": avx2 | avx512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        "avx512_vnni": avx2 | avx512 | {"avx512_vnni"},
+        "avx512_bf16": avx2 | avx512 | {"avx512_vnni", "avx512_bf16"},
+        "amx": avx2 | avx512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
     }
     assert tuple(needs) == native.CLASSES
     assert library.available == [name for name, needed in needs.items() if needed <= flags]

@@ -23,6 +23,7 @@ typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 typedef int16_t Shorts __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 
 INLINE Floats load_floats(const void *from) {

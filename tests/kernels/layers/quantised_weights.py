@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from coatcheck.kernels import native
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 
 
@@ -35,3 +36,10 @@ def random_weight(
     zeros = torch.randint(-9, 9, (rows, groups)) if has_zeros else None
     order = torch.randperm(columns).to(torch.int32) if is_ordered else None
     return QuantisedWeight.of_codes(kind, codes, factors, group, dtype, zeros, order)
+
+
+def multiplies_rounded_weights(kind: CodeKind) -> bool:
+    """Whether this processor's class multiplies the dequantised weight in bfloat16: that of FP8 with AVX512-BF16."""
+    library = native.library()
+    by_class = {"avx512_bf16": (CodeKind.FP8,), "amx": tuple(CodeKind)}
+    return library is not None and kind in by_class.get(library.cpu_class, ())

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.decoder_layers import ExpertsSublayer
 from coatcheck.kernels.layers.experts import PackedExperts, activate
@@ -18,7 +17,7 @@ from coatcheck.kernels.layers.route import Routing, route, route_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from tests.examples import pairwise
 from tests.kernels.cpu_classes import each_class
-from tests.kernels.layers.quantised_weights import random_weight
+from tests.kernels.layers.quantised_weights import multiplies_rounded_weights, random_weight
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
@@ -144,8 +143,7 @@ def test_quantised_experts_give_the_products_of_their_dequantised_weights(dtype:
     quantised = PackedExperts(gate_up, down, top_k=TOP_K, gate_up_bias=bias)
     plain = PackedExperts(gate_up.dequantise(), down.dequantise(), top_k=TOP_K, gate_up_bias=bias)
     assert len(quantised.parts[0]) == 2 + has_zeros and quantised.parts[0][0].nbytes < plain.parts[0][0].nbytes / 1.5
-    library = native.library()
-    is_rounded = dtype == torch.float32 or (library is not None and library.cpu_class in ("avx512_bf16", "amx"))
+    is_rounded = dtype == torch.float32 or multiplies_rounded_weights(kind)
     for tokens in (1, 90):
         x = torch.randn(tokens, HIDDEN).to(dtype) / 8
         ids, factors = torch.rand(tokens, EXPERTS - 2).topk(TOP_K).indices.int(), torch.rand(tokens, TOP_K)

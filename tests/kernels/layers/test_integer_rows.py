@@ -1,4 +1,4 @@
-"""Linears over integer codes with AVX2, which multiply x as integers of 16 bits, against their definition."""
+"""Linears over integer codes with AVX2 and AVX-512, which multiply x as integers of 16 bits, against their definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from tests.kernels.layers.quantised_weights import random_weight
 
 _library = native.library()
-_CLASSES = [] if _library is None else [name for name in _library.available if name == "avx2"]
+_INTEGER_CLASSES = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
+_CLASSES = [] if _library is None else [name for name in _library.available if name in _INTEGER_CLASSES]
 pytestmark = [
     pytest.mark.usefixtures("cpu_class"),
     pytest.mark.parametrize("cpu_class", _CLASSES, indirect=True, scope="module"),

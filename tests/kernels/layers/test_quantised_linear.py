@@ -6,22 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coatcheck.kernels import native
 from coatcheck.kernels.layers import quantised_linear
 from coatcheck.kernels.layers.linear import PackedLinear, holds_quantised
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 from tests.kernels.cpu_classes import each_class
-from tests.kernels.layers.quantised_weights import random_weight
+from tests.kernels.layers.quantised_weights import multiplies_rounded_weights, random_weight
 
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
 ROWS = [1, 7, 40]
 SHAPES = [(100, 130, 130), (129, 256, 128), (17, 200, 40)]  # features, depth, group
-
-
-def has_bf16_products() -> bool:
-    library = native.library()
-    return library is not None and library.cpu_class in ("avx512_bf16", "amx")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,9 +33,9 @@ def has_bf16_products() -> bool:
 def test_the_product_is_that_of_the_dequantised_weight(
     dtype: torch.dtype, kind: CodeKind, scales: torch.dtype, has_zeros: bool
 ) -> None:
-    """A quantised weight gives the bits that its dequantised weight gives. Processors without products of bfloat16
-    multiply the sum of each group with its scale, so there the result lies as near to the float32 product as a rounded
-    sum can."""
+    """A quantised weight gives the bits that its dequantised weight gives. Classes that multiply codes instead multiply
+    the sum of each group with its scale, so there the result lies as near to the float32 product as a rounded sum
+    can."""
     torch.manual_seed(kind)
     for features, depth, group in SHAPES:
         weight = random_weight(kind, features, depth, group, dtype, scales=scales, has_zeros=has_zeros)
@@ -49,7 +43,7 @@ def test_the_product_is_that_of_the_dequantised_weight(
         quantised, plain = PackedLinear(weight, bias), PackedLinear(weight.dequantise(), bias)
         for rows in ROWS:
             x = torch.randn(rows, depth).to(dtype)
-            if dtype == torch.float32 or has_bf16_products():
+            if dtype == torch.float32 or multiplies_rounded_weights(kind):
                 assert torch.equal(quantised(x), plain(x))
                 continue
             exact = F.linear(x.float(), weight.dequantise(torch.float32), bias.float())

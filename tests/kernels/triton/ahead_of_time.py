@@ -2,7 +2,7 @@
 
     python -m tests.kernels.triton.ahead_of_time [TARGET ...] [--first] [--missing]
 
-compiles every key of kernel_keys.py for each target and writes the table of kernels/README.md.
+compiles every key of kernel_keys.py for each target and writes the table of kernels/compiled_keys.md.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def usage(binary: Any, target: str) -> Usage:
     return Usage(numbers["REG"], binary.metadata.shared, numbers["STACK"] + numbers["LOCAL"])
 
 
-_HEADING = "## Registers, shared memory and spills"
-_SECTION = """
+_PAGE = """# Registers, shared memory and spills
+
 The table shows for each key, compiled ahead of time without a GPU: registers of a thread, KiB of shared memory of a
 program, and bytes that a thread spills. A key is a kernel with the launch parameters for one shape. Unless the key says
 otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 32 KV heads; MQA: one; capped: with a
@@ -103,9 +103,9 @@ Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}
 """
 
 
-def read_cells(section: str) -> dict[tuple[str, str], str]:
+def read_cells(page: str) -> dict[tuple[str, str], str]:
     """The cells of a table, by (key, target)."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     head, bodies = (rows[0], rows[2:]) if rows else ([], [])
     return {(name, target): cell for name, *cells in bodies for target, cell in zip(head[1:], cells, strict=True)}
 
@@ -117,9 +117,8 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="compile only what the table has no cell for")
     options = parser.parse_args()
     keys = KEYS | OTHERS
-    readme = Path(__file__).parents[3] / "kernels/README.md"
-    before, heading, section = readme.read_text().partition(_HEADING)
-    cells = read_cells(section)
+    page = Path(__file__).parents[3] / "kernels/compiled_keys.md"
+    cells = read_cells(page.read_text())
     for name, key in (KEYS if options.first else keys).items():
         for target in options.targets:
             if options.missing and cells.get((name, target), "-") != "-":
@@ -133,10 +132,10 @@ def main() -> None:
             if found.shared > GPUS[target].shared or found.spilled:
                 print(f"{name} on {target}: {found}", flush=True)
     rows = [f"| {name} | {' | '.join(cells.get((name, target), '-') for target in TARGETS)} |" for name in keys]
-    text = _SECTION.format(
+    text = _PAGE.format(
         first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
     )
-    readme.write_text(before + heading + "\n" + text + "\n".join(rows) + "\n")
+    page.write_text(text + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

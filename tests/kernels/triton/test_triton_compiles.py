@@ -1,6 +1,6 @@
 """Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80 to sm_120 and AMD's gfx942.
 
-The keys are those of kernel_keys.py. ahead_of_time.py writes their registers and memory to kernels/README.md.
+The keys are those of kernel_keys.py. ahead_of_time.py writes their registers and memory to kernels/compiled_keys.md.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_few_and_many_rows_take_the_same_matrix_instructions(target: str) -> Non
     assert few == many and any(".m16n8k16." in name or ".m64n128k16." in name for name in few), few
 
 
-def test_the_readme_knows_every_key() -> None:
-    """A kernel or key that was added is in the table of kernels/README.md."""
-    text = (Path(__file__).parents[3] / "kernels/README.md").read_text()
+def test_the_table_knows_every_key() -> None:
+    """A kernel or key that was added is in the table of kernels/compiled_keys.md."""
+    text = (Path(__file__).parents[3] / "kernels/compiled_keys.md").read_text()
     assert [name for name in KEYS | OTHERS if f"| {name} |" not in text] == []
