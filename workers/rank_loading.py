@@ -35,7 +35,7 @@ from coatcheck.workers.runner.block_copier import make_copier, num_staging_block
 from coatcheck.workers.runner.cuda_graphs import Progress
 from coatcheck.workers.runner.graph_shapes import GraphSizes, capture_sizes
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
-from coatcheck.workers.runner.memory_budget import MemoryBudget, free_gpu_bytes, subtract_states
+from coatcheck.workers.runner.memory_budget import MemoryBudget, check_weights_fit, free_gpu_bytes, subtract_states
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.warm_up import copy_warm_up_plans, largest_plans, warm_up_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
@@ -77,6 +77,12 @@ def load_rank(
         with Checkpoint.open(config.model) as checkpoint:
             verify_once(checkpoint.directory, config.max_model_len)
     check_attention_library(config, device)
+
+    def check_memory(weight_bytes: int) -> None:
+        free = gpu_memory(device)[0] if device.type == "cuda" else host_free_bytes()
+        # Every rank has measured before the first one loads.
+        check_weights_fit(config, weight_bytes, communicator.all_reduce_min([free])[0], device, ranks_on_host)
+
     model = load_model(
         config.model,
         communicator=communicator,
@@ -92,6 +98,7 @@ def load_rank(
         kv_dtype=config.kv_dtype,
         lora_modules=config.lora_modules,
         progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
+        check_memory=check_memory,
     )
     check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=bool(model.spec.state_layers))
     communicator.barrier()

@@ -51,7 +51,10 @@ class VllmServer(_HttpServer):
         flags = ["--host", "127.0.0.1", "--port", self._address.rpartition(":")[2], "--dtype", "bfloat16"]
         # The variables that vLLM's documentation asks to set for CPUs, and no telemetry. Left to itself vLLM keeps one
         # core for its front end, which on two cores is half of them.
-        settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        }
         settings |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         super().__init__([self._command, "serve", checkpoint, *flags], scratch / "vllm.log", settings)
 

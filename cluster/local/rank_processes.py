@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Final
 
 from coatcheck.cluster.local.child_rank import ChildRank, wait_until_ended
-from coatcheck.cluster.supervision.rank_end import HANG_SECONDS, PROCESS_DIED, RankEnded, describe_end
+from coatcheck.cluster.supervision.rank_end import (
+    HANG_SECONDS,
+    PROCESS_DIED,
+    RankEnded,
+    describe_end,
+    describe_memory_kill,
+)
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
+from coatcheck.workers.host.cgroup_limits import memory_kills
 from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.rank_process import RankStart
 
@@ -52,6 +59,7 @@ class RankProcesses:
         self._ranks: list[ChildRank] = []
         self._incarnation = 0
         self._have_served = False
+        self._memory_kills: dict[int, int] = {}  # at the start of the ranks
 
     @property
     def is_running(self) -> bool:
@@ -70,6 +78,7 @@ class RankProcesses:
         """Start the processes. They begin to load at once. Raises RankEnded."""
         self._have_served = False
         self._incarnation = incarnation
+        self._memory_kills = memory_kills()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for rank in range(self.tp):
                 start = RankStart(
@@ -142,7 +151,8 @@ class RankProcesses:
         rank = self._ranks[number]
         if isinstance(rank.error, CoatcheckError):
             return str(rank.error)
-        what = str(rank.error) if rank.error is not None else PROCESS_DIED
+        died = f"{PROCESS_DIED}{describe_memory_kill(self._memory_kills)}"
+        what = str(rank.error) if rank.error is not None else died
         return describe_end(number, what, str(rank.log), show_tail=rank.error is None)
 
     def _record_base(self, incarnation: int) -> str:

@@ -213,7 +213,7 @@ class GroupSupervisor:
         failure = self.state.last_failure
         if crash and crash not in failure:
             failure += f"; {crash}"
-        elif crash == "" and PROCESS_DIED in failure and not failure.endswith(_KILLED):
+        elif crash == "" and PROCESS_DIED in failure and "the kernel killed" not in failure and _KILLED not in failure:
             failure += _KILLED
         self._change(previous_crash=crash, last_failure=failure)
 

@@ -17,10 +17,17 @@ from ray.util.placement_group import PlacementGroup
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle
 from coatcheck.cluster.ray_cluster.ray_connection import log_folder, node_id
-from coatcheck.cluster.supervision.rank_end import HANG_SECONDS, PROCESS_DIED, RankEnded, describe_end
+from coatcheck.cluster.supervision.rank_end import (
+    HANG_SECONDS,
+    PROCESS_DIED,
+    RankEnded,
+    describe_end,
+    describe_memory_kill,
+)
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
+from coatcheck.workers.host.cgroup_limits import memory_kills
 from coatcheck.workers.host.disk_space import describe_full_disk
 
 T = TypeVar("T")
@@ -82,6 +89,7 @@ class RankActors:
         self._exits: list[asyncio.Future[None]] = []  # one for each rank, done when the rank has ended
         self._have_served = False
         self._full_disks: tuple[str, ...] = ()  # RankProgress.full_disk of each rank, of the last progress
+        self._memory_kills = memory_kills()  # at the start of the ranks
 
     @property
     def is_running(self) -> bool:
@@ -120,6 +128,7 @@ class RankActors:
         """Start the actors, named after `start_number`. They load nothing until `run_ranks`. Raises RankEnded."""
         ray_kv.write_number(ray_kv.start_number_key(self.group), start_number)
         self._have_served = False
+        self._memory_kills = memory_kills()
         try:
             for rank in range(self.tp):
                 actor = launch.start_rank(
@@ -201,9 +210,7 @@ class RankActors:
                         if self._exits:
                             await self.wait_for_exit(_WAIT_SECONDS)  # raises the error of the rank itself
                         rank = answers.index(answer)
-                        raise RankEnded(
-                            f"rank {rank} has ended: {summarize_error(error)}{self._full_disk_clause(rank)}"
-                        )
+                        raise RankEnded(f"rank {rank} has ended: {summarize_error(error)}{self._end_clauses(rank)}")
                 if not pending:
                     return [answer.result() for answer in answers]
             rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
@@ -218,9 +225,15 @@ class RankActors:
         cause = _cause_of(error)
         if isinstance(cause, CoatcheckError):
             return str(cause)
-        why = "" if cause else self._full_disk_clause(rank)
+        why = "" if cause else self._end_clauses(rank)
         what = f"{summarize_error(cause or error)}{why}"
         return describe_end(rank, what, self._logs[rank], show_tail=cause is None)
+
+    def _end_clauses(self, rank: int) -> str:
+        """Why a rank may have ended: a full disk, or the memory limit of this host's container; else ""."""
+        hosts = self._hosts.get_hosts(self.group)
+        is_here = rank < len(hosts) and hosts[rank] == node_id()
+        return self._full_disk_clause(rank) + (describe_memory_kill(self._memory_kills) if is_here else "")
 
     def _full_disk_clause(self, rank: int) -> str:
         """ "; the disk ... is full ..." if a full disk may be why a rank ended or hangs; else "".

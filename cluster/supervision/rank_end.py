@@ -1,7 +1,10 @@
 """RankEnded: how one rank of a group has ended, in words for `serve` and `status`. Imports no Ray."""
 
 import os
+from collections.abc import Mapping
 from typing import Final
+
+from coatcheck.workers.host.cgroup_limits import memory_kills
 
 # A rank of a serving group that has not answered for this long hangs. Ranks that are suspended, swapped out or on a
 # busy host answer later, and a restart takes a large model minutes.
@@ -21,6 +24,18 @@ def describe_end(rank: int, what: str, log: str, *, show_tail: bool) -> str:
     tail = read_log_tail(log) if show_tail else ""
     last_lines = f"; its last lines: {tail}" if tail else ""
     return f"rank {rank} has ended: {what} (log: {log}{last_lines})"
+
+
+def describe_memory_kill(before: Mapping[int, int]) -> str:
+    """The clause about a process that the kernel has killed at a memory limit of this host's container; "" if there was
+    none. `before`: memory_kills() when the ranks were started."""
+    limits = [limit for limit, count in memory_kills().items() if count > before.get(limit, 0)]
+    if not limits:
+        return ""
+    return (
+        f"; the kernel killed a process of this container at its memory limit of {min(limits) / 2**20:,.0f} MiB: raise "
+        "the limit, or lower --kv-memory"
+    )
 
 
 def read_log_tail(path: str) -> str:

@@ -96,6 +96,10 @@ class Checkpoint:
         dtype: torch.dtype = getattr(torch, stored_dtype(self.name, name, self.entries[name]))
         return dtype
 
+    def is_quantised(self, name: str) -> bool:
+        """Whether the tensor is a quantised weight."""
+        return name in self._quantised
+
     def slice_bytes(self, name: str, part: TensorSlice | None) -> int:
         """The bytes that `read` would read."""
         if (weight := self._quantised.get(name)) is None:

@@ -63,6 +63,28 @@ class _Read:
 
 
 @dataclass(frozen=True, slots=True)
+class _PlannedTarget:
+    """How a target is loaded. `slice_result`: slice what `reads` are converted to. `is_packed`: PackedLinear takes the
+    weight. `has_experts`: PackedExperts does. `kind`: what a plain weight is quantised to."""
+
+    target: _Target
+    reads: list[_Read]
+    slice_result: bool
+    is_packed: bool
+    has_experts: bool
+    kind: CodeKind | None
+
+    def least_bytes(self, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+        """Bytes that the rank holds at least. `dtype`: of the parameter."""
+        bits, total = 8 * dtype.itemsize if self.kind is None else self.kind.bits, 0
+        for read in self.reads:
+            stored = checkpoint.slice_bytes(read.key, read.part)
+            is_plain = not checkpoint.is_quantised(read.key)
+            total += stored // checkpoint.dtype_of(read.key).itemsize * bits // 8 if is_plain else stored
+        return total
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """What a rank holds. `bytes`: of quantised weights as they are stored."""
 
@@ -76,6 +98,7 @@ def load_weights(
     slices: dict[str, TensorSlice],
     device: torch.device,
     progress: Progress | None,
+    check_memory: Callable[[int], None] | None = None,
     unpackable: Collection[nn.Module] = (),
     packable_experts: Collection[nn.Module] = (),
     quantise_to: CodeKind | None = None,
@@ -86,32 +109,41 @@ def load_weights(
     `unpackable`: linears that keep a plain weight, as prepare_model found them. `packable_experts`: modules of experts
     that PackedExperts replaces. `quantise_to`: quantise the plain weights of these experts and of other linears, except
     the head and routers. `activation_quantization`: `auto` as the checkpoint asks, `dynamic` or `off` for all weights
-    of 8 bits. `progress(done_bytes, total_bytes)` is called after each parameter. Raises InvalidModel if a tensor is
-    missing or has a wrong shape.
+    of 8 bits. `progress(done_bytes, total_bytes)` is called after each parameter, `check_memory` before the first with
+    the bytes that this rank will hold at least. Raises InvalidModel if a tensor is missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     targets = _match_tensors(model, checkpoint, parameters)
     tied = _resolve_ties(model, checkpoint, targets)
-    planned = [(target, *_plan_reads(target, checkpoint, slices)) for target in targets if target.name not in tied]
-    total = sum(checkpoint.slice_bytes(read.key, read.part) for _, reads, _ in planned for read in reads)
-    done = count = held = 0
-    loaded: set[str] = set()
-    for target, reads, slice_result in planned:
-        dtype, owner = parameters[target.name].dtype, _owner(model, target.name)
+    planned = []
+    for target in targets:
+        if target.name in tied:
+            continue
+        owner = _owner(model, target.name)
         is_weight = type(owner) is nn.Linear and target.name.endswith(".weight")
         is_packed = is_weight and owner not in unpackable and target.name not in tied.values()
         has_experts = owner in packable_experts
         kind = quantise_to if has_experts or (is_packed and _may_quantise(model, target.name)) else None
-        packed_on = device if is_packed or has_experts else None
+        reads, slice_result = _plan_reads(target, checkpoint, slices)
+        planned.append(_PlannedTarget(target, reads, slice_result, is_packed, has_experts, kind))
+    if check_memory is not None:
+        check_memory(sum(one.least_bytes(checkpoint, parameters[one.target.name].dtype) for one in planned))
+    total = sum(checkpoint.slice_bytes(read.key, read.part) for one in planned for read in one.reads)
+    done = count = held = 0
+    loaded: set[str] = set()
+    for one in planned:
+        target, reads, kind = one.target, one.reads, one.kind
+        dtype, owner = parameters[target.name].dtype, _owner(model, target.name)
+        packed_on = device if one.is_packed or one.has_experts else None
         for name, tensor in _read_and_convert(target, reads, checkpoint, model, dtype, packed_on):
             part = slices.get(name)
-            if part is not None and slice_result and isinstance(tensor, Tensor):
+            if part is not None and one.slice_result and isinstance(tensor, Tensor):
                 before = (slice(None),) * part.dim
                 tensor = torch.cat([tensor[(*before, slice(a, b))] for a, b in part.ranges], dim=part.dim)
             if kind is not None and isinstance(tensor, Tensor):
                 tensor = (
                     _quantise_experts(owner, tensor.to(dtype), kind)
-                    if has_experts
+                    if one.has_experts
                     else quantise(tensor.to(dtype), kind)
                 )
             if activation_quantization != "auto" and not isinstance(tensor, Tensor):

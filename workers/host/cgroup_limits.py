@@ -16,16 +16,18 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class _MemoryFiles:
-    """Names of a cgroup's files, and of the line of memory.stat with the inactive page cache."""
+    """Names of a cgroup's files, and of the line of memory.stat with the inactive page cache. `kills`: the file that
+    counts the processes that the kernel killed because the limit was reached."""
 
     limit: str
     used: str
     inactive: str
+    kills: str
 
 
 _MEMORY: Final = (
-    _MemoryFiles("memory.max", "memory.current", "inactive_file"),
-    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    _MemoryFiles("memory.max", "memory.current", "inactive_file", "memory.events"),
+    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
 )
 
 
@@ -37,6 +39,18 @@ def free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None
     """
     free = [_free_bytes(folder, files) for folder in _folders("memory", root, membership) for files in _MEMORY]
     return min((below for below in free if below is not None), default=None)
+
+
+def memory_kills(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> dict[int, int]:
+    """How many processes the kernel has killed since the start of each of this process's cgroups, or of one below in
+    version 2, because its memory limit was reached: by that limit in bytes."""
+    kills: dict[int, int] = {}
+    for folder in _folders("memory", root, membership):
+        for files in _MEMORY:
+            if (counted := _read_kills(folder, files)) is not None:
+                limit, count = counted
+                kills[limit] = kills.get(limit, 0) + count
+    return kills
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
@@ -74,6 +88,16 @@ def _free_bytes(folder: Path, files: _MemoryFiles) -> int | None:
     except (OSError, ValueError):  # no such cgroup, or "max"
         return None
     return max(limit - max(used - inactive, 0), 0)
+
+
+def _read_kills(folder: Path, files: _MemoryFiles) -> tuple[int, int] | None:
+    """(limit in bytes, processes killed)"""
+    try:
+        limit = int((folder / files.limit).read_text())
+        lines = (folder / files.kills).read_text().splitlines()
+        return limit, next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    except (OSError, ValueError, StopIteration):  # no such cgroup, "max", or a kernel that does not count
+        return None
 
 
 def _quota(folder: Path) -> float | None:

@@ -6,7 +6,7 @@ logits       hidden states -> logits
 """
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -182,6 +182,7 @@ def load_model(
     kv_dtype: str = "auto",
     lora_modules: Sequence[LoraModule] = (),
     progress: Progress | None = None,
+    check_memory: Callable[[int], None] | None = None,
 ) -> Model:
     """Load this rank's slices of a checkpoint, from a directory or the hub.
 
@@ -193,7 +194,8 @@ def load_model(
     `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
     `attention_backend`, `kv_dtype`: as in GroupConfig; they are compared with the model, and change nothing in it.
     `lora_modules`: LoRA adapters to load; `spec.adapters` has them in this order.
-    `progress(done_bytes, total_bytes)` is called while weights are read.
+    `progress(done_bytes, total_bytes)` is called while weights are read, `check_memory` before that with the bytes that
+    they will take on this rank at least.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     device = torch.device(device)
@@ -230,6 +232,7 @@ def load_model(
             prepared.plan.slices,
             device,
             progress,
+            check_memory,
             prepared.unpackable_linears,
             packable_experts(causal),
             quantise_to=_code_kind(quantization, checkpoint, device, prepared.dtype),

@@ -78,6 +78,24 @@ class MemoryBudget:
         return self.num_blocks * self.layout.block_size
 
 
+def check_weights_fit(
+    config: GroupConfig, weight_bytes: int, free: int, device: torch.device, ranks_on_host: int
+) -> None:
+    """Raise InvalidConfig if the weights exceed `free`: the free bytes of a GPU, or of a host for all its ranks of this
+    group. `weight_bytes`: what one rank holds at least. Without this check the kernel kills ranks while they load.
+    """
+    ranks = 1 if device.type == "cuda" else min(config.tp, ranks_on_host)
+    if weight_bytes * ranks <= free:
+        return
+    holders = "the GPU" if device.type == "cuda" else "1 rank" if ranks == 1 else f"each of {ranks} ranks"
+    quantise = "" if config.quantization != "auto" else "--quantization int8 or int4, "
+    raise InvalidConfig(
+        f"the weights take at least {weight_bytes:,} bytes on {holders}, and {free:,} are free on the "
+        f"{'GPU' if device.type == 'cuda' else 'host, or in its container'}; use {quantise}a smaller model, a larger "
+        f"--tp over more {'GPUs' if device.type == 'cuda' else 'hosts'}, or more memory"
+    )
+
+
 def subtract_states(config: GroupConfig, free: int, state_bytes: int, ranks_on_host: int) -> int:
     """The bytes of `free` that the states leave. `state_bytes`: of one rank.
 

@@ -3,6 +3,7 @@
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
+from coatcheck.cluster.supervision import rank_end
 from coatcheck.cluster.supervision.rank_actors import summarize_error
 from coatcheck.cluster.supervision.rank_end import PROCESS_DIED
 
@@ -28,3 +29,12 @@ _EXIT = "The actor is dead because its worker process has died. Worker exit type
 def test_why_a_call_failed(error: RayError | ValueError | None, said: str) -> None:
     """A process that died is not said to have run out of memory unless Ray's own monitor ended it."""
     assert summarize_error(error).startswith(said)
+
+
+def test_a_kill_at_a_memory_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the kernel has killed since the ranks were started adds the lowest limit and what to change; kills
+    before that do not count."""
+    monkeypatch.setattr(rank_end, "memory_kills", lambda: {300 << 20: 2, 900 << 20: 5})
+    assert rank_end.describe_memory_kill({300 << 20: 2, 900 << 20: 5}) == ""
+    clause = rank_end.describe_memory_kill({300 << 20: 1, 900 << 20: 4})
+    assert "killed a process of this container at its memory limit of 300 MiB: raise the limit, or" in clause

@@ -1,4 +1,4 @@
-"""Linears over integer codes with AVX2 and AVX-512, which multiply x as integers of 16 bits, against their definition."""
+"""Linears over integer codes where x becomes integers of 16 bits (AVX2, AVX-512), against their definition."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.host import cgroup_limits, numa, process_setup
-from coatcheck.workers.host.cgroup_limits import cpu_quota, free_bytes
+from coatcheck.workers.host.cgroup_limits import cpu_quota, free_bytes, memory_kills
 
 _NO_LIMIT = 9223372036854771712  # what version 1 shows without a limit
 
@@ -60,6 +60,42 @@ def test_free_memory_is_what_the_lowest_limit_leaves(
     """The limits of a process's cgroup and of those above leave what only the page cache uses, and never less than
     nothing. Without a limit the host decides."""
     assert free_bytes(*hierarchy(tmp_path, own, files)) == free
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "kills"),
+    [
+        pytest.param("0::/", {"memory.max": "100", "memory.events": "low 0\noom 4\noom_kill 3"}, {100: 3}, id="v2"),
+        pytest.param("0::/", {"memory.max": "max", "memory.events": "oom_kill 3"}, {}, id="v2-no-limit"),
+        pytest.param(
+            "0::/a",
+            {"a/memory.max": "50", "a/memory.events": "oom_kill 1", "memory.max": "70", "memory.events": "oom_kill 2"},
+            {50: 1, 70: 2},
+            id="v2-above",
+        ),
+        pytest.param(
+            "4:memory:/a",
+            {
+                "memory/a/memory.limit_in_bytes": "100",
+                "memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2",
+            },
+            {100: 2},
+            id="v1",
+        ),
+        pytest.param(
+            "4:memory:/",
+            {"memory/memory.limit_in_bytes": "100", "memory/memory.oom_control": "under_oom 0"},
+            {},
+            id="v1-does-not-count",
+        ),
+        pytest.param("", {}, {}, id="no-cgroups"),
+    ],
+)
+def test_kills_at_a_memory_limit_are_counted(
+    tmp_path: Path, own: str, files: dict[str, str], kills: dict[int, int]
+) -> None:
+    """By the limit, for the process's cgroup and those above that have one."""
+    assert memory_kills(*hierarchy(tmp_path, own, files)) == kills
 
 
 @pytest.mark.parametrize(
