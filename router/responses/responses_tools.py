@@ -40,7 +40,13 @@ class HostedTool(RequestBody):
 
     drops_unknown_fields: ClassVar = True
 
-    type: Literal["web_search", "web_search_preview", "image_generation"]
+    type: Literal[
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "image_generation",
+    ]
 
 
 AnyTool = Annotated[FunctionTool | NamespaceTool | HostedTool, Field(discriminator="type")]

@@ -94,8 +94,8 @@ soft-cap; short, medium and wide: tiles of attention; batch-invariant: of the de
 of linears, over quantised weights or in a fixed order, 4096 features of 4096 columns and 8192 rows (many), 64 (some) or
 8 (few); of gated delta nets (delta) 16 key heads and 32 value heads of 128. Blocks: a scale for 128 columns. `make
 test` compiles the first {first} keys for sm_90, one of each kernel for gfx942, and for the others one of each kernel
-with matrix products or FP8; `make test-all` compiles all of them. On sm_90 none may spill. A cell with - was not
-compiled when the table was written, or is a kernel that the GPU does not run (W8A8 where it has no such products).
+with matrix products or FP8; `make test-all` compiles all of them. On sm_90 no key may spill. A cell with - was not
+compiled when the table was written. none: the GPU does not run the kernel (W8A8 where it has no such products).
 Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 
 | key | {targets} |
@@ -108,6 +108,15 @@ def read_cells(page: str) -> dict[tuple[str, str], str]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     head, bodies = (rows[0], rows[2:]) if rows else ([], [])
     return {(name, target): cell for name, *cells in bodies for target, cell in zip(head[1:], cells, strict=True)}
+
+
+def write_cells(cells: dict[tuple[str, str], str]) -> str:
+    """The page with these cells; a cell that is missing is a dash."""
+    rows = [f"| {name} | {' | '.join(cells.get((name, to), '-') for to in TARGETS)} |" for name in KEYS | OTHERS]
+    text = _PAGE.format(
+        first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
+    )
+    return text + "\n".join(rows) + "\n"
 
 
 def main() -> None:
@@ -125,17 +134,14 @@ def main() -> None:
                 continue
             launched = key(GPUS[target])
             if launched is None:
-                cells[name, target] = "-"
+                cells[name, target] = "none"
                 continue
             found = usage(compiled(launched, target), target)
             cells[name, target] = f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}"
             if found.shared > GPUS[target].shared or found.spilled:
                 print(f"{name} on {target}: {found}", flush=True)
-    rows = [f"| {name} | {' | '.join(cells.get((name, target), '-') for target in TARGETS)} |" for name in keys]
-    text = _PAGE.format(
-        first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
-    )
-    page.write_text(text + "\n".join(rows) + "\n")
+            page.write_text(write_cells(cells))
+    page.write_text(write_cells(cells))
 
 
 if __name__ == "__main__":

@@ -316,7 +316,11 @@ GROUPED: dict[str, Any] = {
     "description": "a server's tools",
     "tools": [{**WEATHER, "strict": False}],
 }
-AGENT_TOOLS: list[Any] = [GROUPED, {"type": "web_search", "external_web_access": False}]
+AGENT_TOOLS: list[Any] = [
+    GROUPED,
+    {"type": "web_search", "external_web_access": False},
+    {"type": "web_search_2025_08_26"},
+]
 
 
 async def test_tools_in_a_namespace(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
