@@ -169,3 +169,22 @@ def test_groups_of_devices() -> None:
     for template in render("one-gpu", "security.supplementalGroups={44,109}").templates:
         assert template["spec"]["securityContext"]["supplementalGroups"] == [44, 109]
     assert "supplementalGroups" not in render("one-gpu").templates[0]["spec"]["securityContext"]
+
+
+def test_cores_of_ranks_on_cpus() -> None:
+    """The example limits them, with time to spare for Ray's processes: a rank's threads are the whole cores of the
+    limit. Without a limit the notes say what a pod then takes."""
+    example = render("cpu")
+    assert int(example.group("worker")["rayStartParams"]["num-cpus"]) == 1
+    assert example.container("worker")["resources"]["limits"]["cpu"] == "1500m"
+    said = "Without worker.resources.limits.cpu each worker pod takes"
+    for values, flags, expected in (
+        ("cpu", (), False),
+        ("cpu", ("worker.resources.limits=null",), True),
+        ("one-gpu", (), False),
+    ):
+        file = str(CHART / "values" / f"{values}.yaml")
+        settings = [part for flag in flags for part in ("--set", flag)]
+        done = helm("install", "demo", str(CHART), "-f", file, "--dry-run=client", *settings)
+        assert done.returncode == 0, done.stderr
+        assert (said in done.stdout) == expected

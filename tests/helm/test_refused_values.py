@@ -66,6 +66,12 @@ from tests.helm.chart import helm_error, refusal, render
         ("eight-gpus", ("storage.mountPath=/var",), "storage.mountPath /var would hide files"),
         ("one-gpu", ("serviceAccount.name=default",), "cannot create the account `default`"),
         ("one-gpu", ("redis.password.name=r",), "redis.password needs redis.address"),
+        ("one-gpu", ("settings.lora_modules=a=/models/a",), "settings.lora_modules needs worker.gpus 0, and it is 1"),
+        ("cpu", (r"settings.lora_modules=a=/models/a\,b=b",), "has the path b, which is not absolute"),
+        ("cpu", ("settings.lora_modules[0].name=a", "settings.lora_modules[0].path=./a"), "has the path ./a, which"),
+        ("eight-gpus", ("settings.host_kv_memory=65GiB",), "65GiB in each of the 4 rank(s) of a pod is above"),
+        ("one-gpu", ("settings.host_kv_memory=34360000000",), "is above the pod's memory limit 32Gi; lower it"),
+        ("cpu", ("settings.kv_memory=5 gb",), "settings.kv_memory 5 gb in each of the 1 rank(s)"),
     ],
 )  # fmt: skip
 def test_refused(values: str, settings: tuple[str, ...], said: str) -> None:
@@ -85,6 +91,11 @@ def test_a_release_whose_services_would_be_refused(release: str) -> None:
         ("model.name=gpt2",),
         ("settings.kv_memory=50%",),
         ("settings.kv_memory=4GiB",),
+        ("settings.kv_memory=200GiB",),  # of the GPU's memory
+        ("settings.host_kv_memory=0.9",),
+        ("settings.host_kv_memory=90%",),
+        ("settings.host_kv_memory=32gib",),
+        ("worker.gpus=0", "settings.lora_modules[0]=a=/models/a", "settings.lora_modules[1]=b=/models/=b"),
         ("worker.resources.requests.memory=32768Mi",),
         ("worker.resources.limits.cpu=8000m",),
         ("settings.max_groups=2", "autoscaling.enabled=true", "autoscaling.maxReplicas=2"),

@@ -74,6 +74,18 @@
   {{- if not .Values.storage.existingClaim }}{{ fail (printf "model.name %s is a path, and nothing is mounted there; set storage.existingClaim, or model.inImage" $path) }}{{ end }}
   {{- if not (hasPrefix (printf "%s/" $mount) $path) }}{{ fail (printf "model.name %s is not below storage.mountPath %s" $path $mount) }}{{ end }}
 {{- end }}
+{{- include "coatcheck.checkAdapters" . }}
+{{- end }}
+
+{{- /* lora_modules: a text NAME=PATH,NAME=PATH, or a list of NAME=PATH or {name, path}. */ -}}
+{{- define "coatcheck.checkAdapters" -}}
+{{- with .Values.settings.lora_modules }}
+  {{- if $.Values.worker.gpus }}{{ fail (printf "settings.lora_modules needs worker.gpus 0, and it is %d: adapters are served on CPUs alone; merge the adapter into its base model" (int $.Values.worker.gpus)) }}{{ end }}
+  {{- range kindIs "string" . | ternary (splitList "," (toString .)) . }}
+    {{- $path := kindIs "string" . | ternary (regexReplaceAll "^[^=]*=" (toString .) "") (get (kindIs "map" . | ternary . dict) "path") | trim }}
+    {{- if not (hasPrefix "/" $path) }}{{ fail (printf "settings.lora_modules has the path %s, which is not absolute; pods have no working directory with adapters" $path) }}{{ end }}
+  {{- end }}
+{{- end }}
 {{- end }}
 
 {{- /* Ray and KubeRay listen on these ports of every pod; Ray gives its workers 10002 to 19999. */ -}}
@@ -95,6 +107,18 @@
   {{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
   {{- mulf (float64 $number) (get $units (trimPrefix $number .)) }}
 {{- else }}{{ float64 . }}{{ end }}
+{{- end }}
+
+{{- /* A memory setting of `serve` in bytes; 0 for a share of the free memory (0.5, 50%), and for none. */ -}}
+{{- define "coatcheck.memory" -}}
+{{- $bytes := 0.0 }}
+{{- if kindIs "string" . }}
+  {{- $text := lower . | nospace }}
+  {{- $units := dict "" 1.0 "k" 1e3 "m" 1e6 "g" 1e9 "t" 1e12 "ki" 1024.0 "mi" 1048576.0 "gi" 1073741824.0 "ti" 1099511627776.0 }}
+  {{- $unit := trimSuffix "b" (regexReplaceAll "^[0-9.]+" $text "") }}
+  {{- $bytes = mulf (regexFind "^[0-9.]+" $text | float64) (get (merge $units (dict "%" 0.0)) $unit) }}
+{{- else }}{{ $bytes = default 0 . | float64 }}{{ end }}
+{{- gt $bytes 1.0 | ternary $bytes 0.0 }}
 {{- end }}
 
 {{- define "coatcheck.checkResources" -}}
@@ -120,9 +144,16 @@
     {{- fail (printf "worker.resources.%s sets %s; the chart sets it from worker.gpus: remove it there" $kind $worker.gpuResource) }}
   {{- end }}
 {{- end }}
-{{- with get (default dict $worker.resources.limits) "memory" }}
+{{- with $limit := get (default dict $worker.resources.limits) "memory" }}
   {{- if gt (include "coatcheck.amount" $worker.sharedMemory | float64) (include "coatcheck.amount" . | float64) }}
     {{- fail (printf "worker.sharedMemory is %v, above the pod's memory limit %v, which it counts towards; lower it, or raise worker.resources.limits.memory" $worker.sharedMemory .) }}
+  {{- end }}
+  {{- $ranks := include "coatcheck.ranks" $ | int }}
+  {{- range $name := gt (int $worker.gpus) 0 | ternary (list "host_kv_memory") (list "host_kv_memory" "kv_memory") }}
+    {{- $size := get $values.settings $name }}
+    {{- if gt (mulf (include "coatcheck.memory" $size | float64) $ranks) (include "coatcheck.amount" $limit | float64) }}
+      {{- fail (printf "settings.%s %v in each of the %d rank(s) of a pod is above the pod's memory limit %v; lower it, or raise worker.resources.limits.memory" $name $size $ranks $limit) }}
+    {{- end }}
   {{- end }}
 {{- end }}
 {{- end }}
