@@ -29,6 +29,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from coatcheck.cluster.client.credentials import Credentials, with_credentials
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.proto.host_port import is_loopback
@@ -55,25 +56,21 @@ class BatchRequest:
     body: dict[str, Any]
 
 
+@with_credentials
 def batch(
     input_file: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests in OpenAI's batch format (.jsonl).")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file for the answers. Its answers are kept.")],
     server: Annotated[str, typer.Option(help="The address of the server for HTTP.")] = "http://127.0.0.1:8000",
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")] = 64,
-    tls_ca: Annotated[
-        Path | None, typer.Option(envvar="COATCHECK_TLS_CA", help="The authority of the server's certificate (PEM).")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="COATCHECK_API_KEY", help="The API key. Prefer the environment.", show_envvar=True),
-    ] = None,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Send the requests of a file, with a progress bar, and write the answers. Run it again to continue."""
     from rich.console import Console
     from rich.progress import Progress
 
     requests = read_requests(input_file)
-    sender = Sender(server, api_key, tls_ca)
+    sender = Sender(server, credentials)
     failed = 0
     console = Console(stderr=True)
     with open_output(output) as (file, done), Progress(console=console, disable=not console.is_terminal) as bar:
@@ -214,14 +211,13 @@ def _write(file: FileIO, text: str, path: Path) -> None:
 class Sender:
     """Sends requests from several threads."""
 
-    def __init__(self, server: str, api_key: str | None, tls_ca: Path | None) -> None:
+    def __init__(self, server: str, credentials: Credentials) -> None:
         if not server.startswith(("http://", "https://")):
             raise InvalidConfig(f"--server is {server!r}; it must begin with http:// or https://")
         self.server = server.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        context = ssl.create_default_context(cafile=str(tls_ca)) if server.startswith("https://") else None
+        self._headers = {"content-type": "application/json", **dict(credentials.metadata)}
+        is_https = server.startswith("https://")
+        context = (credentials.https or ssl.create_default_context()) if is_https else None
         # A proxy, such as http_proxy names, cannot reach this host's loopback interface.
         proxies = [urllib.request.ProxyHandler({})] if is_loopback(_host_of(server)) else []
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *proxies)
@@ -257,7 +253,11 @@ class Sender:
                         f"{self.server} does not speak HTTP: give the router's HTTP address as --server, the second "
                         "one in the line that begins with `ready:`"
                     ) from None
-                if is_last or isinstance(getattr(error, "reason", None), ssl.SSLError):
+                if refusal := _refusal_of_tls(error):
+                    raise Unavailable(
+                        f"no TLS connection to {self.server}: {refusal}; see --tls-ca, --tls-cert and --tls-key"
+                    ) from None
+                if is_last:
                     raise Unavailable(f"no answer from {self.server}: {getattr(error, 'reason', error)}") from None
                 retry_after = ""
             wait = float(retry_after) if retry_after.isdecimal() else 0.5 * 2.0**resends
@@ -270,6 +270,15 @@ class Sender:
             return self._opener.open(message, timeout=timeout)
         except urllib.error.HTTPError as error:
             return error
+
+
+def _refusal_of_tls(error: Exception) -> str:
+    """Why one side refuses the other's certificate, or does not speak TLS; "" for any other error."""
+    at_connecting = getattr(error, "reason", None)
+    if isinstance(at_connecting, ssl.SSLError):
+        return str(at_connecting)
+    # With TLS 1.3 the server refuses a client's certificate, or the lack of one, after the handshake.
+    return str(error) if isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason) else ""
 
 
 def _host_of(server: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import grpc
 import typer
@@ -13,6 +13,9 @@ import typer
 from coatcheck.cluster.config.settings import set_parameters
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import is_loopback
+
+if TYPE_CHECKING:
+    import ssl
 
 _SYSTEM: Final = "system"
 # How long a channel tries to connect before a call fails. gRPC's default of 20 s is long for a user of a suspended
@@ -45,6 +48,7 @@ class Credentials:
     tls: bool = False
     pair: tuple[bytes, bytes] | None = field(default=None, repr=False)  # key and certificate, in PEM
     api_key: str | None = field(default=None, repr=False)
+    https: "ssl.SSLContext | None" = field(default=None, repr=False, compare=False)  # with `tls`: for a call over HTTPS
 
     @classmethod
     def build(cls, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Self:
@@ -57,9 +61,8 @@ class Credentials:
             raise InvalidConfig("the API key has characters that no key has; copy exactly the key")
         roots = _read(tls_ca) if tls_ca and tls_ca != _SYSTEM else None
         pair = (_read(tls_key), _read(tls_cert)) if tls_cert and tls_key else None
-        if tls_ca:
-            _check_certificates(tls_ca, tls_cert, tls_key)
-        return cls(roots, bool(tls_ca), pair, api_key)
+        https = _https_context(tls_ca, tls_cert, tls_key) if tls_ca else None
+        return cls(roots, bool(tls_ca), pair, api_key, https)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -116,12 +119,14 @@ def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
     return set_parameters(run, parameters)
 
 
-def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:
+def _https_context(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> "ssl.SSLContext":
     """Raise InvalidConfig for files that are not valid PEM. gRPC would fail to connect and give no reason."""
     import ssl  # imported here because commands without TLS do not need it
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if tls_ca != _SYSTEM:
+    if tls_ca == _SYSTEM:
+        context.load_default_certs()
+    else:
         try:
             context.load_verify_locations(Path(tls_ca).expanduser())
         except ssl.SSLError:
@@ -133,6 +138,7 @@ def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) 
         except ssl.SSLError:
             pair = f"--tls-cert {tls_cert} and --tls-key {tls_key}"
             raise InvalidConfig(f"{pair} are not a certificate and its key, unencrypted and in PEM") from None
+    return context
 
 
 def _read(file: str) -> bytes:

@@ -18,6 +18,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.client import batch
 from coatcheck.cluster.client.batch import Sender, open_output, read_requests
+from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.command_line import run_here
 from tests.cluster.running_server import COMMAND
@@ -216,7 +217,7 @@ def test_an_error_of_any_type_ends_the_run(monkeypatch: pytest.MonkeyPatch, serv
     monkeypatch.setattr(batch, "_CHECK_SECONDS", 0.1)
     request = batch.BatchRequest("q0", "/v1/completions", {"prompt": "a"})
     with pytest.raises(IndexError):
-        list(batch._send_all(Sender(server.url, None, None), [request], 1))
+        list(batch._send_all(Sender(server.url, Credentials()), [request], 1))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="cannot be read"):
         read_requests(tmp_path / "missing")
     with pytest.raises(InvalidConfig, match="must begin with http"):
-        Sender("127.0.0.1:8000", None, None)
+        Sender("127.0.0.1:8000", Credentials())
     for output in (tmp_path, Path("/dev/null")):
         with pytest.raises(InvalidConfig, match="no regular file"), open_output(output):
             pass
