@@ -53,8 +53,10 @@ def bench(
     trace: Annotated[
         Path | None, _LOAD(help="Open loop: arrival times and lengths of a trace (.jsonl, .csv, .gz).")
     ] = None,
-    time_scale: Annotated[float, _LOAD(min=0.0, help="Multiplies the trace's times: 0.5 is twice as fast.")] = 1.0,
-    length_scale: Annotated[float, _LOAD(min=0.0001, help="Multiplies the trace's lengths.")] = 1.0,
+    time_scale: Annotated[
+        float, _LOAD(min=0.0, max=1e6, help="Multiplies the trace's times: 0.5 is twice as fast.")
+    ] = 1.0,
+    length_scale: Annotated[float, _LOAD(min=0.0001, max=1e4, help="Multiplies the trace's lengths.")] = 1.0,
     prompts: Annotated[Prompts, _PROMPTS(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
     prompt: Annotated[str | None, _PROMPTS(help="Use this text as every prompt.")] = None,
     input_len: Annotated[int, _PROMPTS(min=1, help="Prompt tokens, without a shared prefix.")] = 512,
@@ -90,6 +92,9 @@ def bench(
         check_plot(plot)  # before the run
     entries = read_trace(trace, num_requests) if trace is not None else None
     model = asyncio.run(_get_model(addresses, credentials))
+    if trace is None and prompt is None:
+        shared = prefix_len if prompts == "shared-prefix" else 0
+        _check_length(input_len + shared + output_len, model.max_model_len)
     salt = "" if reuse_cache else secrets.token_hex(8)
     generator = RequestGenerator(
         vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
@@ -118,6 +123,15 @@ def bench(
         raise typer.Exit(_EXIT_INTERRUPTED)
     if not report.succeeded:
         raise typer.Exit(1)
+
+
+def _check_length(tokens: int, longest: int) -> None:
+    """Raise InvalidConfig if the server would refuse every request."""
+    if tokens > longest:
+        raise InvalidConfig(
+            f"a request would have {tokens:,} tokens, prompt and answer together, and the model takes {longest:,}; "
+            "lower --input-len, --output-len or --prefix-len"
+        )
 
 
 async def _get_model(addresses: list[str], credentials: Credentials) -> pb.GetModelResponse:

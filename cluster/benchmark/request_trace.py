@@ -8,17 +8,19 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig
 
 BLOCK_TOKENS = 512
+_MAX_TOKENS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +57,35 @@ def _mooncake(file: io.TextIOBase) -> Iterator[TraceEntry]:
         try:
             row: dict[str, Any] = dict(json.loads(line))
             blocks = tuple(map(int, row.get("hash_ids", ())))
-            yield TraceEntry(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), blocks)
-        except (ValueError, KeyError, TypeError) as error:
+            yield _entry(row["timestamp"] / 1000, row["input_length"], row["output_length"], blocks)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             fields = "timestamp, input_length, output_length"
             raise InvalidConfig(f"line {number} of the trace is not a Mooncake request ({fields}): {error!r}") from None
 
 
 def _azure(file: io.TextIOBase) -> Iterator[TraceEntry]:
-    for number, row in enumerate(csv.DictReader(file), 2):
+    rows, number = csv.DictReader(file), 1
+    while True:
+        number += 1
         try:
+            if (row := next(rows, None)) is None:
+                return
             # The file has seven decimals of a second; datetime reads six.
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            yield TraceEntry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        except (ValueError, KeyError, TypeError) as error:
+            yield _entry(at, row["ContextTokens"], row["GeneratedTokens"])
+        except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
             fields = "TIMESTAMP, ContextTokens, GeneratedTokens"
             raise InvalidConfig(f"line {number} of the trace is not an Azure row ({fields}): {error!r}") from None
+
+
+def _entry(at: float, input_len: Any, output_len: Any, blocks: tuple[int, ...] = ()) -> TraceEntry:
+    """Raise ValueError, TypeError or OverflowError for numbers that no request has."""
+    entry = TraceEntry(at, int(input_len), int(output_len), blocks)
+    if not math.isfinite(at):
+        raise ValueError(f"the time is {at}; it must be finite")
+    for length in (entry.input_len, entry.output_len):
+        if not 0 <= length <= _MAX_TOKENS:
+            raise ValueError(f"{length} tokens; it must be from 0 to {_MAX_TOKENS}")
+    if blocks and min(blocks) < 0:
+        raise ValueError(f"the block {min(blocks)}; ids are not negative")
+    return entry

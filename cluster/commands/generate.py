@@ -131,7 +131,7 @@ def put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str
 def _parse_ids(written: str) -> list[int]:
     ids = []
     for word in filter(None, re.split(r"[\s,\[\]]+", written)):
-        if not word.isdecimal() or int(word) >= 2**32:
+        if not word.isdecimal() or len(word) > 10 or int(word) >= 2**32:  # Python converts 4,300 digits at most
             raise typer.BadParameter(f"{word!r} is not a token id; write ids as 1,2,3 or '1 2 3'")
         ids.append(int(word))
     return ids

@@ -203,6 +203,30 @@ def test_command_refuses_to_measure_errors() -> None:
     assert "no server answers at 127.0.0.1:1" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        (("--input-len", "1000000000000"), "1,000,000,000,064"),
+        (("--output-len", "4000"), "4,512"),
+        (("--prompts", "shared-prefix", "--prefix-len", "3521"), "4,097"),
+    ],
+)
+def test_requests_that_are_longer_than_the_context_are_refused(flags: tuple[str, ...], tokens: str) -> None:
+    """Before a prompt is made, which might not fit into memory."""
+    with in_background(router := FakeRouter()):
+        code, out, err = run("--address", router.address, *flags)
+    assert (code, out, router.requests) == (2, "", [])
+    assert err.startswith(f"error: a request would have {tokens} tokens, prompt and answer together, and the model")
+
+
+@pytest.mark.parametrize("flag", ["--length-scale", "--time-scale"])
+def test_a_trace_is_scaled_by_a_finite_number(flag: str) -> None:
+    """`inf` and `nan` are refused as usage errors."""
+    for value in ("inf", "nan"):
+        code, _, err = run("--trace", "x.jsonl", flag, value)
+        assert code == 2 and flag in err and "x.jsonl" not in err, err
+
+
 async def test_interrupted_command_prints_what_it_has() -> None:
     """Ctrl-C ends the run with the figures of what was answered; what was not is counted apart, and is no error."""
     async with FakeRouter() as router, FakeRouter() as stalled:

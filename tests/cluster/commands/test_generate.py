@@ -151,6 +151,7 @@ async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None
     ("arguments", "message"),
     [
         (["x", "--token-ids"], "'x' is not a token id"),
+        (["9" * 5000, "--token-ids"], "is not a token id; write ids as 1,2,3"),
         (["1", "--token-ids", "--chat"], "exclude each other"),
         (["x", "--system", "s"], "--system needs --chat"),
         (["x", "--logit-bias", "3"], "is not ID=VALUE"),
