@@ -7,8 +7,8 @@ Routing = Literal["prefix-aware", "least-loaded", "round-robin"]
 
 # How a model writes tool calls; router/parsing/output_format.py has a format of each name.
 ToolParserName = Literal[
-    "auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "kimi_k2", "minimax", "minimax_m2",
-    "qwen3_coder", "glm45", "openai",
+    "auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v32", "kimi_k2", "minimax",
+    "minimax_m2", "qwen3_coder", "glm45", "gemma4", "openai",
 ]  # fmt: skip
 
 # What root_path may be, as a regular expression. With a prefix such as /v1, /v1/models would be taken for /models.

@@ -89,7 +89,7 @@ class ServeConfig(Settings):
     tool_parser: ToolParserName = setting(
         "Model",
         "How the model writes tool calls. auto: as its chat template does. Or hermes, llama3_json, pythonic, mistral, "
-        "deepseek_v3, kimi_k2, minimax, minimax_m2, qwen3_coder, glm45 or openai.",
+        "deepseek_v3, deepseek_v32, kimi_k2, minimax, minimax_m2, qwen3_coder, glm45, gemma4 or openai.",
         "auto",
     )
     deterministic: bool = setting(

@@ -8,7 +8,7 @@ openai-harmony's parser is not used: it needs the vocabulary files of its own to
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -21,7 +21,7 @@ ANALYSIS: Final = f"<|channel|>analysis{MESSAGE}"  # what a message of reasoning
 MARKERS: Final = ("<|start|>", "<|end|>", "<|channel|>", MESSAGE, "<|constrain|>", "<|call|>", "<|return|>")
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT: Final = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
+_RECIPIENT: Final = re.compile(r"to=(?P<prefix>functions\.)?(?P<name>[A-Za-z0-9_.-]+)")
 _MAX_HEADER: Final = 512
 
 
@@ -34,11 +34,12 @@ class _Body(Enum):
 
 
 class HarmonyParser(ToolParser):
-    """`calls_tools`: messages to functions are tool calls; else they are content."""
+    """`functions`: the names of the functions, messages to which are tool calls. None: such messages are content."""
 
-    def __init__(self, *, calls_tools: bool, max_calls: int | None = None) -> None:
+    def __init__(self, functions: Collection[str] | None, max_calls: int | None = None) -> None:
         super().__init__(max_calls)
-        self._calls_tools = calls_tools
+        self._functions = functions
+        self._has_arguments = False  # the call in whose message the buffer begins
         self._body = _Body.HEADER
         self._ends = MarkedText(_ENDS)
         self._length = 0  # characters of the text so far
@@ -65,9 +66,11 @@ class HarmonyParser(ToolParser):
             return False
         header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient is not None and self._calls_tools:
-            self._start_call(recipient[1])
-            self._body = _Body.CALL
+        if recipient is not None and not recipient["prefix"] and recipient["name"] not in (self._functions or ()):
+            recipient = None  # a built-in tool
+        if recipient is not None and self._functions is not None:
+            self._start_call(recipient["name"])
+            self._body, self._has_arguments = _Body.CALL, False
         elif channel is not None and channel[1] == "analysis":
             self._body = _Body.REASONING
         elif "to=" in header and recipient is None:
@@ -85,6 +88,8 @@ class HarmonyParser(ToolParser):
             return False
         at, marker = found
         self._add_body(self._buffer[:at])
+        if self._body is _Body.CALL and not self._has_arguments:
+            self._add_arguments("{}")
         keeps_marker = marker in ("<|start|>", "<|channel|>")
         self._buffer = self._buffer[at if keeps_marker else at + len(marker) :]
         self._body = _Body.HEADER
@@ -99,7 +104,8 @@ class HarmonyParser(ToolParser):
                     start, _ = self.reasoning_spans.pop()
                 self.reasoning_spans.append((start, self._length - len(self._buffer) + len(text)))
             case _Body.CALL:
-                self._add_arguments(text)
+                self._has_arguments = self._has_arguments or bool(text.strip())
+                self._add_arguments(text if self._has_arguments else "")
             case _Body.CONTENT:
                 self._add_content(text)
             case _:

@@ -3,12 +3,13 @@
 import re
 from typing import Final
 
-_OUTSIDE: Final = re.compile(r'["{}\[\]]')
+_OUTSIDE: Final = re.compile(r'["{}\[\]<]')
 _INSIDE: Final = re.compile(r'["\\]')
 
 
 class JsonScanner:
-    """`depth`: how many objects and lists are open before the first piece. Checks no syntax but brackets and quotes."""
+    """`depth`: how many objects and lists are open before the first piece. Checks no syntax but brackets and quotes. A
+    "<" outside of a string also ends the value: it begins a marker, before which a model has left out brackets."""
 
     __slots__ = ("_depth", "_in_string", "_is_escaped")
 
@@ -36,6 +37,8 @@ class JsonScanner:
                     self._in_string = not self._in_string
                 case "{" | "[":
                     self._depth += 1
+                case "<":
+                    return at - 1
                 case _:
                     self._depth -= 1
                     if self._depth <= 0:

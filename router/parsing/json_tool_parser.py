@@ -41,7 +41,12 @@ class JsonCallFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """The markers that may be special tokens."""
-        return (*self.triggers, *self.dropped, *self.closers)
+        return (*self.openings, *self.closers)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """The markers that may begin a call."""
+        return (*self.triggers, *self.dropped)
 
 
 class _State(Enum):
@@ -60,7 +65,7 @@ class JsonToolParser(ToolParser):
     def __init__(self, form: JsonCallFormat, max_calls: int | None = None) -> None:
         super().__init__(max_calls)
         self._form = form
-        self._marked = MarkedText((*form.triggers, *form.dropped))
+        self._marked = MarkedText(form.openings)
         self._state = _State.START
         self._scanner = JsonScanner()
         self._is_wrapped = False
@@ -104,7 +109,7 @@ class JsonToolParser(ToolParser):
         if is_call or any(text.startswith(trigger) for trigger in self._form.triggers):
             self._buffer = self._buffer if is_call else text
             self._state = _State.HEADER
-        elif any(trigger.startswith(text) for trigger in (*self._form.triggers, *self._form.dropped)):
+        elif any(marker.startswith(text) for marker in self._form.openings):
             return False
         else:
             self._state = _State.TEXT
@@ -266,7 +271,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
         value = inner
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters")) or {}
     if isinstance(arguments, str):
         return name, arguments
     try:

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.router.parsing.gemma_tool_parser import END as GEMMA_END
+from coatcheck.router.parsing.gemma_tool_parser import QUOTE, RESPONSE
+from coatcheck.router.parsing.gemma_tool_parser import START as GEMMA_START
 from coatcheck.router.parsing.harmony_parser import MARKERS as HARMONY_MARKERS
 from coatcheck.router.parsing.json_tool_parser import JsonCallFormat
-from coatcheck.router.parsing.pythonic_tool_parser import END, START
+from coatcheck.router.parsing.pythonic_tool_parser import MARKERS as PYTHONIC_MARKERS
 from coatcheck.router.parsing.reasoning_parser import ReasoningFormat, ReasoningStart
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 
@@ -20,7 +23,16 @@ from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 class PythonicCallFormat:
     """See PythonicToolParser."""
 
-    markers: tuple[str, ...] = (START, END)
+    markers: tuple[str, ...] = (*PYTHONIC_MARKERS, *PYTHONIC_MARKERS.values())
+    openings: tuple[str, ...] = tuple(PYTHONIC_MARKERS)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaCallFormat:
+    """See GemmaToolParser."""
+
+    markers: tuple[str, ...] = (GEMMA_START, GEMMA_END, QUOTE, RESPONSE)
+    openings: tuple[str, ...] = (GEMMA_START,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +40,29 @@ class HarmonyCallFormat:
     """See HarmonyParser."""
 
     markers: tuple[str, ...] = HARMONY_MARKERS
+    openings: tuple[str, ...] = ()  # a call is a message of its own
 
 
-CallFormat = JsonCallFormat | XmlCallFormat | PythonicCallFormat | HarmonyCallFormat
+CallFormat = JsonCallFormat | XmlCallFormat | PythonicCallFormat | GemmaCallFormat | HarmonyCallFormat
 
 _NAME: Final = r"(?P<name>[A-Za-z0-9_.-]{1,128})"
 TOOL_FORMATS: Final[dict[str, CallFormat]] = {
-    # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    # <tool_call>{"name": ..., "arguments": {...}}</tool_call>; other tags: Nemotron's and LongCat's
     "hermes": JsonCallFormat(
-        triggers=("<tool_call>",),
-        wrapped=re.compile(r"<tool_call>\s*\[?\s*"),
-        closers=("]", "</tool_call>"),
+        triggers=("<tool_call>", "<TOOLCALL>", "<longcat_tool_call>"),
+        wrapped=re.compile(r"<(?:tool_call|TOOLCALL|longcat_tool_call)>\s*\[?\s*"),
+        closers=("]", "}", "</tool_call>", "</TOOLCALL>", "</longcat_tool_call>"),
         separators=(",",),
     ),
-    # {"name": ..., "parameters": {...}}, or a list of them, as all of the text or after <|python_tag|>
+    # {"name": ..., "parameters": {...}}, or several of them, as all of the text or after a marker: <|python_tag|>,
+    # Granite 3's <|tool_call|>, InternLM's <|plugin|>, or Phi-4 mini's functools[
     "llama3_json": JsonCallFormat(
-        triggers=("<|python_tag|>",),
+        triggers=("<|python_tag|>", "<|tool_call|>", "<|plugin|>", "functools["),
         starts_text=True,
-        wrapped=re.compile(r"\s*(?:<\|python_tag\|>)?\s*\[?\s*"),
-        closers=("]",),
-        separators=(",", ";"),
+        wrapped=re.compile(r"\s*(?:<\|python_tag\|>|<\|tool_call\|>|<\|plugin\|>|functools(?=\[))?\s*\[?\s*"),
+        closers=("]", "<|/tool_call|>", "<|action_end|>"),
+        separators=(",", ";", ""),
+        dropped=("<|action_start|>",),
     ),
     # [f(x=1), g(y="z")]
     "pythonic": PythonicCallFormat(),
@@ -70,6 +85,17 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
     ),
+    # <｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">1</｜DSML｜parameter></｜DSML｜invoke>
+    "deepseek_v32": XmlCallFormat(
+        call_start='<｜DSML｜invoke name="',
+        name_end='">',
+        argument_start='<｜DSML｜parameter name="',
+        key_end='">',
+        argument_end="</｜DSML｜parameter>",
+        call_end="</｜DSML｜invoke>",
+        dropped=tuple(f"<{slash}｜DSML｜{name}>" for name in ("function_calls", "tool_calls") for slash in ("", "/")),
+        marks_strings=True,
+    ),
     # <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
     "kimi_k2": JsonCallFormat(
         triggers=("<|tool_call_begin|>",),
@@ -78,16 +104,17 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
                 rf"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?{_NAME}:\d+)\s*"
                 r"<\|tool_call_argument_begin\|>\s*(?=\{)"
             ),
+            re.compile(rf"<\|tool_call_begin\|>(?:functions\.)?{_NAME}\s*<\|tool_call_argument_begin\|>\s*(?=\{{)"),
         ),
         closers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         dropped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
     ),
-    # <tool_calls>\n{"name": ..., "arguments": {...}}\n</tool_calls>
+    # <tool_calls>\n{"name": ..., "arguments": {...}}\n</tool_calls>, or with a list: Hunyuan's, Jamba's and Apriel's
     "minimax": JsonCallFormat(
         triggers=("<tool_calls>",),
-        wrapped=re.compile(r"<tool_calls>\s*"),
-        closers=("</tool_calls>",),
-        separators=("",),  # one call a line
+        wrapped=re.compile(r"<tool_calls>\s*\[?\s*"),
+        closers=("]", "</tool_calls>"),
+        separators=(",", ""),  # "": one call a line
     ),
     # <minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>
     "minimax_m2": XmlCallFormat(
@@ -99,7 +126,7 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         call_end="</invoke>",
         dropped=("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
-    # <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+    # <tool_call><function=f><parameter=x>1</parameter></function></tool_call>, or with <seed:tool_call>
     "qwen3_coder": XmlCallFormat(
         call_start="<function=",
         name_end=">",
@@ -107,7 +134,7 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         key_end=">",
         argument_end="</parameter>",
         call_end="</function>",
-        dropped=("<tool_call>", "</tool_call>"),
+        dropped=("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
     ),
     # <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
     "glm45": XmlCallFormat(
@@ -119,6 +146,8 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         argument_end="</arg_value>",
         call_end="</tool_call>",
     ),
+    # <|tool_call>call:f{x:<|"|>1<|"|>}<tool_call|>
+    "gemma4": GemmaCallFormat(),
     "openai": HarmonyCallFormat(),
 }
 # The grammar of tool_grammars/call_grammar.py: a list of wrapped calls is all of the text.
@@ -134,6 +163,8 @@ REQUIRED_CALLS: Final = JsonCallFormat(
 _SIGNS: Final[tuple[tuple[str, str], ...]] = (
     ("<|channel|>", "openai"),
     ("<|tool_call_begin|>", "kimi_k2"),
+    ("<|tool_call>", "gemma4"),
+    ("｜DSML｜", "deepseek_v32"),
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),
     ("[TOOL_CALLS]", "mistral"),
     ("<minimax:tool_call>", "minimax_m2"),
@@ -141,13 +172,19 @@ _SIGNS: Final[tuple[tuple[str, str], ...]] = (
     ("<function=", "qwen3_coder"),
     ("<tool_calls>", "minimax"),
     ("<tool_call>", "hermes"),
+    ("<TOOLCALL>", "hermes"),
+    ("<longcat_tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("<function_calls>", "pythonic"),
 )
 _DEFAULT: Final = "llama3_json"
 _REASONING: Final = (
     ReasoningFormat("<think>", "</think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),
     ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("<longcat_think>", "</longcat_think>"),
+    ReasoningFormat("<|channel>", "<channel|>", label="thought"),
 )
 _PROBE: Final = [{"role": "user", "content": "x"}]
 

@@ -4,13 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from coatcheck.router.parsing.gemma_tool_parser import GemmaToolParser
 from coatcheck.router.parsing.harmony_parser import HarmonyParser
 from coatcheck.router.parsing.json_tool_parser import JsonCallFormat, JsonToolParser, NamedCallParser
-from coatcheck.router.parsing.output_format import REQUIRED_CALLS, HarmonyCallFormat, OutputFormat, PythonicCallFormat
+from coatcheck.router.parsing.output_format import (
+    REQUIRED_CALLS,
+    GemmaCallFormat,
+    HarmonyCallFormat,
+    OutputFormat,
+    PythonicCallFormat,
+)
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, join_parts
 from coatcheck.router.parsing.pythonic_tool_parser import PythonicToolParser
 from coatcheck.router.parsing.reasoning_parser import ReasoningParser, ReasoningStart
 from coatcheck.router.parsing.tool_parser import ToolParser
+from coatcheck.router.parsing.unclosed_reasoning import UnclosedReasoning
 from coatcheck.router.parsing.xml_tool_parser import XmlToolParser
 
 ToolMode = Literal["none", "auto", "required", "named"]
@@ -58,6 +66,8 @@ class ParsingPlan:
                 return JsonToolParser(calls, self.max_calls)
             case PythonicCallFormat():
                 return PythonicToolParser(self.max_calls)
+            case GemmaCallFormat():
+                return GemmaToolParser(self.schemas, self.max_calls)
             case HarmonyCallFormat():
                 return None  # channels have the calls
             case calls:
@@ -71,10 +81,14 @@ class OutputParser:
         self._plan = plan
         self._tools = plan.make_tool_parser()
         self._first: HarmonyParser | ReasoningParser | None = None
+        self._unclosed: UnclosedReasoning | None = None
         if isinstance(plan.output_format.calls, HarmonyCallFormat):
-            self._first = HarmonyParser(calls_tools=plan.tool_mode == "auto", max_calls=plan.max_calls)
+            functions = plan.schemas if plan.tool_mode == "auto" else None
+            self._first = HarmonyParser(functions, plan.max_calls)
         elif plan.output_format.reasoning is not None and plan.separates_reasoning:
             self._first = ReasoningParser(plan.output_format.reasoning, plan.reasoning_start)
+            if plan.tool_mode == "auto":
+                self._unclosed = UnclosedReasoning(plan.output_format.calls.openings, plan.make_tool_parser)
 
     @property
     def has_complete_calls(self) -> bool:
@@ -102,13 +116,27 @@ class OutputParser:
 
     def finish(self) -> list[Part]:
         """Returns what was held back, at the end of the text."""
-        parts = self._pass_on(self._first.finish()) if self._first is not None else []
+        parts = self._pass_on(self._split(self._first.finish(), is_last=True)) if self._first is not None else []
         if self._tools is not None:
             parts += self._tools.finish()
         return join_parts(parts)
 
     def _feed_piece(self, text: str) -> list[Part]:
-        return self._pass_on(self._first.feed(text) if self._first is not None else [Content(text)])
+        return self._pass_on(self._split(self._first.feed(text)) if self._first is not None else [Content(text)])
+
+    def _split(self, parts: list[Part], *, is_last: bool = False) -> list[Part]:
+        """The parts, with calls that have no end of the reasoning before them as content; see UnclosedReasoning."""
+        if self._unclosed is None or not isinstance(self._first, ReasoningParser):
+            return parts
+        made: list[Part] = []
+        for part in parts:
+            made += self._unclosed.feed(part.text) if isinstance(part, Reasoning) else [*self._unclosed.end(), part]
+        if is_last and self._first.is_open and (calls := self._unclosed.take_calls()):
+            self._first.remove_last(len(calls))
+            return [*made, Content(calls)]
+        if is_last or not self._first.is_open:
+            made += self._unclosed.end()
+        return made
 
     def _pass_on(self, parts: list[Part]) -> list[Part]:
         """The parts, with the calls that their content has."""

@@ -86,7 +86,7 @@ class OutputPlanner:
             return ReasoningLimit(max_tokens, self._marker_ids(ANALYSIS), self._marker_ids(END))
         if markers is None or start is ReasoningStart.CLOSED:
             return None
-        opening = self._marker_ids(markers.start) if start is ReasoningStart.UNDECIDED else ()
+        opening = self._marker_ids(markers.opening) if start is ReasoningStart.UNDECIDED else ()
         return ReasoningLimit(max_tokens, opening, self._marker_ids(markers.end))
 
     def _marker_ids(self, marker: str) -> tuple[int, ...]:

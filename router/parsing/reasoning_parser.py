@@ -12,10 +12,16 @@ from coatcheck.router.parsing.tool_parser import MAX_HEADER
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around reasoning."""
+    """The markers around reasoning. `label`: what stands behind the start marker and is no reasoning."""
 
     start: str
     end: str
+    label: str = ""
+
+    @property
+    def opening(self) -> str:
+        """The start marker with its label."""
+        return self.start + self.label
 
 
 class ReasoningStart(Enum):
@@ -37,7 +43,17 @@ class ReasoningParser:
         self._skips_space = False  # before the answer
         self._has_reasoning = False
         self._length = 0  # characters of the text so far
+        self._num_dropped = 0  # white space at the end of reasoning that has no end
         self._span: tuple[int, int | None] = (0, None if self._is_open else 0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the text so far ends in reasoning."""
+        return self._is_open
+
+    def remove_last(self, count: int) -> None:
+        """Takes the last `count` characters of the reasoning that was returned out of its span: they are none."""
+        self._span = (self._span[0], self._length - self._num_dropped - count)
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int]]:
@@ -58,7 +74,10 @@ class ReasoningParser:
         text, self._buffer = self._buffer, ""
         if self._skips_space:
             return []
-        return join_parts([Reasoning(text.rstrip()) if self._is_open else Content(text)])
+        if not self._is_open:
+            return join_parts([Content(text)])
+        self._num_dropped = len(text) - len(text.rstrip())
+        return join_parts([Reasoning(text.rstrip())])
 
     def _advance(self) -> list[Part]:
         parts: list[Part] = []
@@ -77,10 +96,11 @@ class ReasoningParser:
     def _decide(self) -> bool:
         """Whether it is known now if the text begins with reasoning. Drops a start marker."""
         text = self._buffer.lstrip()
-        if self._form.start.startswith(text) and len(self._buffer) <= MAX_HEADER:
+        opening = self._form.opening
+        if opening.startswith(text) and len(self._buffer) <= MAX_HEADER:
             return False
-        if text.startswith(self._form.start):
-            self._buffer = text[len(self._form.start) :]
+        if text.startswith(opening):
+            self._buffer = text[len(opening) :]
             self._is_open = True
             self._span = (self._length - len(self._buffer), None)
         self._is_decided = True
@@ -127,5 +147,7 @@ def reasoning_rules(form: ReasoningFormat, start: ReasoningStart, special_ids: M
         rules = f"thinking[suffix={json.dumps(form.end)}]: {_ANYTHING}\n"
     if start is ReasoningStart.OPEN:
         return f"start: thinking {_SPACE}\n{rules}"
-    opening = f"<[{special_ids[form.start]}]>" if form.start in special_ids else json.dumps(form.start)
+    opening = json.dumps(form.opening)
+    if form.start in special_ids:
+        opening = f"<[{special_ids[form.start]}]> {json.dumps(form.label) if form.label else ''}"
     return f"start: ({opening} thinking {_SPACE})?\n{rules}"

@@ -16,6 +16,7 @@ from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
 _NAMES: Final = re.compile(r'[^<>"\s]+')
 _ANY_NAME: Final = r'/[^<>"\s]+/'
 _BREAK: Final = r"/\n?/"
+_MARK: Final = '" string="'  # what stands between an argument's name and the value of its attribute
 
 
 def tagged_arguments(functions: Sequence[FunctionSchema], form: XmlCallFormat, rules: Rules) -> str:
@@ -39,7 +40,8 @@ class _Tags:
         form, rules = self._form, self._rules
         properties = properties_of(function, _NAMES)
         if properties is None:
-            arguments = f"({self._opening(_ANY_NAME)} {self._any_value} {_BREAK})*"
+            opening = self._opening(_ANY_NAME, ("true", "false"))
+            arguments = f"({opening} {self._any_value} {_BREAK})*"
         else:
             arguments = " ".join(map(self._argument, properties))
         head = quote(form.call_start.removeprefix(form.trigger) + function.name + form.name_end)
@@ -47,7 +49,7 @@ class _Tags:
 
     def _argument(self, one: Property) -> str:
         end = self._rules.marker(self._form.argument_end)
-        opening = self._opening(quote(one.name))
+        opening = self._opening(quote(one.name), ("true" if one.schema.get("type") == "string" else "false",))
         choices = _choices(one.schema)
         if choices:
             texts = " | ".join(quote(text) for text in choices if text)
@@ -59,11 +61,15 @@ class _Tags:
             value = f"{_BREAK} {self._rules.schema(one.document)} {_BREAK} {end}"
         return f"({opening} {value} {_BREAK}){'' if one.is_required else '?'}"
 
-    def _opening(self, name: str) -> str:
-        """What comes before a value. `name`: of the argument, as a part of a rule."""
+    def _opening(self, name: str, marks: Sequence[str]) -> str:
+        """What comes before a value. `name`: of the argument, as a part of a rule. `marks`: what its attribute `string`
+        may be, in a format with this attribute."""
         form, rules = self._form, self._rules
         value = f"{_BREAK} {rules.marker(form.value_start)}" if form.value_start else ""
-        return f"{rules.marker(form.argument_start)} {name} {rules.marker(form.key_end)} {value}"
+        mark = ""
+        if form.marks_strings:
+            mark = f"{quote(_MARK)} ({' | '.join(map(quote, marks))})"
+        return f"{rules.marker(form.argument_start)} {name} {mark} {rules.marker(form.key_end)} {value}"
 
 
 def _choices(schema: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ a text that begins like a call is one, and for formats with a tag for each argum
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -14,15 +15,24 @@ from llguidance import StructTag
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.parsing.output_format import TOOL_FORMATS
+from coatcheck.router.parsing.pythonic_tool_parser import MARKERS as PYTHON_MARKERS
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.argument_tags import tagged_arguments
 from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, make_grammar, schema_document
 from coatcheck.router.tool_grammars.keyword_arguments import keyword_arguments
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules
 
-_TAGS: Final = {"hermes": "tool_call", "minimax": "tool_calls"}
-_PYTHON_TAG: Final = "<|python_tag|>"
-_PYTHON_MARKERS: Final = ("<|python_start|>", "<|python_end|>")
+# By format: (what begins a call, what stands between that and its object, what ends the call).
+_TAGS: Final = {
+    "hermes": (
+        ("<tool_call>", "\n", "\n</tool_call>"),
+        ("<longcat_tool_call>", "\n", "\n</longcat_tool_call>"),
+        ("<TOOLCALL>", "[", "]</TOOLCALL>"),
+    ),
+    "minimax": (("<tool_calls>", "\n", "\n</tool_calls>"),),
+}
+_JSON_MARKERS: Final = ("<|python_tag|>", "<|tool_call|>", "<|plugin|>", "functools[")
+_BREAK: Final = r"/\n?/"
 _HARMONY: Final = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")
 
 
@@ -32,8 +42,8 @@ def strict_calls_grammar(
     """Any text in which each call is of one of `functions`, and fits its schema if it is strict. `special_ids`: the ids
     of special tokens by their text. `prefix`: rules for what an answer may have before, such as reasoning. Raises
     InvalidRequest for a format, or a schema in it, that no grammar enforces."""
-    if tag := _TAGS.get(tool_format):
-        return make_grammar(_tagged_calls(functions, tag), prefix)
+    if tool_format in _TAGS:
+        return make_grammar(_tagged_calls(functions, tool_format), prefix)
     rules = Rules(special_ids)
     if isinstance(form := TOOL_FORMATS[tool_format], XmlCallFormat):
         return make_grammar(rules.written(tagged_arguments(functions, form, rules)), prefix)
@@ -73,38 +83,45 @@ def strict_calls_grammar(
     return make_grammar(rules.written(f"{ANY_TEXT} ({section} {ANY_TEXT})?"), prefix)
 
 
-def _tagged_calls(functions: Sequence[FunctionSchema], tag: str) -> str:
+def _tagged_calls(functions: Sequence[FunctionSchema], tool_format: str) -> str:
     tags = [
         StructTag(
-            trigger=f"<{tag}>",
-            begin=f'<{tag}>\n{{"name": {json.dumps(function.name)}, "arguments": ',
+            trigger=trigger,
+            begin=f'{trigger}{between}{{"name": {json.dumps(function.name)}, "arguments": ',
             grammar=schema_document(function.parameters if function.strict else None),
-            end=f"}}\n</{tag}>",
+            end=f"}}{end}",
         )
+        for trigger, between, end in _TAGS[tool_format]
         for function in functions
     ]
     return StructTag.to_grammar(tags, assume_special=False)
 
 
 def _json_texts(functions: Sequence[FunctionSchema], rules: Rules) -> str:
-    """Calls in JSON are all of the text, or follow <|python_tag|>. Other text does not begin like one."""
+    """Calls in JSON are all of the text, or follow a marker that is a special token. Other text does not begin like
+    one, and has no marker."""
     call = _calls(rules, functions, _object("parameters"), _object("arguments"))
     calls = rules.rule("calls", rf'/\s{{0,8}}/ ({call} (/[;,] ?/ {call})* | "[" {call} (", " {call})* "]")')
-    if rules.has(_PYTHON_TAG):
-        text = rules.rule("text", r"/\s*[^\s\[{](?s:.*)/")
-        return f"{text}? | {text}? {rules.marker(_PYTHON_TAG)} {calls} | {calls}"
-    text = rules.rule("TEXT", r"/\s*[^\s\[{](?s:.*)/ & ~/(?s:.*)<\|python_tag\|>(?s:.*)/")
-    return f"{text}? | {calls}"
+    special = [marker for marker in _JSON_MARKERS if rules.has(marker)]
+    hidden = "|".join(re.escape(marker) for marker in _JSON_MARKERS if marker not in special)
+    text = rules.rule("TEXT", rf"/\s*[^\s\[{{](?s:.*)/ & ~/(?s:.*)({hidden})(?s:.*)/")
+    return " | ".join([f"{text}?", calls, *(f"{text}? {rules.marker(marker)} {calls}" for marker in special)])
 
 
 def _python_list(functions: Sequence[FunctionSchema], rules: Rules) -> str:
-    """A list of calls is all of the text. Other text does not begin like one."""
-    text = rules.rule("TEXT", r"/\s*[^\s\[](?s:.*)/ & ~/\s*<\|python_start\|>(?s:.*)/")
+    """A list of calls is all of the text, or stands between markers. Other text does not begin like one. Behind text a
+    marker must be a special token: text of a grammar cannot end before a marker that is text."""
+    markers = "|".join(map(re.escape, PYTHON_MARKERS))
+    text = rules.rule("TEXT", rf"/\s*[^\s\[](?s:.*)/ & ~/(?s:.*)({markers})(?s:.*)/")
     arguments = [keyword_arguments(index, function, rules) for index, function in enumerate(functions)]
     alternatives = [f'"{function.name}(" {one} ")"' for function, one in zip(functions, arguments, strict=True)]
     call = rules.rule("call", " | ".join(alternatives))
-    calls = f'"[" {call} (", " {call})* "]"'
-    return f"{text}? | {calls} | {rules.marker(_PYTHON_MARKERS[0])} {calls} {rules.marker(_PYTHON_MARKERS[1])}"
+    calls = rules.rule("calls", f'"[" {call} (", " {call})* "]" | {call} ("\\n" {call})*')
+    marked = []
+    for start, end in PYTHON_MARKERS.items():
+        before = f"{text}?" if rules.has(start, end) else ""
+        marked.append(f"{before} {rules.marker(start)} {_BREAK} {calls} {_BREAK} {rules.marker(end)}")
+    return " | ".join([f"{text}?", f'"[" {call} (", " {call})* "]"', *marked])
 
 
 def _harmony_messages(functions: Sequence[FunctionSchema], rules: Rules) -> str:

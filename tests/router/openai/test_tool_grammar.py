@@ -175,6 +175,7 @@ KIMI = (
 # name -> (tool format, special tokens, how one call looks, and how two look)
 STRICT_FORMATS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "hermes": ("hermes", (), '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>', "ONE\nONE"),
+    "nemotron": ("hermes", (), '<TOOLCALL>[{"name": "NAME", "arguments": ARGS}]</TOOLCALL>', "ONE\nONE"),
     "minimax": ("minimax", (), '<tool_calls>\n{"name": "NAME", "arguments": ARGS}\n</tool_calls>', "ONE\nONE"),
     "mistral": ("mistral", ("[TOOL_CALLS]",), '{"name": "NAME", "arguments": ARGS}', "[TOOL_CALLS][ONE, ONE]"),
     "mistral with [ARGS]": ("mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]NAME[ARGS]ARGS", "ONEONE"),
@@ -261,6 +262,17 @@ ARGUMENT_FORMATS: dict[str, tuple[str, tuple[str, ...], list[str], list[str], li
     "llama without its token": (
         "llama3_json", (), ['[{"name": "f", "parameters": {"city": "Bonn", "days": [1, 2]}}]'], ["a <|python_ta"],
         ["so <|python_tag|>"]),
+    "granite": (
+        "llama3_json", ("<|tool_call|>",),
+        ['so <|tool_call|>[{"name": "f", "arguments": {"city": "Bonn", "days": [1, 2]}}]'], ["so functools"],
+        ['so <|tool_call|>[{"name": "h"', "<|tool_call|>so", 'so functools[{"name"']),
+    "lfm2": (
+        "pythonic", ("<|tool_call_start|>", "<|tool_call_end|>"),
+        ['so <|tool_call_start|>[f(city="Bonn", days=[1, 2])]<|tool_call_end|>'], ["so f("],
+        ["so <|tool_call_start|>[h(", "<|tool_call_start|>so", "so <function_calls>"]),
+    "olmo": (
+        "pythonic", (), ['<function_calls>\nf(city="Bonn", days=[1, 2])\n</function_calls>'],
+        ['<function_calls>g()\nfree(x=true)</function_calls>'], ["<function_calls>\nh(", "so <|tool_call_start|>"]),
     "pythonic": (
         "pythonic", (), ['[f(city="Bonn", days=[1, 2])]'],
         ['[g(), free(x=true, y={"a": null})]', '[f(city="B", unit="C", days=[])]', "so f(", "a [1]"],
@@ -280,6 +292,13 @@ ARGUMENT_FORMATS: dict[str, tuple[str, tuple[str, ...], list[str], list[str], li
          "</parameter></invoke></minimax:tool_call>"],
         ['<invoke name="g"></invoke>'],
         ['<invoke name="h', '<invoke name="f"><parameter name="city">x</parameter></i']),
+    "deepseek v3.2": (
+        "deepseek_v32", (),
+        ['<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true">Bonn</｜DSML｜parameter>\n'
+         '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n</｜DSML｜invoke>'],
+        ['<｜DSML｜function_calls><｜DSML｜invoke name="g"></｜DSML｜invoke>',
+         '<｜DSML｜invoke name="free"><｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>'],
+        ['<｜DSML｜invoke name="h', '<｜DSML｜invoke name="f"><｜DSML｜parameter name="city" string="false"']),
     "glm": (
         "glm45", (),
         ["<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n<arg_key>days</arg_key>\n<arg_value>"
@@ -336,7 +355,7 @@ def test_an_empty_text_is_a_choice_like_another(
         assert allows(grammar, (), call) == (unit in allowed), unit
 
 
-@pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3"])
+@pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3", "gemma4"])
 def test_formats_without_their_tokens_are_refused(tool_format: str) -> None:
     """Formats whose markers must be special tokens of the tokenizer."""
     with pytest.raises(InvalidRequest, match="strict tools need tool_choice"):

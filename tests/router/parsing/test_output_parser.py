@@ -12,28 +12,12 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.setting_names import ToolParserName
 from coatcheck.router.parsing.output_format import TOOL_FORMATS, OutputFormat, find_reasoning_start
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ToolMode
-from coatcheck.router.parsing.parts import Content, Part, Reasoning
+from coatcheck.router.parsing.parts import Content, Reasoning
 from coatcheck.router.parsing.reasoning_parser import ReasoningFormat, ReasoningStart
-from tests.router.parsing.joined_calls import join_named_calls
+from tests.router.parsing.parsed_text import read
 
 SCHEMAS = {"f": {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}}}
 THINK = ReasoningFormat("<think>", "</think>")
-
-
-def read(plan: ParsingPlan, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """(reasoning, content, (name, arguments) of each call) of a text in pieces. The parser's spans must have the
-    reasoning."""
-    parser = OutputParser(plan)
-    parts: list[Part] = []
-    for piece in pieces:
-        parts += parser.feed(piece)
-    parts += parser.finish()
-    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    content = "".join(part.text for part in parts if isinstance(part, Content))
-    if plan.shows_reasoning:
-        text = "".join(pieces)
-        assert "".join(text[start:stop] for start, stop in parser.reasoning_spans).strip() == reasoning.strip()
-    return reasoning, content, join_named_calls(parts)
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:
@@ -51,6 +35,10 @@ KIMI = f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{ARGUMENTS}
 XML = "<function=f>\n<parameter=x>\na\nb\n</parameter>\n<parameter=n>\n7\n</parameter>\n</function>"
 GLM = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key>\n<arg_value>7</arg_value>\n"
 M2 = '<invoke name="f">\n<parameter name="x">12</parameter>\n<parameter name="o">{"a": [1]}</parameter>\n</invoke>'
+DSML = (
+    '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="o" string="true">12</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>'
+)
 GOT_XML = ("f", '{"x": "a\\nb", "n": 7}')
 GOT_GLM = ("f", '{"x": "12", "n": 7}')
 HARMONY_CALL = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}"
@@ -99,6 +87,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[f(open('x'))]", "[f(open('x'))]", []),
     ("pythonic", "[see](x)", "[see](x)", []),
+    ("gemma4", 'so\n<|tool_call>call:f{x:<|"|>12<|"|>,o:{a:[1,<|"|>}<|"|>]}}<tool_call|>', "so",
+     [("f", '{"x": "12", "o": {"a": [1, "}"]}}')]),
+    ("deepseek_v32", f"so\n\n<｜DSML｜function_calls>\n{DSML}\n</｜DSML｜function_calls>", "so",
+     [("f", '{"o": "12", "n": 7}')]),
     ("openai", f"{HARMONY_CALL}<|call|>", "", [F]),
     ("openai", f"<|channel|>final<|message|>so<|end|><|start|>assistant{HARMONY_CALL}", "so", [F]),
     ("openai", f" to=functions.f<|channel|>commentary json<|message|>{ARGUMENTS}", "", [F]),

@@ -1,0 +1,125 @@
+"""OutputParser: calls as published models write them, with their usual mistakes."""
+
+import pytest
+
+from coatcheck.router.parsing.output_format import OutputFormat
+from coatcheck.router.parsing.output_parser import ParsingPlan
+from coatcheck.router.parsing.reasoning_parser import ReasoningFormat, ReasoningStart
+from tests.router.parsing.parsed_text import read_every_cut
+
+F, G = '{"name": "f", "arguments": {"n": 1}}', '{"name": "g", "arguments": {}}'
+GOT_F, GOT_G = ("f", '{"n": 1}'), ("g", "{}")
+# (what a chat template has, text, content, calls)
+MODELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    # Nemotron Nano 2 and LongCat-Flash
+    ("<TOOLCALL>[", f"so\n<TOOLCALL>[{F}, {G}]</TOOLCALL>", "so", [GOT_F, GOT_G]),
+    ("<longcat_tool_call>", f"<longcat_tool_call>\n{F}\n</longcat_tool_call>\n", "", [GOT_F]),
+    # Granite 3, InternLM 3, Phi-4 mini, Llama 3
+    ("{{ tools }}", f"so<|tool_call|>[{F}, {G}]", "so", [GOT_F, GOT_G]),
+    ("{{ tools }}", f"<|tool_call|>{F}<|/tool_call|><|tool_call|>{G}<|/tool_call|>", "", [GOT_F, GOT_G]),
+    ("{{ tools }}", f"so<|action_start|><|plugin|>\n{F}<|action_end|>", "so", [GOT_F]),
+    ("{{ tools }}", f"functools[{F}, {G}]", "", [GOT_F, GOT_G]),
+    ("{{ tools }}", "use functools[0] or functools.partial", "use functools[0] or functools.partial", []),
+    ("{{ tools }}", f"{F}\n{G}", "", [GOT_F, GOT_G]),
+    ("{{ tools }}", '{"a": <b>} and {c}', '{"a": <b>} and {c}', []),
+    # Hunyuan-A13B, Jamba and Apriel
+    ("<tool_calls>", f"so\n<tool_calls>[{F}, {G}]</tool_calls>", "so", [GOT_F, GOT_G]),
+    # LFM2 and Olmo 3
+    ("<|tool_call_start|>[", "so<|tool_call_start|>[f(n=1), g()]<|tool_call_end|>wait", "sowait", [GOT_F, GOT_G]),
+    ("<|tool_call_start|>[", "<|tool_call_start|>no<|tool_call_end|>", "<|tool_call_start|>no<|tool_call_end|>", []),
+    ("<|tool_call_start|>[", "<|tool_call_start|>[f(x='a\nb')]<|tool_call_end|>", "", [("f", '{"x": "a\\nb"}')]),
+    ("<|tool_call_start|>[", "a <|tool_cal", "a <|tool_cal", []),
+    ("<function_calls>", "<function_calls>\nf(n=1)\ng()\n</function_calls>", "", [GOT_F, GOT_G]),
+    # Seed-OSS
+    ("<function=", "<seed:tool_call>\n<function=f>\n<parameter=n>1</parameter>\n</function>\n</seed:tool_call>", "",
+     [GOT_F]),
+    # DeepSeek V3.2 and V4
+    ("<｜DSML｜", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', "",
+     [GOT_G]),
+    # Gemma 4
+    ("<|tool_call>call:", "so<|tool_call>call:f{n:1}<tool_call|><|tool_call>call:g{}<tool_call|><|tool_response>", "so",
+     [GOT_F, GOT_G]),
+    ("<|tool_call>call:", '<|tool_call>call:f{x:<|"|><tool_call|>, "{<|"|>,n:12}<tool_call|>', "",
+     [("f", '{"x": "<tool_call|>, \\"{", "n": 12}')]),
+    ("<|tool_call>call:", "<|tool_call>call:f{x:5,y:[true,null,z],w:{a:<|\"|><|\"|>}}<tool_call|>", "",
+     [("f", '{"x": "5", "y": [true, null, "z"], "w": {"a": ""}}')]),
+    ("<|tool_call>call:", "<|tool_call>call:f{n:}<tool_call|> so", "<|tool_call>call:f{n:}<tool_call|> so", []),
+    ("<|tool_call>call:", "<|tool_call>call:f{n:1", "<|tool_call>call:f{n:1", []),
+    # Kimi K2 without the number of the call
+    ("<|tool_call_begin|>", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{"n": 1}<|tool_call_end|>', "",
+     [GOT_F]),
+]  # fmt: skip
+SCHEMAS = {"f": {"properties": {"x": {"type": "string"}}}, "g": {}}
+
+
+@pytest.mark.parametrize("case", MODELS, ids=[f"{case[0]} {place}" for place, case in enumerate(MODELS)])
+def test_calls_of_published_models(case: tuple[str, str, str, list[tuple[str, str]]]) -> None:
+    """The format that a model's template shows reads its calls, however the text is cut."""
+    template, text, content, calls = case
+    plan = ParsingPlan(OutputFormat.detect(template, ()), tool_mode="auto", schemas=SCHEMAS)
+    assert read_every_cut(plan, text) == ("", content, calls)
+
+
+CODER = "<function=f>\n<parameter=n>\n1\n</parameter>\n"
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+# (format, text, content, calls)
+MISTAKES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    # A bracket is left out: the call ends at the next marker, and the calls behind it are read.
+    ("hermes", f"<tool_call>\n{F[:-1]}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>\nso", "so", [GOT_F, GOT_G]),
+    ("hermes", f"<tool_call>{F[:-2]}</tool_call>\n<tool_call>{G}</tool_call>", "", [("f", '{"n": 1'), GOT_G]),
+    ("hermes", f'<tool_call>{{"arguments": {{}}, "name"</tool_call>\n<tool_call>{G}</tool_call>',
+     '<tool_call>{"arguments": {}, "name"</tool_call>', [GOT_G]),
+    ("deepseek_v3", f'{BEGIN}f{SEP}{{"n": 1{END}{BEGIN}g{SEP}{{}}{END}', "", [("f", '{"n": 1'), GOT_G]),
+    # Arguments that are nothing
+    ("hermes", '<tool_call>{"name": "g", "arguments": null}</tool_call>', "", [GOT_G]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": ""}</tool_call>', "", [GOT_G]),
+    ("openai", "<|channel|>commentary to=functions.g <|constrain|>json<|message|><|call|>", "", [GOT_G]),
+    # gpt-oss without "functions."
+    ("openai", "<|channel|>commentary to=g <|constrain|>json<|message|>{}<|call|>", "", [GOT_G]),
+    # Text between the arguments, and ends that are missing
+    ("qwen3_coder", f"<tool_call>\n{CODER}</tool_call>\n<tool_call>\n{CODER}</function>\n</tool_call>", "",
+     [GOT_F, GOT_F]),
+    ("qwen3_coder", f"{CODER}and </function> so", " so", [GOT_F]),
+    ("qwen3_coder", "<function=g>\n{}\n</function>\n</tool_call>", "", [GOT_G]),
+    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value><tool_call>g</tool_call>", "", [GOT_F, GOT_G]),
+    # A bracket too many
+    ("hermes", f"<tool_call>\n{G}}}\n</tool_call>\nso", "so", [GOT_G]),
+    # An answer that ends like the beginning of a call
+    ("qwen3_coder", "<", "<", []),
+    ("qwen3_coder", f"{CODER}</function>\n<tool", "\n<tool", [GOT_F]),
+    ("glm45", " <tool", " <tool", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES, ids=[f"{case[0]} {place}" for place, case in enumerate(MISTAKES)])
+def test_a_mistake_loses_no_other_call_and_no_text(case: tuple[str, str, str, list[tuple[str, str]]]) -> None:
+    """Calls with the mistakes that models make end where the model has ended them."""
+    form, text, content, calls = case
+    plan = ParsingPlan(OutputFormat(form), tool_mode="auto", schemas=SCHEMAS)
+    assert read_every_cut(plan, text) == ("", content, calls)
+
+
+def test_text_in_a_call_is_not_held() -> None:
+    """A model that writes text without end where an argument should be does not fill the memory."""
+    plan = ParsingPlan(OutputFormat("qwen3_coder"), tool_mode="auto")
+    text = f"<function=f>{'junk <parameter=> ' * 200}<parameter=n>1</parameter></function>"
+    assert read_every_cut(plan, text[:900])[2] == [("f", "")]
+    assert read_every_cut(plan, text[:20] + text[-500:])[2] == [GOT_F]
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "wanted"),
+    [
+        ("<|channel>thought\nhm\n<channel|>yes", ReasoningStart.UNDECIDED, ("hm", "yes", [])),
+        ("yes", ReasoningStart.CLOSED, ("", "yes", [])),
+        ("<|channel>thought\nhm<channel|><|tool_call>call:f{n:1}<tool_call|>", ReasoningStart.UNDECIDED,
+         ("hm", "", [GOT_F])),
+        ("<|channel>thought", ReasoningStart.UNDECIDED, ("", "<|channel>thought", [])),
+    ],
+)  # fmt: skip
+def test_reasoning_of_gemma(text: str, start: ReasoningStart, wanted: tuple[str, str, list[tuple[str, str]]]) -> None:
+    """The name of the channel is no reasoning, and a template's empty channel closes the reasoning."""
+    template = "<|tool_call>call: {{- '<|channel>thought\\n<channel|>' -}}"
+    form = OutputFormat.detect(template, {"<|channel>"})
+    assert form.reasoning == ReasoningFormat("<|channel>", "<channel|>", "thought") and form.shows_special_tokens
+    assert read_every_cut(ParsingPlan(form, start, tool_mode="auto", schemas=SCHEMAS), text) == wanted
