@@ -9,7 +9,6 @@ which pays where a launch is asynchronous, as on GPUs.
 An engine is not thread-safe: one thread owns it (see EngineLoop).
 """
 
-import itertools
 import math
 import time
 from collections import deque
@@ -101,7 +100,8 @@ class Engine:
         self._clock = clock
         self._in_flight: deque[_StepInFlight] = deque()
         self._sequences: dict[str, list[Sequence]] = {}  # the live choices of each request
-        self._next_deadline = math.inf  # lower bound of the deadlines of the waiting sequences
+        self._unstarted: dict[str, float] = {}  # deadline of each live request of which no choice was ever in a plan
+        self._next_deadline = math.inf  # lower bound of these deadlines
         self._last_confirmed_at = 0.0
         # Reported by the next step.
         self._ended_early: list[SequenceOutput] = []
@@ -124,6 +124,7 @@ class Engine:
             prompt_blocks = len(request.prompt_token_ids) // self.block_size
             self._kv_cache.requeue_blocks(choices[0].block_hashes[:prompt_blocks])
         self._sequences[request.request_id] = choices
+        self._unstarted[request.request_id] = choices[0].deadline
         self._next_deadline = min(self._next_deadline, choices[0].deadline)
         if self._grammars.add_request(choices):
             self._queue_sequences(choices)
@@ -140,6 +141,9 @@ class Engine:
         self._kv_cache.registry.advance_clock(now)
         self._refuse_overdue(now)
         plan, sequences = self.scheduler.schedule()
+        if plan.new_sequences:
+            for sequence in self.scheduler.running:
+                self._unstarted.pop(sequence.request.request_id, None)
         self._grammars.fill_plan(plan)
         if not plan.is_idle or not self._in_flight:  # an idle engine launches empty plans, as the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
@@ -188,8 +192,7 @@ class Engine:
     def unstarted_requests(self) -> set[str]:
         """Ids of the requests of which no choice was ever in a plan. Requests whose grammar is being compiled are left
         out, because the compilation may have crashed the group."""
-        waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
-        return waiting - {s.request.request_id for s in self.scheduler.running}
+        return self._unstarted.keys() - {s.request.request_id for s in self._grammars.waiting_sequences()}
 
     def update_copy_costs(self, copy_report: CopyReport | None) -> None:
         """Update the measured costs by which the KV cache chooses between copying and computing. `copy_report`: None if
@@ -216,18 +219,17 @@ class Engine:
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
         queued = {id(sequence) for sequence in (*in_scheduler, *self._grammars.waiting_sequences())}
         assert queued == known, "a sequence is lost or left behind"
+        assert self._unstarted.keys() <= self._sequences.keys(), "an ended request is said to wait"
 
     def _refuse_overdue(self, now: float) -> None:
         """Refuse the requests that have not started by their deadline. Routers abort the started ones."""
         if now < self._next_deadline:
             return
-        waiting = itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences())
-        unstarted = [s for s in waiting if not s.choice and not s.started_at and not s.num_preemptions]
-        self._next_deadline = min((s.deadline for s in unstarted if s.deadline > now), default=math.inf)
-        for sequence in unstarted:
-            if sequence.deadline <= now:
-                error = DeadlineExceeded("the request had not started at its deadline; allow more time")
-                self._refuse_request(sequence.request.request_id, error)
+        overdue = [request_id for request_id, deadline in self._unstarted.items() if deadline <= now]
+        for request_id in overdue:
+            error = DeadlineExceeded("the request had not started at its deadline; allow more time")
+            self._refuse_request(request_id, error)
+        self._next_deadline = min(self._unstarted.values(), default=math.inf)
 
     def _queue_sequences(self, choices: list[Sequence]) -> None:
         for sequence in list(choices):
@@ -335,3 +337,4 @@ class Engine:
         choices.remove(sequence)
         if not choices:
             del self._sequences[sequence.request.request_id]
+            self._unstarted.pop(sequence.request.request_id, None)

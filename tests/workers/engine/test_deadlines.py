@@ -1,5 +1,7 @@
 """A request that has not started by its deadline is refused, and no other request is."""
 
+from dataclasses import replace
+
 import pytest
 
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded
@@ -56,6 +58,36 @@ def test_a_request_not_started_by_its_deadline_is_refused(depth: int) -> None:
     assert set(refused) == {"late"} and isinstance(refused["late"], DeadlineExceeded)
     assert {"begun", "other", "later", "patient"} == finished
     assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("gone", ["aborted", "delivered"])
+def test_the_deadline_is_kept_when_the_first_choice_is_gone(gone: str) -> None:
+    """The choices that are left are refused at the deadline, also if the first was aborted or was delivered by another
+    group."""
+    clock = Clock()
+    engine = Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, max_num_seqs=1, clock=clock)
+    engine.submit_request(request("begun"))
+    run(engine, 1)
+    late = request("late", 2.0, n=3)
+    engine.submit_request(late if gone == "aborted" else replace(late, resume={0: (1, 2, 3, 4, 5, 6)}))
+    if gone == "aborted":
+        engine.abort_request("late", 0)
+    clock.now += 2.1
+    assert set(run(engine, 1)[1]) == {"late"}
+
+
+def test_a_request_has_started_with_any_of_its_choices() -> None:
+    """A request whose first choice has ended, or was preempted, is not refused, and is no request that never was in a
+    plan."""
+    clock = Clock()
+    engine = Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, max_num_seqs=1, clock=clock)
+    engine.submit_request(request("begun", 2.0, n=2))
+    assert engine.unstarted_requests() == {"begun"}
+    finished, _ = run(engine, 6)
+    assert finished == {"begun"} and engine.stats().waiting == 1, "one choice has ended and one waits"
+    clock.now += 2.1
+    assert engine.unstarted_requests() == set()
+    assert not run(engine)[1]
 
 
 def test_an_overdue_request_computes_nothing() -> None:
