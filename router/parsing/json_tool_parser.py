@@ -269,7 +269,8 @@ def parse_call(text: str) -> tuple[str, str] | None:
         return None
     if isinstance(value, dict) and isinstance(inner := value.get("function"), dict):
         value = inner
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+    # Cohere's models write "tool_name".
+    if not isinstance(value, dict) or not isinstance(name := value.get("name", value.get("tool_name")), str):
         return None
     arguments = value.get("arguments", value.get("parameters")) or {}
     if isinstance(arguments, str):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.router.parsing.answer_tags import TAGS
 from coatcheck.router.parsing.gemma_tool_parser import END as GEMMA_END
 from coatcheck.router.parsing.gemma_tool_parser import QUOTE, RESPONSE
 from coatcheck.router.parsing.gemma_tool_parser import START as GEMMA_START
@@ -45,6 +46,7 @@ class HarmonyCallFormat:
 
 CallFormat = JsonCallFormat | XmlCallFormat | PythonicCallFormat | GemmaCallFormat | HarmonyCallFormat
 
+JSON_MARKERS: Final = ("<|python_tag|>", "<|tool_call|>", "<|plugin|>", "<|START_ACTION|>", "functools[")
 _NAME: Final = r"(?P<name>[A-Za-z0-9_.-]{1,128})"
 TOOL_FORMATS: Final[dict[str, CallFormat]] = {
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>; other tags: Nemotron's and LongCat's
@@ -55,12 +57,12 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         separators=(",",),
     ),
     # {"name": ..., "parameters": {...}}, or several of them, as all of the text or after a marker: <|python_tag|>,
-    # Granite 3's <|tool_call|>, InternLM's <|plugin|>, or Phi-4 mini's functools[
+    # Granite 3's <|tool_call|>, InternLM's <|plugin|>, Cohere's <|START_ACTION|>, or Phi-4 mini's functools[
     "llama3_json": JsonCallFormat(
-        triggers=("<|python_tag|>", "<|tool_call|>", "<|plugin|>", "functools["),
+        triggers=JSON_MARKERS,
         starts_text=True,
-        wrapped=re.compile(r"\s*(?:<\|python_tag\|>|<\|tool_call\|>|<\|plugin\|>|functools(?=\[))?\s*\[?\s*"),
-        closers=("]", "<|/tool_call|>", "<|action_end|>"),
+        wrapped=re.compile(rf"\s*(?:{'|'.join(map(re.escape, JSON_MARKERS[:-1]))}|functools(?=\[))?\s*\[?\s*"),
+        closers=("]", "<|/tool_call|>", "<|action_end|>", "<|END_ACTION|>"),
         separators=(",", ";", ""),
         dropped=("<|action_start|>",),
     ),
@@ -136,7 +138,7 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         call_end="</function>",
         dropped=("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
     ),
-    # <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
+    # <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>; Hunyuan 3's has <tool_sep> behind f
     "glm45": XmlCallFormat(
         call_start="<tool_call>",
         name_end="",
@@ -145,6 +147,8 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
         value_start="<arg_value>",
         argument_end="</arg_value>",
         call_end="</tool_call>",
+        separator="<tool_sep>",
+        dropped=("<tool_calls>", "</tool_calls>"),
     ),
     # <|tool_call>call:f{x:<|"|>1<|"|>}<tool_call|>
     "gemma4": GemmaCallFormat(),
@@ -184,6 +188,7 @@ _REASONING: Final = (
     ReasoningFormat("[THINK]", "[/THINK]"),
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("<longcat_think>", "</longcat_think>"),
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("<|channel>", "<channel|>", label="thought"),
 )
 _PROBE: Final = [{"role": "user", "content": "x"}]
@@ -192,12 +197,14 @@ _PROBE: Final = [{"role": "user", "content": "x"}]
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """`tool_format`: a key of TOOL_FORMATS. `reasoning`: None if the model does not mark its reasoning, or if its
-    format is harmony, which has channels. `shows_special_tokens`: a marker is a special token, so texts must keep
+    format is harmony, which has channels. `answer_tags`: what may stand around the answer behind reasoning; see
+    AnswerTags. `shows_special_tokens`: a marker is a special token, so texts must keep
     them."""
 
     tool_format: str = _DEFAULT
     reasoning: ReasoningFormat | None = None
     shows_special_tokens: bool = False
+    answer_tags: tuple[str, str] | None = None
 
     @classmethod
     def detect(cls, template_source: str, special_tokens: Collection[str], tool_parser: str = "auto") -> "OutputFormat":
@@ -210,7 +217,8 @@ class OutputFormat:
         if name == "openai":
             reasoning = None
         markers = (*TOOL_FORMATS[name].markers, *((reasoning.start, reasoning.end) if reasoning else ()))
-        return cls(name, reasoning, any(marker in special_tokens for marker in markers))
+        tags = next((pair for pair in TAGS if pair[0] in template_source), None) if reasoning else None
+        return cls(name, reasoning, any(marker in special_tokens for marker in markers), tags)
 
     @property
     def calls(self) -> CallFormat:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from coatcheck.router.parsing.answer_tags import AnswerTags
 from coatcheck.router.parsing.gemma_tool_parser import GemmaToolParser
 from coatcheck.router.parsing.harmony_parser import HarmonyParser
 from coatcheck.router.parsing.json_tool_parser import JsonCallFormat, JsonToolParser, NamedCallParser
@@ -82,11 +83,14 @@ class OutputParser:
         self._tools = plan.make_tool_parser()
         self._first: HarmonyParser | ReasoningParser | None = None
         self._unclosed: UnclosedReasoning | None = None
+        self._tags: AnswerTags | None = None
         if isinstance(plan.output_format.calls, HarmonyCallFormat):
             functions = plan.schemas if plan.tool_mode == "auto" else None
             self._first = HarmonyParser(functions, plan.max_calls)
         elif plan.output_format.reasoning is not None and plan.separates_reasoning:
             self._first = ReasoningParser(plan.output_format.reasoning, plan.reasoning_start)
+            if plan.output_format.answer_tags is not None:
+                self._tags = AnswerTags(*plan.output_format.answer_tags)
             if plan.tool_mode == "auto":
                 self._unclosed = UnclosedReasoning(plan.output_format.calls.openings, plan.make_tool_parser)
 
@@ -117,6 +121,8 @@ class OutputParser:
     def finish(self) -> list[Part]:
         """Returns what was held back, at the end of the text."""
         parts = self._pass_on(self._split(self._first.finish(), is_last=True)) if self._first is not None else []
+        if self._tags is not None:
+            parts += self._pass_content(self._tags.finish())
         if self._tools is not None:
             parts += self._tools.finish()
         return join_parts(parts)
@@ -142,8 +148,12 @@ class OutputParser:
         """The parts, with the calls that their content has."""
         passed: list[Part] = []
         for part in parts:
-            if isinstance(part, Content) and self._tools is not None:
-                passed += self._tools.feed(part.text)
+            if isinstance(part, Content):
+                passed += self._pass_content(self._tags.feed(part.text) if self._tags is not None else part.text)
             elif not isinstance(part, Reasoning) or self._plan.shows_reasoning:
                 passed.append(part)
         return join_parts(passed)
+
+    def _pass_content(self, text: str) -> list[Part]:
+        """The content, with the calls in it."""
+        return self._tools.feed(text) if self._tools is not None else [Content(text)]

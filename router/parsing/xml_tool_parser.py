@@ -20,8 +20,9 @@ Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters o
 class XmlCallFormat:
     """How a model writes a call: `call_start`, the function's name, `name_end`; for each argument `argument_start`, its
     name, `key_end`, perhaps `value_start`, its value and `argument_end`; then `call_end`. White space may stand between
-    all of these, and quotation marks around names may be missing. `dropped`: markers around calls. `marks_strings`: the
-    tag of an argument has the attribute string="true" if its value is a string, and string="false" if it is JSON."""
+    all of these, and quotation marks around names may be missing. `separator`: what may stand behind the name if it
+    has no `name_end`. `dropped`: markers around calls. `marks_strings`: the tag of an argument has the attribute
+    string="true" if its value is a string, and string="false" if it is JSON."""
 
     call_start: str
     name_end: str
@@ -30,6 +31,7 @@ class XmlCallFormat:
     argument_end: str
     call_end: str
     value_start: str = ""
+    separator: str = ""
     dropped: tuple[str, ...] = ()
     marks_strings: bool = False
 
@@ -53,7 +55,8 @@ class XmlCallFormat:
         """Matches a call up to its first argument, with group `name`."""
         if not self.name_end:
             first = f"(?={re.escape(self.argument_start)}|{re.escape(self.call_end)})"
-            return re.compile(rf"{re.escape(self.call_start)}\s*(?P<name>[A-Za-z0-9_.-]{{1,128}})\s*{first}")
+            between = rf"(?:{re.escape(self.separator)}\s*)?"
+            return re.compile(rf"{re.escape(self.call_start)}\s*(?P<name>[A-Za-z0-9_.-]{{1,128}})\s*{between}{first}")
         return re.compile(rf'{_literal(self.call_start)}(?P<name>[^">\n]{{1,128}}){_literal(self.name_end)}')
 
     @cached_property

@@ -14,7 +14,7 @@ from llguidance import StructTag
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
-from coatcheck.router.parsing.output_format import TOOL_FORMATS
+from coatcheck.router.parsing.output_format import JSON_MARKERS, TOOL_FORMATS
 from coatcheck.router.parsing.pythonic_tool_parser import MARKERS as PYTHON_MARKERS
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.argument_tags import tagged_arguments
@@ -31,7 +31,6 @@ _TAGS: Final = {
     ),
     "minimax": (("<tool_calls>", "\n", "\n</tool_calls>"),),
 }
-_JSON_MARKERS: Final = ("<|python_tag|>", "<|tool_call|>", "<|plugin|>", "functools[")
 _BREAK: Final = r"/\n?/"
 _HARMONY: Final = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")
 
@@ -102,8 +101,8 @@ def _json_texts(functions: Sequence[FunctionSchema], rules: Rules) -> str:
     one, and has no marker."""
     call = _calls(rules, functions, _object("parameters"), _object("arguments"))
     calls = rules.rule("calls", rf'/\s{{0,8}}/ ({call} (/[;,] ?/ {call})* | "[" {call} (", " {call})* "]")')
-    special = [marker for marker in _JSON_MARKERS if rules.has(marker)]
-    hidden = "|".join(re.escape(marker) for marker in _JSON_MARKERS if marker not in special)
+    special = [marker for marker in JSON_MARKERS if rules.has(marker)]
+    hidden = "|".join(re.escape(marker) for marker in JSON_MARKERS if marker not in special)
     text = rules.rule("TEXT", rf"/\s*[^\s\[{{](?s:.*)/ & ~/(?s:.*)({hidden})(?s:.*)/")
     return " | ".join([f"{text}?", calls, *(f"{text}? {rules.marker(marker)} {calls}" for marker in special)])
 

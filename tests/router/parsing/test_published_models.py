@@ -22,6 +22,13 @@ MODELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("{{ tools }}", "use functools[0] or functools.partial", "use functools[0] or functools.partial", []),
     ("{{ tools }}", f"{F}\n{G}", "", [GOT_F, GOT_G]),
     ("{{ tools }}", '{"a": <b>} and {c}', '{"a": <b>} and {c}', []),
+    # Cohere's Command A and Command R7B
+    ("<|START_ACTION|>", '<|START_ACTION|>[\n  {"tool_call_id": "0", "tool_name": "f", "parameters": {"n": 1}},\n  '
+     '{"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>', "", [GOT_F, GOT_G]),
+    # Hunyuan 3
+    ("<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>",
+     "so\n<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+     "<tool_call>g<tool_sep></tool_call>\n</tool_calls>", "so", [GOT_F, GOT_G]),
     # Hunyuan-A13B, Jamba and Apriel
     ("<tool_calls>", f"so\n<tool_calls>[{F}, {G}]</tool_calls>", "so", [GOT_F, GOT_G]),
     # LFM2 and Olmo 3
