@@ -23,7 +23,7 @@ class JsonCallFormat:
     """How a model writes calls.
 
     `triggers`: what begins a call, or a list of calls. `starts_text`: a call may also be all of the text, without a
-    trigger. `bare`: match from the trigger to the arguments of a bare call, with groups `name` and perhaps `id`.
+    trigger, if it has arguments: an answer in JSON may have a name too. `bare`: match from the trigger to the arguments of a bare call, with groups `name` and perhaps `id`.
     `wrapped`: matches from the trigger to the object of a wrapped call. `closers`: what may follow a call.
     `separators`: after them another wrapped call follows. `dropped`: further markers, which are not content.
     `is_required`: a grammar allows nothing but a list of wrapped calls.
@@ -69,6 +69,7 @@ class JsonToolParser(ToolParser):
         self._state = _State.START
         self._scanner = JsonScanner()
         self._is_wrapped = False
+        self._is_marked = False  # a trigger stands before the call
         self._skips_space = False  # after a dropped marker
         self._before = ""  # text before the object of a wrapped call, which is content if the object is no call
         self._scanned = 0  # characters of that object that the scanner has seen
@@ -108,7 +109,7 @@ class JsonToolParser(ToolParser):
         is_call = self._form.starts_text and text[0] in "{["
         if is_call or any(text.startswith(trigger) for trigger in self._form.triggers):
             self._buffer = self._buffer if is_call else text
-            self._state = _State.HEADER
+            self._state, self._is_marked = _State.HEADER, not is_call
         elif any(marker.startswith(text) for marker in self._form.openings):
             return False
         else:
@@ -126,7 +127,7 @@ class JsonToolParser(ToolParser):
             self._buffer = self._buffer[len(marker) :]
             self._skips_space = True
         else:
-            self._state = _State.HEADER
+            self._state, self._is_marked = _State.HEADER, True
         return True
 
     def _read_header(self) -> bool:
@@ -163,7 +164,7 @@ class JsonToolParser(ToolParser):
             self._scanned = len(self._buffer)
             return False
         end += self._scanned
-        call = parse_call(self._buffer[:end])
+        call = parse_call(self._buffer[:end], needs_arguments=not self._is_marked)
         if call is None:
             self._buffer = self._before + self._buffer
             return self._give_up(len(self._before) + end)
@@ -261,8 +262,9 @@ class NamedCallParser(ToolParser):
         pass
 
 
-def parse_call(text: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) of a wrapped call; None if the text is none."""
+def parse_call(text: str, *, needs_arguments: bool = False) -> tuple[str, str] | None:
+    """(name, arguments as JSON text) of a wrapped call; None if the text is none. `needs_arguments`: an object without
+    arguments is no call."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -271,6 +273,8 @@ def parse_call(text: str) -> tuple[str, str] | None:
         value = inner
     # Cohere's models write "tool_name".
     if not isinstance(value, dict) or not isinstance(name := value.get("name", value.get("tool_name")), str):
+        return None
+    if needs_arguments and value.keys().isdisjoint(("arguments", "parameters")):
         return None
     arguments = value.get("arguments", value.get("parameters")) or {}
     if isinstance(arguments, str):

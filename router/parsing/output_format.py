@@ -180,6 +180,7 @@ _SIGNS: Final[tuple[tuple[str, str], ...]] = (
     ("<longcat_tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
     ("<|tool_call_start|>", "pythonic"),
+    ("<|tool_list_start|>", "pythonic"),
     ("<function_calls>", "pythonic"),
 )
 _DEFAULT: Final = "llama3_json"

@@ -21,6 +21,9 @@ MODELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("{{ tools }}", f"functools[{F}, {G}]", "", [GOT_F, GOT_G]),
     ("{{ tools }}", "use functools[0] or functools.partial", "use functools[0] or functools.partial", []),
     ("{{ tools }}", f"{F}\n{G}", "", [GOT_F, GOT_G]),
+    ("{{ tools }}", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("{{ tools }}", '[{"name": "Bob"}, {"name": "Al"}]', '[{"name": "Bob"}, {"name": "Al"}]', []),
+    ("{{ tools }}", '<|python_tag|>{"name": "g"}', "", [GOT_G]),
     ("{{ tools }}", '{"a": <b>} and {c}', '{"a": <b>} and {c}', []),
     # Cohere's Command A and Command R7B
     ("<|START_ACTION|>", '<|START_ACTION|>[\n  {"tool_call_id": "0", "tool_name": "f", "parameters": {"n": 1}},\n  '
@@ -35,6 +38,7 @@ MODELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("<|tool_call_start|>[", "so<|tool_call_start|>[f(n=1), g()]<|tool_call_end|>wait", "sowait", [GOT_F, GOT_G]),
     ("<|tool_call_start|>[", "<|tool_call_start|>no<|tool_call_end|>", "<|tool_call_start|>no<|tool_call_end|>", []),
     ("<|tool_call_start|>[", "<|tool_call_start|>[f(x='a\nb')]<|tool_call_end|>", "", [("f", '{"x": "a\\nb"}')]),
+    ("<|tool_list_start|>", "<|tool_call_start|>[g()]<|tool_call_end|>", "", [GOT_G]),
     ("<|tool_call_start|>[", "a <|tool_cal", "a <|tool_cal", []),
     ("<function_calls>", "<function_calls>\nf(n=1)\ng()\n</function_calls>", "", [GOT_F, GOT_G]),
     # Seed-OSS
