@@ -23,10 +23,10 @@ class JsonCallFormat:
     """How a model writes calls.
 
     `triggers`: what begins a call, or a list of calls. `starts_text`: a call may also be all of the text, without a
-    trigger, if it has arguments: an answer in JSON may have a name too. `bare`: match from the trigger to the arguments of a bare call, with groups `name` and perhaps `id`.
-    `wrapped`: matches from the trigger to the object of a wrapped call. `closers`: what may follow a call.
-    `separators`: after them another wrapped call follows. `dropped`: further markers, which are not content.
-    `is_required`: a grammar allows nothing but a list of wrapped calls.
+    trigger, if it has arguments: an answer in JSON may have a name too. `bare`: match from the trigger to the arguments
+    of a bare call, with groups `name` and perhaps `id`. `wrapped`: matches from the trigger to the object of a wrapped
+    call. `closers`: what may follow a call. `separators`: after them another wrapped call follows. `dropped`: further
+    markers, which are not content. `is_required`: a grammar allows nothing but a list of wrapped calls.
     """
 
     triggers: tuple[str, ...] = ()
