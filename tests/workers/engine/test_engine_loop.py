@@ -1,6 +1,7 @@
 """The engine's thread: commands of other threads run between steps."""
 
 import threading
+import time
 
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.sampling import SamplingParams
@@ -53,6 +54,35 @@ def test_requests_are_answered_refused_and_dropped_from_another_thread() -> None
     assert loop.call_between_steps(lambda e: (e.check(), e.stats().running)).result(10) == (None, 0)  # type: ignore[func-returns-value]
     loop.stop()
     assert not loop.is_alive
+
+
+def test_prompts_that_arrive_together_do_not_stop_running_requests() -> None:
+    """Steps go on between long submissions that are queued together, and every submission is processed in order."""
+    engine = Engine(SPEC, FakeRunner(640, 4), num_blocks=640, block_size=4)
+    steps_at: list[int] = []  # for each submission, how many steps had ended
+    num_steps = 0
+    all_processed = threading.Event()
+
+    def on_step(output: StepOutput, stats: EngineStats) -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    def on_processed() -> None:
+        steps_at.append(num_steps)
+        time.sleep(0.02)  # as long as a prompt of 30,000 tokens takes
+        if len(steps_at) == 8:
+            all_processed.set()
+
+    loop = EngineThread(engine, on_step=on_step, on_death=lambda error: None)
+    running = EngineRequest("running", (1, 2), SamplingParams(max_tokens=2000, seed=7, ignore_eos=True))
+    loop.submit_request(running, lambda error: None, lambda: None)
+    for number in range(8):
+        request = EngineRequest(f"long{number}", (1, 2, 3), SamplingParams(max_tokens=1, seed=7))
+        loop.submit_request(request, lambda error: None, on_processed)
+    loop.start()
+    assert all_processed.wait(10)
+    loop.stop()
+    assert steps_at == list(range(steps_at[0], steps_at[0] + 8))
 
 
 def test_a_failed_step_calls_on_death() -> None:
