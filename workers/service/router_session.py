@@ -45,9 +45,11 @@ Outgoing = tuple["RouterSession", wire.FromGroup]
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A submission that the group is answering. `choices`: indices of the unfinished choices."""
+    """A submission that the group is answering. `choices`: indices of the unfinished choices. `number`: of the
+    submission in its stream, from 1."""
 
     session: RouterSession
+    number: int
     submit_id: int
     attempt: int
     record: LoggedRequest
@@ -76,17 +78,18 @@ class SessionTable:
         self._log = log
 
     def open_request(
-        self, engine_request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int
+        self, engine_request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int, number: int
     ) -> None:
         """Add a submission. Call this before the engine gets the request.
 
-        `engine_request_id`: see RouterSession._engine_request_id. The log has the client's `submit.request_id`.
+        `engine_request_id`: see RouterSession._engine_request_id. `number`: see OpenRequest. The log has the client's
+        `submit.request_id`.
         """
         assert engine_request_id not in self.requests, f"{engine_request_id} is open"
         trace_context = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
         record = self._log.open_request(submit.request_id, len(submit.prompt_token_ids), trace_context)
         self.requests[engine_request_id] = OpenRequest(
-            session, submit.id, submit.attempt, record, set(range(num_choices))
+            session, number, submit.id, submit.attempt, record, set(range(num_choices))
         )
 
     def close_request(self, engine_request_id: str, outcome: str) -> OpenRequest | None:
@@ -264,7 +267,7 @@ class RouterSession:
             return
         has_count = submit.HasField("uncached_tokens")
         table.queued_tokens.add_submission(submit.uncached_tokens if has_count else len(submit.prompt_token_ids))
-        table.open_request(engine_request_id, self, submit, request.sampling.n)
+        table.open_request(engine_request_id, self, submit, request.sampling.n, self._num_received)
         self._engine.submit_request(request, partial(self._refuse_request, engine_request_id), count_processed)
 
     def _decline(self, message: wire.FromGroup, count_processed: Callable[[], None]) -> None:

@@ -91,7 +91,8 @@ class WorkerService(WorkerServicer):
 
     def send_failure_notice(self, reason: str, unstarted: Collection[str]) -> None:
         """Tell every router why the group ends and which of the router's requests had not started. End every stream.
-        `unstarted`: engine request ids. In the engine's thread; takes at most _FAILURE_NOTICE_SECONDS."""
+        `unstarted`: engine request ids. Submissions that the engine has not read are added to them. In the engine's
+        thread; takes at most _FAILURE_NOTICE_SECONDS."""
         sent = asyncio.run_coroutine_threadsafe(self._send_failure_notice(reason, unstarted), self._loop)
         with suppress(TimeoutError):
             sent.result(_FAILURE_NOTICE_SECONDS)
@@ -147,7 +148,10 @@ class WorkerService(WorkerServicer):
 
     async def _send_failure_notice(self, reason: str, unstarted: Collection[str]) -> None:
         for session in self.table.sessions.values():
-            ids = [self.table.requests[key].submit_id for key in session.open_requests() if key in unstarted]
+            requests = [(key, self.table.requests[key]) for key in session.open_requests()]
+            # The engine may have failed while it processed the first submission that it has not counted.
+            first = session.num_processed + 1
+            ids = [request.submit_id for key, request in requests if key in unstarted or request.number > first]
             session.outbox.put_last_message(
                 wire.FromGroup(failure_notice=wire.FailureNotice(reason=reason, unstarted=ids))
             )

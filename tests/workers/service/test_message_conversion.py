@@ -44,7 +44,7 @@ async def test_a_step_of_many_logprobs_is_several_messages(monkeypatch: pytest.M
     session = router_session.RouterSession(1, "r", table, None, 1 << 20)  # type: ignore[arg-type]  # not used
     sizes = [0, 10, 300, 0, 100, 2, 0]
     for number in range(len(sizes)):
-        table.open_request(str(number), session, Submit(id=number), 1)
+        table.open_request(str(number), session, Submit(id=number), 1, number + 1)
     step = StepOutput(
         4,
         [

@@ -125,6 +125,32 @@ async def test_a_submission_behind_a_longer_queue_comes_back_at_once(group: Grou
         await until(lambda: is_idle(group))
 
 
+async def test_submissions_that_the_engine_has_not_read_have_not_started() -> None:
+    """The failure notice of a group that ends names them as unstarted, apart from the first, which the engine may have
+    in hand."""
+    group, release = start_group(), threading.Event()
+
+    def fail(_: Engine) -> None:
+        release.wait(MAX_WAIT_SECONDS)
+        group.service.send_failure_notice("a defect", set())
+
+    async def all_are_open() -> bool:
+        return len(group.service.table.requests) == 3
+
+    try:
+        async with Router(group.address) as router:
+            await router.next("snapshot")
+            group.loop.call_between_steps(fail)
+            for id in (4, 5, 6):
+                await router.submit(id, [1, 2, 3], max_tokens=1)
+            await until(all_are_open)
+            release.set()
+            assert list((await router.next("failure_notice")).failure_notice.unstarted) == [5, 6]
+    finally:
+        group.loop.stop()
+        group.service.stop()
+
+
 async def test_two_routers_may_use_the_same_ids(group: Group) -> None:
     """Ids are unique per stream only. Each router gets the tokens of its own requests."""
     async with Router(group.address, "a") as one, Router(group.address, "b") as other:
