@@ -22,6 +22,7 @@ MARKERS: Final = ("<|start|>", "<|end|>", "<|channel|>", MESSAGE, "<|constrain|>
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"to=(?P<prefix>functions\.)?(?P<name>[A-Za-z0-9_.-]+)")
+_BEGINNINGS: Final = (*MARKERS, "assistant", "commentary", "to=")  # of a header
 _MAX_HEADER: Final = 512
 
 
@@ -54,15 +55,13 @@ class HarmonyParser(ToolParser):
             pass
 
     def _read_header(self) -> bool:
+        text = self._buffer.lstrip()
+        begins = any(text.startswith(one) or one.startswith(text) for one in _BEGINNINGS)
         end = self._buffer.find(MESSAGE)
+        if not begins or (end < 0 and len(self._buffer) > _MAX_HEADER):
+            self._body = _Body.CONTENT
+            return True
         if end < 0:
-            text = self._buffer.lstrip()
-            is_plain = bool(text) and not any(
-                text.startswith(one) or one.startswith(text) for one in (*MARKERS, "assistant", "commentary", "to=")
-            )
-            if is_plain or len(self._buffer) > _MAX_HEADER:
-                self._body = _Body.CONTENT
-                return True
             return False
         header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
@@ -105,7 +104,7 @@ class HarmonyParser(ToolParser):
                 self.reasoning_spans.append((start, self._length - len(self._buffer) + len(text)))
             case _Body.CALL:
                 self._has_arguments = self._has_arguments or bool(text.strip())
-                self._add_arguments(text if self._has_arguments else "")
+                self._add_arguments(text)
             case _Body.CONTENT:
                 self._add_content(text)
             case _:

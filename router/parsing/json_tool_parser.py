@@ -13,7 +13,7 @@ from typing import Any, Final
 from coatcheck.router.parsing.json_scanner import JsonScanner
 from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText, ToolParser
 
-_STRING: Final = r'"(?:[^"\\]|\\.)*"'
+_STRING: Final = r'"(?:[^"\\]|\\.)+"'
 # A wrapped call whose arguments can be streamed: the name comes first.
 _NAMED: Final = re.compile(rf'\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 
@@ -272,7 +272,8 @@ def parse_call(text: str, *, needs_arguments: bool = False) -> tuple[str, str] |
     if isinstance(value, dict) and isinstance(inner := value.get("function"), dict):
         value = inner
     # Cohere's models write "tool_name".
-    if not isinstance(value, dict) or not isinstance(name := value.get("name", value.get("tool_name")), str):
+    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
+    if not name or not isinstance(name, str):
         return None
     if needs_arguments and value.keys().isdisjoint(("arguments", "parameters")):
         return None

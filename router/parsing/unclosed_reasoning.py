@@ -49,8 +49,9 @@ class UnclosedReasoning:
         """Returns the text of the calls with which all of the text ends; "" if it ends with none."""
         if self._parser is None or not self._marker:
             return ""
-        self._is_call = self._is_call or _has_call(self._parser.finish())
-        return self._held if self._is_call else ""
+        parts = self._parser.finish()
+        is_call = self._is_call or any(isinstance(part, ToolCallDelta) for part in parts)
+        return self._held if is_call else ""
 
     def _may_be_call(self) -> bool:
         """Whether the held text is a call, or may become one."""
@@ -58,13 +59,14 @@ class UnclosedReasoning:
             return False
         parts = self._parser.feed(self._held[self._num_parsed :])
         self._num_parsed = len(self._held)
-        self._is_call = self._is_call or _has_call(parts)
-        return self._is_call or not any(isinstance(part, Content) and part.text.strip() for part in parts)
+        for part in parts if not self._is_call else ():
+            if isinstance(part, Content) and part.text.strip():
+                return False
+            if isinstance(part, ToolCallDelta):
+                self._is_call = True
+                break
+        return True
 
     def _release(self, count: int) -> Part:
         text, self._held = self._held[:count], self._held[count:]
         return Reasoning(text)
-
-
-def _has_call(parts: Sequence[Part]) -> bool:
-    return any(isinstance(part, ToolCallDelta) for part in parts)

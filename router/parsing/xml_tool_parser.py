@@ -57,7 +57,9 @@ class XmlCallFormat:
             first = f"(?={re.escape(self.argument_start)}|{re.escape(self.call_end)})"
             between = rf"(?:{re.escape(self.separator)}\s*)?"
             return re.compile(rf"{re.escape(self.call_start)}\s*(?P<name>[A-Za-z0-9_.-]{{1,128}})\s*{between}{first}")
-        return re.compile(rf'{_literal(self.call_start)}(?P<name>[^">\n]{{1,128}}){_literal(self.name_end)}')
+        return re.compile(
+            rf'{_literal(self.call_start)}(?P<name>\s*[^"<>\s][^"<>\n]{{0,127}}){_literal(self.name_end)}'
+        )
 
     @cached_property
     def argument(self) -> re.Pattern[str]:
@@ -67,7 +69,7 @@ class XmlCallFormat:
             return re.compile(rf"{start}(?P<key>.*?){end}\s*{re.escape(self.value_start)}", re.DOTALL)
         if self.marks_strings:
             end = rf'"?(?:\s+string="?(?P<is_string>true|false)"?)?\s*{end.removeprefix(chr(34) + "?")}'
-        return re.compile(rf'{start}(?P<key>[^">\n]+){end}')
+        return re.compile(rf'{start}(?P<key>[^"<>\n]+){end}')
 
 
 def _literal(marker: str) -> str:

@@ -95,6 +95,10 @@ MISTAKES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value><tool_call>g</tool_call>", "", [GOT_F, GOT_G]),
     # A bracket too many
     ("hermes", f"<tool_call>\n{G}}}\n</tool_call>\nso", "so", [GOT_G]),
+    # A function without a name
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+     '<tool_call>{"name": "", "arguments": {}}</tool_call>', []),
+    ("qwen3_coder", "<function= ></function>", "<function= ></function>", []),
     # An answer that ends like the beginning of a call
     ("qwen3_coder", "<", "<", []),
     ("qwen3_coder", f"{CODER}</function>\n<tool", "\n<tool", [GOT_F]),

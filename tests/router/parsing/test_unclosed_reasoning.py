@@ -35,7 +35,13 @@ def test_a_call_ends_reasoning_that_is_never_ended(form: str) -> None:
 def test_a_marker_alone_is_reasoning() -> None:
     """A model that writes about a marker is still thinking, and without tools a call is a thought."""
     plan = ParsingPlan(OutputFormat("hermes", THINK), ReasoningStart.OPEN, tool_mode="auto")
-    for text in ("a <tool_call> b <tool_call>\n", "a <tool_call>[] {", '<tool_call>\n{"name": 5}', "<tool_c"):
+    for text in (
+        "a <tool_call> b <tool_call>\n",
+        "a <tool_call>[] {",
+        '<tool_call>! {"name"',
+        '<tool_call>\n{"name": 5}',
+        "<tool_c",
+    ):
         assert read_every_cut(plan, text) == (text.rstrip(), "", [])
     plain = ParsingPlan(OutputFormat("hermes", THINK), ReasoningStart.OPEN, tool_mode="none")
     assert read_every_cut(plain, CALLS["hermes"]) == (CALLS["hermes"], "", [])
