@@ -1,8 +1,8 @@
 """Builds the C kernels of kernels/csrc into one plain shared library beside the Python files.
 
-Everything else about the package is in pyproject.toml. The kernels are compiled once for each instruction class that
-the compiler knows; kernels/native.py picks a class when it loads the library. The library needs neither Python's nor
-torch's headers (it is loaded with ctypes), and is optional: without a compiler the install goes on, and the torch
+Everything else about the package is in pyproject.toml. The kernels are compiled once for each instruction class whose
+flags the compiler knows; kernels/native.py picks a class when it loads the library. The library needs neither Python's
+nor torch's headers (it is loaded with ctypes), and is optional: without a compiler the install goes on, and the torch
 references serve.
 """
 
@@ -19,7 +19,6 @@ INCLUDE = "kernels/csrc"
 # No -ffast-math: it may drop the infinities that masks are made of.
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 
-# A class without a kernel of its own takes that of the class before it.
 KERNELS = [
     "attention/attention",
     "delta_net",
@@ -33,6 +32,8 @@ KERNELS = [
     "short_conv",
     "transfer_blocks",
 ]
+# Of each class the kernels and the compiler's flags. A kernel that a class lacks is taken from a class before it
+# (kernels/native.py). cpu.c checks that the processor has everything that the flags of a class allow.
 CLASSES = {"generic": (KERNELS, [])}
 if platform.machine() in ("x86_64", "AMD64"):
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -52,7 +53,7 @@ elif platform.machine() in ("aarch64", "arm64"):
 
 
 class BuildKernels(build_ext):
-    """Compiles the files of all classes side by side. A class that the compiler does not know is left out."""
+    """Compiles the files of all classes side by side. A class that does not compile is left out, with a warning."""
 
     def build_extension(self, ext: Extension) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:

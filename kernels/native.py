@@ -1,7 +1,7 @@
 """The C library of kernels/csrc, loaded once, and the instruction class whose kernels run.
 
-The library holds each kernel once for every class of CLASSES. The best class that the processor and its operating
-system allow is used; COATCHECK_CPU names another one. The library is built at install and is optional: the launchers
+The library holds the kernels of every class of CLASSES. The best class that the processor and its operating system
+allow is used; COATCHECK_CPU names another one. The library is built at install and is optional: the launchers
 use the torch references if it is missing or was built from another version of the sources. `native_status()` says which
 form runs.
 
@@ -27,7 +27,8 @@ from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 VERSION = 22
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
-# From the least to the best. A kernel that a class lacks is that of the best class before it that has the kernel.
+# The worst first, as in kernels/README.md. A kernel that a class lacks is that of the best class before it that has the
+# kernel and runs on this processor.
 CLASSES = ("generic", "neon_bf16", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -123,7 +124,7 @@ class Library:
                 f"build have, got {cpu_class!r}"
             )
         self.cpu_class, self.is_chosen = cpu_class or self.available[-1], bool(cpu_class)
-        usable = CLASSES[CLASSES.index(self.cpu_class) :: -1]
+        usable = self.available[self.available.index(self.cpu_class) :: -1]
         for name, signature in _SIGNATURES.items():
             setattr(self, name, _typed(self._dll[name], signature))
         for name, signature in _CLASS_SIGNATURES.items():
@@ -146,7 +147,7 @@ class Library:
         return any(hasattr(self._dll, f"{kernel}_{cpu_class}") for kernel in kernels)
 
     def _has(self, name: str) -> bool:
-        """Whether the processor has a class, and the compiler had."""
+        """Whether the processor can run a class, and the library was built with it."""
         return bool(self._dll.has_class(name.encode())) and self.has_own(name, "linear_bf16")
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:

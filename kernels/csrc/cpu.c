@@ -11,20 +11,27 @@ int native_version(void) { return 22; }
 #include <unistd.h>
 #endif
 
-/* A register of an answer of CPUID's leaf 7. */
+/* __builtin_cpu_supports also asks whether the operating system saves the registers. Compilers refuse names that they do
+ * not know, and a library without a class must still build. So features that GCC 9 does not know are read from CPUID, after
+ * a builtin has answered for their registers. */
 enum { EAX, EBX, ECX, EDX };
-static unsigned feature_bits(unsigned subleaf, int which) {
+static unsigned cpuid(unsigned leaf, unsigned subleaf, int which) {
     unsigned found[4];
-    if (!__get_cpuid_count(7, subleaf, found + EAX, found + EBX, found + ECX, found + EDX)) return 0;
+    if (!__get_cpuid_count(leaf, subleaf, found + EAX, found + EBX, found + ECX, found + EDX)) return 0;
     return found[which];
 }
 
-static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+/* Subleaf 0 has the number of subleaves in EAX: some processors answer for missing ones with bits of others. */
+static unsigned cpuid_7_1(void) { return cpuid(7, 0, EAX) >= 1 ? cpuid(7, 1, EAX) : 0; }
 
-/* The name that GCC 11 does not know yet. */
+static int has_avx2(void) {
+    const unsigned f16c = 1u << 29;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (cpuid(1, 0, ECX) & f16c);
+}
+
 static int has_avx2_vnni(void) {
     const unsigned avx_vnni = 1u << 4;
-    return has_avx2() && (feature_bits(1, EAX) & avx_vnni);
+    return has_avx2() && (cpuid_7_1() & avx_vnni);
 }
 
 static int has_avx512(void) {
@@ -34,7 +41,10 @@ static int has_avx512(void) {
 
 static int has_avx512_vnni(void) { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-static int has_avx512_bf16(void) { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+static int has_avx512_bf16(void) {
+    const unsigned bf16 = 1u << 5;
+    return has_avx512_vnni() && (cpuid_7_1() & bf16);
+}
 
 /* Linux gives the tiles' state, 8 KiB for each thread, only to processes that ask for it. */
 static int may_use_tiles(void) {
@@ -48,7 +58,7 @@ static int may_use_tiles(void) {
 
 static int has_amx(void) {
     const unsigned needed = 1u << 22 | 1u << 24; /* AMX-BF16 and AMX-TILE */
-    return has_avx512_bf16() && (feature_bits(0, EDX) & needed) == needed && may_use_tiles();
+    return has_avx512_bf16() && (cpuid(7, 0, EDX) & needed) == needed && may_use_tiles();
 }
 
 /* Whether the kernels of a class of setup.py can run here. Asks for AMX's state if `name` is "amx". */

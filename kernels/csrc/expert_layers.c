@@ -10,7 +10,7 @@
 
 typedef struct {
     const void *x;
-    const int32_t *ids; /* [tokens][top_k] */
+    const int32_t *ids; /* [tokens][top_k]; those of a token differ, so that an expert has at most `tokens` rows */
     const float *weights;
     const void *shared, *shared_gate; /* as in WeightedSum */
     void *out, *scratch;

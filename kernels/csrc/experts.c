@@ -7,6 +7,10 @@
 
 #define PARALLEL_FROM 16384 /* elements of a call that wakes other threads */
 #define MAX_EXPERTS 1024
+#define LEAST (-0x1.fffffep127f) /* of what can be chosen; -infinity stands for what cannot, or has been chosen */
+
+/* A score as it is compared. A NaN is the largest, as in torch.topk: it must not hide other experts. */
+INLINE float comparable(float x) { return x >= LEAST ? x : x < LEAST ? LEAST : INFINITY; }
 
 /* The index of the largest of `count` values, the first of equal ones. */
 INLINE int64_t best_of(const float *values, int64_t count) {
@@ -29,6 +33,7 @@ static void limit_groups(const Routing *r, float *choice) {
             totals[g] += *best;
             *best = -INFINITY;
         }
+        totals[g] = comparable(totals[g]);
     }
     for (int64_t n = 0; n < r->top_groups; n++) {
         const int64_t g = best_of(totals, r->groups);
@@ -59,7 +64,7 @@ static void route_token(const Route *call, int64_t token) {
     if (r->scoring == SOFTMAX) softmax(scores, experts);
     if (r->scoring == SIGMOID)
         for (int64_t e = 0; e < experts; e++) scores[e] = 1.0f / (1.0f + exp_(-scores[e]));
-    for (int64_t e = 0; e < experts; e++) choice[e] = r->correction ? scores[e] + r->correction[e] : scores[e];
+    for (int64_t e = 0; e < experts; e++) choice[e] = comparable(r->correction ? scores[e] + r->correction[e] : scores[e]);
     if (r->top_groups < r->groups) limit_groups(r, choice);
     for (int64_t j = 0; j < k; j++) {
         const int64_t e = best_of(choice, experts);

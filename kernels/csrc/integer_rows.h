@@ -1,32 +1,35 @@
-/* Products of quantised weights with bfloat16 x in integers, with AVX2 and AVX-512: x becomes integers of 16 bits, whose
- * products with integer codes are exact in 32 bits. vpmaddwd multiplies twice as many of them as a fused multiply-add
- * multiplies floats, and VNNI's vpdpwssd adds them up too. Codes become halves of words in two instructions for a register,
- * not floats in three for half of one.
+/* Integer products of quantised weights with bfloat16 x, with AVX2 and AVX-512. As in llama.cpp, x is quantised in blocks
+ * while the linear runs, but to 16 bits: its products with integer codes are exact in 32 bits. VPMADDWD multiplies twice as
+ * many numbers as a fused multiply-add of floats, and VNNI's VPDPWSSD adds the products to the sums as well. Unpacking costs
+ * less too: two instructions make a register of 16-bit integers from codes, floats take three for half as many.
  *
- * Definition: a chunk is a group of the weight, or up to CHUNK columns of a larger one. With the exponent E of a chunk's
- * largest |x|, at least -100, u = 2^(E - 14) and q = x / u rounded to an integer (ties to even; |q| < 2^15):
+ * Definition: a chunk is a group of the weight, or up to CHUNK columns of a larger group. E is the exponent of the chunk's
+ * largest |x|, at least -100. The scale of x is u = 2^(E - 14), and q = x / u rounded to an integer (ties to even;
+ * |q| < 2^15):
  *
  *     y = sum over chunks, in order, of scale * (u * sum of (code - zero) * q)      (one fused multiply-add for each)
  *
- * The inner sum is exact, and is rounded once to float32. bfloat16 has 8 significant bits, so that x / u is an integer
- * where |x| is at least 2^-7 of the largest power of two; smaller x change by at most u / 2. A chunk with an infinity
- * or a NaN gives NaN. Nothing depends on the other rows of a call, or on the class. e4m3 has too wide a range for integers.
- * AMX multiplies the unpacked weight instead: its tiles have no integers of 16 bits. */
+ * The inner sum is exact, and is rounded once to float32. bfloat16 has 8 significant bits, so q is x / u exactly where |x| is
+ * at least 2^(E - 7); smaller x change by at most u / 2. A chunk with an infinity or a NaN gives NaN. A row's bits depend
+ * neither on the other rows of the call nor on the class. Codes of FP8 (e4m3) have too wide a range for 16 bits. The class
+ * `amx` unpacks the weight to bfloat16 instead: AMX has no products of 16-bit integers. */
 #pragma once
 #include "linear.h"
 
 #if defined(__AVX2__)
-#define HAS_INTEGERS 1
+#define HAS_INTEGER_PRODUCTS 1
 #else
-#define HAS_INTEGERS 0
+#define HAS_INTEGER_PRODUCTS 0
 #endif
 
-#define CHUNK 128        /* columns: 128 * 2^7 * 2^15, with as much for a zero point, stay below 2^31 */
-#define INTEGER_VECTORS 2 /* of features of a tile, unless all tiles have one row */
-#define INTEGER_ROWS (ACCUMULATORS / 3) /* of a tile: 8 of 16 registers are sums, or 16 of 32 */
-#define LEAST_EXPONENT 27 /* -100 with the bias of bfloat16. From 15 on u is normal and its inverse finite */
+#define CHUNK 128         /* most columns: 128 * 2^7 * 2^15, and as much again for a zero point, stay below 2^31 */
+#define INTEGER_VECTORS 2 /* vectors of features in a tile; MOST_VECTORS if the call has one row */
+#define INTEGER_ROWS (ACCUMULATORS / 3) /* most rows of a tile: with AVX2 8 of 16 registers are sums, with AVX-512 16 of 32 */
+#define LEAST_EXPONENT 27 /* E = -100 with bfloat16's bias of 127. u is normal and 1 / u finite from 15 on */
 
-INLINE int has_integers(const Weight *w) { return HAS_INTEGERS && w->kind != PLAIN && w->kind != CODES_FP8; }
+INLINE int uses_integer_products(const Weight *w) {
+    return HAS_INTEGER_PRODUCTS && w->kind != PLAIN && w->kind != CODES_FP8;
+}
 
 INLINE int64_t groups_of(const Weight *w) { return (w->depth + w->group - 1) / w->group; }
 INLINE int64_t chunks_of_group(const Weight *w) { return (w->group + CHUNK - 1) / CHUNK; }
@@ -35,9 +38,9 @@ INLINE int64_t chunks_of(const Weight *w) {
     return full * chunks_of_group(w) + (w->depth - full * w->group + CHUNK - 1) / CHUNK;
 }
 
-/* Columns [begin, end) of a group. The last chunk goes on to the padded depth. */
+/* Chunk `index` of the weight: columns [begin, end), all of one group. The last chunk ends at the padded depth. */
 typedef struct {
-    int64_t chunks, groups; /* of the weight */
+    int64_t chunks, groups; /* how many the weight has */
     int64_t index, group, begin, end;
 } Chunk;
 
@@ -52,45 +55,45 @@ INLINE Chunk chunk_at(const Weight *w, int64_t index) {
     return c;
 }
 
-/* Without divisions: they took 5% of the time where a chunk has 32 columns. */
+/* Without the divisions of chunk_at: they took 5% of the time where a chunk has 32 columns. */
 INLINE void next_chunk(const Weight *w, Chunk *c) {
     c->index++, c->begin = c->end;
     c->group += c->begin == (c->group + 1) * w->group;
     c->end = end_of_chunk(w, c);
 }
 
-/* What a tile's m rows of x become: for each word of codes and each code of its first half the pair of q that this code
- * and its partner in the second half meet, [padded depth / 2][m]; and for each chunk u and the sum of q, [chunks][m]. */
+/* The m rows of a tile, quantised. A word of n codes is multiplied as pairs: code i with code i + n / 2, for i < n / 2. */
 typedef struct {
-    uint32_t *pairs;
-    float *units;
-    int32_t *sums;
+    uint32_t *pairs; /* [padded depth / 2][m]: the two q that such a pair of codes meets, the first one's in the low half */
+    float *x_scales; /* [chunks][m]: u */
+    int32_t *x_sums; /* [chunks][m]: the sum of q, for zero points and OFFSET */
 } IntegerRows;
 
 INLINE int64_t integer_row_bytes(const Weight *w, int64_t chunks) { return padded_depth(w->depth) * 2 + chunks * 8; }
 
 INLINE IntegerRows integer_rows(const Linear *l, int64_t chunks, int64_t first, int64_t m) {
     char *tile = (char *)l->scratch + first * integer_row_bytes(&l->weight, chunks);
-    char *units = tile + padded_depth(l->weight.depth) * 2 * m;
-    return (IntegerRows){(uint32_t *)tile, (float *)units, (int32_t *)(units + chunks * 4 * m)};
+    char *x_scales = tile + padded_depth(l->weight.depth) * 2 * m;
+    return (IntegerRows){(uint32_t *)tile, (float *)x_scales, (int32_t *)(x_scales + chunks * 4 * m)};
 }
 
-#if HAS_INTEGERS
-/* Quantises `count` columns of a row, a multiple of 8: their pairs, u, and their sum. */
-INLINE void quantise_columns(const uint16_t *x, int64_t count, const int per_word, uint32_t *pairs, float *unit, int32_t *sum) {
+#if HAS_INTEGER_PRODUCTS
+/* Quantises `count` columns of a row, a multiple of 8. `per_word`: codes of a word. */
+INLINE void quantise_columns(const uint16_t *x, int64_t count, const int per_word, uint32_t *pairs, float *x_scale,
+                             int32_t *x_sum) {
     const __m128i magnitude = _mm_set1_epi16(0x7FFF);
     __m128i top = _mm_setzero_si128(), total = top;
     for (int64_t k = 0; k < count; k += 8)
         top = _mm_max_epu16(top, _mm_and_si128(_mm_loadu_si128((const void *)(x + k)), magnitude));
-    /* The instruction finds the least of eight. */
+    /* SSE has an instruction for the smallest of eight, so the complement of `top` is searched. */
     const int largest = 0xFFFF - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(top, _mm_set1_epi16(-1))), 0);
     const uint32_t exponent = (uint32_t)max_i64(largest >> 7, LEAST_EXPONENT);
     const float inverse = from_bits((127 + 127 + 14 - exponent) << 23);
-    *unit = exponent == 255 ? NAN : from_bits((exponent - 14) << 23);
+    *x_scale = exponent == 255 ? NAN : from_bits((exponent - 14) << 23);
     for (int64_t k = 0; k < count; k += 8) {
         const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(x + k))), 16);
         const __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps((__m256)bits, _mm256_set1_ps(inverse)));
-        /* In halves of the register: the first and the second half of a word of 8 codes, or of two words of 4. */
+        /* The lower lane gets the first halves of the words (one word of 8 codes, or two of 4), the upper one the second. */
         const __m256i halves = per_word == 8 ? q : _mm256_permute4x64_epi64(q, _MM_SHUFFLE(3, 1, 2, 0));
         const __m128i first = _mm256_castsi256_si128(halves), second = _mm256_extracti128_si256(halves, 1);
         const __m128i pair = _mm_blend_epi16(first, _mm_slli_epi32(second, 16), 0xAA);
@@ -98,7 +101,7 @@ INLINE void quantise_columns(const uint16_t *x, int64_t count, const int per_wor
         _mm_storeu_si128((void *)(pairs + k / 2), pair);
     }
     total = _mm_add_epi32(total, _mm_shuffle_epi32(total, _MM_SHUFFLE(1, 0, 3, 2)));
-    *sum = _mm_cvtsi128_si32(total) + _mm_extract_epi32(total, 1);
+    *x_sum = _mm_cvtsi128_si32(total) + _mm_extract_epi32(total, 1);
 }
 
 /* Quantises chunks [from, to) of rows [first, first + m). */
@@ -106,19 +109,19 @@ static void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t fro
     const Weight *w = &l->weight;
     const IntegerRows tile = integer_rows(l, chunks_of(w), first, m);
     for (Chunk chunk = chunk_at(w, from); chunk.index < to; next_chunk(w, &chunk)) {
-        const int64_t count = chunk.end - chunk.begin, known = min_i64(chunk.end, w->depth) - chunk.begin;
+        const int64_t count = chunk.end - chunk.begin, inside = min_i64(chunk.end, w->depth) - chunk.begin;
         uint32_t pairs[INTEGER_ROWS][CHUNK / 2 + TILE_WORDS];
         for (int64_t i = 0; i < m; i++) {
             const uint16_t *x = (const uint16_t *)source_row(l, first + i, BF16) + (w->order ? 0 : chunk.begin);
             uint16_t copy[CHUNK + 2 * TILE_WORDS];
-            if (w->order || known < count) {
-                for (int64_t k = 0; k < count; k++) copy[k] = k >= known ? 0 : w->order ? x[w->order[chunk.begin + k]] : x[k];
+            if (w->order || inside < count) {
+                for (int64_t k = 0; k < count; k++) copy[k] = k >= inside ? 0 : w->order ? x[w->order[chunk.begin + k]] : x[k];
                 x = copy;
             }
-            float *unit = tile.units + chunk.index * m + i;
-            int32_t *sum = tile.sums + chunk.index * m + i;
-            if (codes_of_word(w->kind) == 8) quantise_columns(x, count, 8, pairs[i], unit, sum);
-            else quantise_columns(x, count, 4, pairs[i], unit, sum);
+            float *x_scale = tile.x_scales + chunk.index * m + i;
+            int32_t *x_sum = tile.x_sums + chunk.index * m + i;
+            if (codes_of_word(w->kind) == 8) quantise_columns(x, count, 8, pairs[i], x_scale, x_sum);
+            else quantise_columns(x, count, 4, pairs[i], x_scale, x_sum);
         }
         uint32_t *to_pairs = tile.pairs + chunk.begin / 2 * m;
         for (int64_t k = 0; k < count / 2; k++)
@@ -126,11 +129,12 @@ static void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t fro
     }
 }
 
-/* What halves_of adds to every code, so that those of 4 bits are not negative: for FP4 12 in the low byte of a half, and in
- * its high byte the 12 of code 0. Sums may pass 2^31 before this is subtracted: they are right modulo 2^32. */
+/* What halves_of adds to every code. INT4 gets 8, and twice an FP4 number gets 12, so that none is negative. The table of FP4
+ * also fills the upper byte of each half, with its entry 0, which is 12. Sums may pass 2^31 before OFFSET times x_sum is
+ * subtracted: they are right modulo 2^32. */
 #define OFFSET(KIND) ((KIND) == CODES_INT4 ? 8 : (KIND) == CODES_FP4 ? 12 + 12 * 256 : 0)
 
-/* Code i of each word and its partner, i + half of a word's codes, as halves of a word. FP4 is twice the number. */
+/* Pair i of the codes of each word, as IntegerRows defines it: two 16-bit integers. Of FP4 they are twice the number. */
 INLINE Words halves_of(Words words, const int i, const int kind) {
     if (kind == CODES_INT8) return (Words)(i == 0 ? (Shorts)(words << 8) >> 8 : (Shorts)words >> 8);
     if (kind == CODES_INT4) words ^= 0x88888888u;
@@ -144,14 +148,14 @@ INLINE Words halves_of(Words words, const int i, const int kind) {
 #endif
 }
 
-/* sum + the products of the halves of each word. */
+/* Each lane of `sum`, plus the products of the two 16-bit integers of the same lane of a and b. */
 INLINE Words add_products(Words sum, Words a, Words b) {
 #if defined(__AVX512VNNI__)
     return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__)
     return (Words)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #else
-    /* One block of assembly: the compiler would compute all products first, and store those that no register holds. */
+    /* In assembly, because compilers compute all products first and spill those that no register holds. */
     Words products;
     __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
     return sum;
@@ -167,8 +171,8 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-/* sums[m][n] += a chunk of m rows times n vectors of features from `panel` on. `ahead`: how many words ahead codes are
- * prefetched. m, n and kind are constants at every call. */
+/* sums[m][n] += a chunk of m rows times n vectors of features from `panel` on. Codes are prefetched `ahead` words before
+ * their use. m, n and kind are constants at every call. */
 INLINE void integer_tile(const int m, const int n, const int kind, const Weight *w, int64_t panel, const Chunk *chunk,
                          const IntegerRows *x, int64_t ahead, Floats *sums) {
     const int per_word = kind == CODES_INT8 ? 4 : 8;
@@ -176,8 +180,8 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
     const uint32_t *codes = (const uint32_t *)w->packed + panel * stride + chunk->begin / per_word * PANEL;
     const uint32_t *last = codes + (chunk->end - chunk->begin) / per_word * PANEL;
     const uint32_t *pairs = x->pairs + chunk->begin / 2 * m;
-    const int32_t *x_sums = x->sums + chunk->index * m;
-    const float *units = x->units + chunk->index * m;
+    const int32_t *x_sums = x->x_sums + chunk->index * m;
+    const float *x_scales = x->x_scales + chunk->index * m;
     const int64_t first = (panel * chunk->groups + chunk->group) * PANEL;
     const int64_t next = chunk->groups * PANEL; /* the next panel's scales */
     Words sum[ACCUMULATORS];
@@ -212,13 +216,13 @@ INLINE void integer_tile(const int m, const int n, const int kind, const Weight 
         const Floats scale = load_scales(w->scales, first + j / VECTORS * next + j % VECTORS * LANES, w->scale_type) *
                              (kind == CODES_FP4 ? 0.5f : 1.0f);
         for (int r = 0; r < m; r++) {
-            const Floats exact = __builtin_convertvector((Ints)sum[r * n + j], Floats) * units[r];
+            const Floats exact = __builtin_convertvector((Ints)sum[r * n + j], Floats) * x_scales[r];
             sums[r * n + j] = fused(exact, scale, sums[r * n + j]);
         }
     }
 }
 
-/* `n`: MOST_VECTORS where all tiles have one row, else INTEGER_VECTORS. */
+/* `n`: MOST_VECTORS if the call has one row, else INTEGER_VECTORS. */
 static void tile_of_integers(int64_t m, int64_t n, const Weight *w, int64_t panel, const Chunk *chunk, const IntegerRows *x,
                              int64_t ahead, Floats *sums) {
 #define TILE_OF(M, N) \

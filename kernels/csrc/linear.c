@@ -2,8 +2,9 @@
  * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight.
  * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
  * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
- * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers. With AVX2
- * and AVX-512 x becomes integers of 16 bits for codes of integers and FP4 (integer_rows.h).
+ * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers. In the classes
+ * from avx2 to avx512_bf16 x is quantised to 16 bits and multiplied with codes of INT8, INT4 and FP4 as integers
+ * (integer_rows.h).
  *
  * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
  * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
@@ -19,7 +20,7 @@
 #define IS_AVX2 (LANES == 8)                /* 16 registers of 8 floats: measured there */
 #define LOW_ROWS 4                          /* of a tile that widens in registers, with AVX2 */
 #define TILES 16                            /* most tiles that share a part of the weight */
-#define BLOCK (384 << 10)                   /* with AVX2 or integers: most bytes of their x, for the second cache */
+#define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the second cache */
 #define DEPTH 256                           /* of that part: a tile's x of this depth stays in the first cache */
 #define FEW_ROWS 3                          /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
@@ -181,13 +182,13 @@ typedef struct {
     int64_t width;                /* of a word of x, in floats */
     int64_t values;               /* of a word of the weight, in elements */
     int widened, in_place;        /* `widened`: the weight is multiplied as floats, x in float32 aside */
-    int64_t chunks;               /* of a row of x, where it becomes integers; otherwise 0 */
+    int64_t chunks;               /* of the weight, where x is quantised; otherwise 0 */
     int64_t first_slice, first_item;
 } Cut;
 
 INLINE Cut cut(const Linear *l, const int type) {
     const int in_place = l->rows == 1 && type == F32 && !l->weight.order, is_plain = l->weight.kind == PLAIN;
-    const int is_wide = type == BF16 && !HAS_DOT, as_integers = type == BF16 && has_integers(&l->weight);
+    const int is_wide = type == BF16 && !HAS_DOT, as_integers = type == BF16 && uses_integer_products(&l->weight);
     const int is_low = IS_AVX2 && is_wide && is_plain && l->rows > ROWS;
     const int64_t words = words_of(l->weight.depth, type), rows = as_integers ? INTEGER_ROWS : is_low ? LOW_ROWS : ROWS;
     const int64_t tiles = (l->rows + rows - 1) / rows, height = l->rows ? (l->rows + tiles - 1) / tiles : 0;

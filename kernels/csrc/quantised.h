@@ -2,8 +2,8 @@
  *
  * Where bfloat16 is multiplied as floats (HAS_DOT is 0), codes less zero points are multiplied with x instead, and the
  * sum of each group is multiplied with the group's scale: y = sum over groups of scale * sum of (code - zero) * x. That
- * saves an instruction for each vector of codes, and rounds less. With AVX2 and AVX-512 the sum of a group is a sum of
- * integers (integer_rows.h), with AVX512-BF16 too, unless codes are FP8.
+ * saves an instruction for each vector of codes, and rounds less. Codes of INT8, INT4 and FP4 are multiplied as integers
+ * (integer_rows.h) in the classes from avx2 to avx512_bf16.
  *
  * The codes of a packed weight are [panels][depth / codes of a word][PANEL] words of neighbours along the depth, the first
  * in the lowest bits. Zero codes fill up the depth to whole tiles of AMX. Scales and zero points are

@@ -38,9 +38,10 @@ INLINE float gumbel(uint32_t bits) {
     return -log_(u < 0x1p-10f ? series : whole);
 }
 
+/* An integer in the order of the numbers. 0 and -0 are equal, and a NaN is the largest, as in torch.topk. */
 INLINE uint32_t ordered(float x) {
-    uint32_t bits = to_bits(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    uint32_t bits = to_bits(x + 0.0f);
+    return x != x ? 0xFFFFFFFFu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 INLINE float unordered(uint32_t key) { return from_bits(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
@@ -77,8 +78,8 @@ INLINE float kth_largest(const float *x, int64_t n, int64_t k) {
     return unordered(prefix);
 }
 
-/* The mass of a token with the weight exp(x - top): an integer, so that sums do not depend on their order. */
-INLINE int64_t mass_of(float weight) { return (int64_t)(weight * 0x1p40f); }
+/* The mass of a token with the weight exp(x - top): an integer, so that sums do not depend on their order. NaN has none. */
+INLINE int64_t mass_of(float weight) { return weight > 0 ? (int64_t)(weight * 0x1p40f) : 0; }
 
 /* The largest v for which the mass of {x >= v} reaches `share` of the mass of all. Of n > `most` values the last n - most
  * do not count for the mass of all: they are equal, with `least_weight`. */
@@ -297,12 +298,12 @@ static void logprobs_row(const float *x, int64_t vocab, int64_t token, int64_t k
     *chosen = own - normaliser;
     *rank = at_least;
     if (k == 0) return;
-    float floor = kth_largest(x, vocab, k);
+    uint32_t floor = ordered(kth_largest(x, vocab, k));
     int64_t above = 0, filled = 0;
-    for (int64_t i = 0; i < vocab; i++) above += x[i] > floor;
+    for (int64_t i = 0; i < vocab; i++) above += ordered(x[i]) > floor;
     int64_t equal = k - above; /* of those equal to the k-th, the first ones */
     for (int64_t i = 0; i < vocab && filled < k; i++) {
-        if (!(x[i] > floor) && !(x[i] == floor && equal-- > 0)) continue;
+        if (ordered(x[i]) < floor || (ordered(x[i]) == floor && equal-- <= 0)) continue;
         int64_t j = filled++;
         for (; j > 0 && values[j - 1] < x[i]; j--) values[j] = values[j - 1], ids[j] = ids[j - 1];
         values[j] = x[i];

@@ -61,7 +61,7 @@ def test_every_class_of_this_processor_is_built() -> None:
     assert library is not None, "the library is built where tests run"
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith(("flags", "Features"))).partition(":")[2].split())
-    avx2, avx512 = {"avx2", "fma"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    avx2, avx512 = {"avx2", "fma", "f16c"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     needs = {
         "generic": set[str](),
         "neon_bf16": {"bf16"},

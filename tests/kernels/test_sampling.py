@@ -212,6 +212,17 @@ def test_logprobs_agree_with_the_reference(k: int) -> None:
     assert logprobs(logits[:0], tokens[:0], k)[2].shape == (0, k)
 
 
+@pytest.mark.parametrize("k", [1, 4, 9])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logprobs_of_a_row_with_nan_are_of_distinct_tokens(k: int, sign: int) -> None:
+    """Broken weights give NaN. Each place gets another token of the vocabulary, not what was in memory."""
+    logits = torch.randn(3, 9)
+    logits[0, 2:7] = logits[1, 0] = logits[2] = math.copysign(math.nan, sign)
+    ids = logprobs(logits, torch.zeros(3, dtype=torch.int64), k)[2]
+    assert ids.min() >= 0 and ids.max() < 9
+    assert [len(set(row)) for row in ids.tolist()] == [k, k, k]
+
+
 def test_wrong_arguments_are_refused_by_name() -> None:
     """The sampler, log-probabilities and biases name the argument that they refuse."""
     logits, good = torch.zeros(2, 8), knobs(2)

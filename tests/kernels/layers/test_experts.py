@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -66,6 +68,17 @@ def test_the_choice_is_that_of_the_reference(name: str, dtype: torch.dtype, toke
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
     differ = (ids != want_ids).any(1)  # two orders of a sum may part scores that are equal in exact numbers
     assert ids.dtype == torch.int32 and differ.sum() <= tokens // 50
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_broken_logits_choose_distinct_experts(name: str, broken: float) -> None:
+    """A token never chooses an expert twice: the products have memory for one row of each token and expert."""
+    logits = torch.randn(4, EXPERTS)
+    logits[0, 0] = logits[1, 3:8] = logits[2, 1:] = logits[3] = broken
+    ids, _ = route(logits, ROUTINGS[name])
+    assert ids.min() >= 0 and ids.max() < EXPERTS
+    assert [len(set(row)) for row in ids.tolist()] == 4 * [TOP_K]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
