@@ -64,18 +64,26 @@ def _mooncake(file: io.TextIOBase) -> Iterator[TraceEntry]:
 
 
 def _azure(file: io.TextIOBase) -> Iterator[TraceEntry]:
-    rows, number = csv.DictReader(file), 1
-    while True:
-        number += 1
-        try:
-            if (row := next(rows, None)) is None:
-                return
-            # The file has seven decimals of a second; datetime reads six.
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            yield _entry(at, row["ContextTokens"], row["GeneratedTokens"])
-        except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
-            fields = "TIMESTAMP, ContextTokens, GeneratedTokens"
-            raise InvalidConfig(f"line {number} of the trace is not an Azure row ({fields}): {error!r}") from None
+    number = 1
+    try:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            yield _azure_entry(row, number)
+    except csv.Error as error:
+        raise _not_azure(number + 1, error) from None
+
+
+def _azure_entry(row: dict[str, Any], line: int) -> TraceEntry:
+    try:
+        # The file has seven decimals of a second; datetime reads six.
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        return _entry(at, row["ContextTokens"], row["GeneratedTokens"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise _not_azure(line, error) from None
+
+
+def _not_azure(line: int, error: Exception) -> InvalidConfig:
+    fields = "TIMESTAMP, ContextTokens, GeneratedTokens"
+    return InvalidConfig(f"line {line} of the trace is not an Azure row ({fields}): {error!r}")
 
 
 def _entry(at: float, input_len: Any, output_len: Any, blocks: tuple[int, ...] = ()) -> TraceEntry:
