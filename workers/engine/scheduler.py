@@ -177,6 +177,8 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
         for sequence in list(self.running):
+            if len(scheduled) == self._max_batch_tokens:  # restores end together, so more can decode than a step has
+                break
             # At max_len the token in flight ends the sequence, whatever its id. A slot below 0: this loop has
             # preempted the sequence for an older one.
             if sequence.slot < 0 or sequence.num_unscheduled != 1 or sequence.num_tokens >= sequence.max_len:

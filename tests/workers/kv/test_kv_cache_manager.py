@@ -127,6 +127,26 @@ def test_decodes_go_on_while_blocks_come_back() -> None:
     assert collector.run().tokens["again", 0] == answer(prompt, 1, seed=7)
 
 
+def test_restored_prompts_stay_within_the_token_budget() -> None:
+    """Prompts whose restores end together all have one token left, and no step computes more tokens than its budget."""
+    engine, runner = make_engine(48, seqs=16, budget=4)
+    prompts = [[index] * 9 for index in range(1, 17)]
+    for index, prompt in enumerate(prompts):
+        ask(engine, f"first{index}", prompt, 1)
+    for index in range(3):  # evict them
+        ask(engine, f"flood{index}", [50 + index] * 90, 1)
+    for index, prompt in enumerate(prompts):
+        engine.submit_request(request(f"again{index}", prompt, 6))
+    collector, most = Collector(engine), 0
+    while engine.has_work:
+        computed = runner.computed
+        collector.step()
+        most = max(most, runner.computed - computed)
+    assert engine.stats().restores > 16 and most == 4
+    for index, prompt in enumerate(prompts):
+        assert collector.tokens[f"again{index}", 0] == answer(prompt, 6, seed=7)
+
+
 def test_two_requests_for_one_evicted_prefix_restore_it_once() -> None:
     """A request that needs a prefix which another is restoring waits, and then shares it."""
     engine, runner = make_engine(depth=1, delays=[3])

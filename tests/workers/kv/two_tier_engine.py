@@ -9,7 +9,13 @@ from tests.workers.fake_runner import SPEC, FakeRunner
 
 
 def make_engine(
-    num_blocks: int = 24, host_blocks: int = 64, *, depth: int = 0, delays: list[int] | None = None, seqs: int = 8
+    num_blocks: int = 24,
+    host_blocks: int = 64,
+    *,
+    depth: int = 0,
+    delays: list[int] | None = None,
+    seqs: int = 8,
+    budget: int = 64,
 ) -> tuple[Engine, FakeRunner]:
     """4-token blocks; a step takes a millisecond for each time that somebody looks at the clock."""
     rng = random.Random(1)
@@ -21,7 +27,7 @@ def make_engine(
         num_blocks=num_blocks,
         block_size=4,
         max_num_seqs=seqs,
-        max_batch_tokens=64,
+        max_batch_tokens=budget,
         host_blocks=host_blocks,
         pipeline_depth=depth,
         clock=lambda: next(ticks) * 1e-3,
