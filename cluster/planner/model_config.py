@@ -1,11 +1,11 @@
 """ModelConfig: the config.json of a model directory, a file or a model id, and its fields under any family's names.
 
-This module imports neither torch nor transformers, which take seconds. Therefore a field that config.json omits counts
-as missing, even if transformers' config class has a default.
+This module imports neither torch nor transformers, which take seconds. A field that config.json omits counts as
+missing, even if transformers' config class has a default; fill_defaults adds those of the tested model types.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
+from coatcheck.workers.model.known_architectures import CONFIG_DEFAULTS, TESTED_MODEL_TYPES
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old Hugging Face model ids have no owner
 
@@ -64,6 +65,8 @@ class ModelConfig:
             value = self.values.get(name)
             if value is None:
                 continue
+            if isinstance(value, list) and len(set(map(repr, value))) == 1:  # Hunyuan's: one value for each layer
+                value = value[0]
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
                 raise InvalidModel(f"{self.name}: config.json has {name} {value!r}; it should be a whole number")
             return value
@@ -79,6 +82,14 @@ class ModelConfig:
             name = next((name for name in names if self.values.get(name) is not None), names[0])
             raise InvalidModel(f"{self.name}: config.json has {name} {value}; it should be from 1 to {most:,}")
         return value
+
+
+def fill_defaults(model: ModelConfig) -> ModelConfig:
+    """The config with its class's defaults for missing fields. Unchanged for a model type without tests."""
+    if model.model_type not in TESTED_MODEL_TYPES:
+        return model
+    defaults = CONFIG_DEFAULTS[model.model_type]
+    return replace(model, values={name: value for name, value in defaults.items() if value is not None} | model.values)
 
 
 def find_config(model: str) -> Path:

@@ -24,6 +24,7 @@ _OTHER_STATE: Final = (
     "cross_attention_layers",
     "hybrid_override_pattern",
     "layers_block_type",
+    "linear_attn_config",
     "mamba_d_state",
     "ssm_cfg",
     "ssm_state_size",
@@ -227,7 +228,10 @@ def _refuse_other_state(config: ModelConfig) -> None:
     """Raise InvalidModel if a layer keeps other state than keys and values for each token, or is of an unknown type."""
     if config.values.get("is_encoder_decoder"):
         raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
-    if field := next((name for name in _OTHER_STATE if config.values.get(name)), None):
+    attentions = config.values.get("attn_type_list")
+    are_all_full = isinstance(attentions, list) and all(one == 1 for one in attentions)  # as in MiniMax-M2
+    other = [name for name in _OTHER_STATE if not (name == "attn_type_list" and are_all_full)]
+    if field := next((name for name in other if config.values.get(name)), None):
         raise InvalidModel(
             f"{config.name}: config.json has {field}, so some layers keep state outside of the KV cache; "
             "such models are not served"

@@ -22,8 +22,11 @@ _POOL_SHARE: Final = 0.85
 
 
 def parse_bytes(value: object) -> float:
-    """Bytes from '80GiB'. Shares are refused."""
-    return _parse_above_one(value, "write bytes, such as 80GiB")
+    """Bytes from '80GiB'. Shares are refused, and numbers that lack their unit, such as 80."""
+    size = _parse_above_one(value, "write bytes, such as 80GiB")
+    if size < 1024:
+        raise ValueError("write bytes with a unit, such as 80GiB")
+    return size
 
 
 def parse_bandwidth(value: object) -> float:

@@ -12,7 +12,7 @@ from coatcheck.cluster.planner.capacity import (
     count_sequences,
 )
 from coatcheck.cluster.planner.lengths import LengthDistribution
-from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
@@ -60,6 +60,8 @@ class Sizing:
     def of(cls, settings: PlanSettings) -> Self:
         """Raise InvalidModel if config.json lacks a size, InvalidConfig if a setting does not fit the model."""
         config = ModelConfig.open(settings.model)
+        if config.is_multimodal:  # their text_config is published without fields that have the class's default
+            config = fill_defaults(config)
         shape = ModelShape.of(config)
         dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
         kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
@@ -85,12 +87,16 @@ class Sizing:
         )
         rank_states = state_bytes(tuple(shard.shard_state(state) for state in shape.states), dtype)
         adapter_bytes = _adapter_bytes(settings, shape)
-        weight_bytes = settings.weights or _stored_bytes(settings, config, dtype)
+        weight_bytes, plain = settings.weights or _stored_bytes(settings, config, dtype), ""
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
+            plain = _counted_as_plain(settings, config, dtype)
         bytes_per_weight = weight_bytes / whole.total
         rank_bytes = part.total * bytes_per_weight + adapter_bytes
-        num_blocks, num_snapshots = count_pool_blocks(cache, settings, rank_bytes, rank_states)
+        try:
+            num_blocks, num_snapshots = count_pool_blocks(cache, settings, rank_bytes, rank_states)
+        except InvalidConfig as refusal:
+            raise InvalidConfig("; ".join(filter(None, (str(refusal), plain)))) from None
         return cls(
             settings=settings,
             shape=shape,
@@ -107,6 +113,7 @@ class Sizing:
             lengths=_lengths(settings.lengths, context),
             notes=(
                 *shape.notes,
+                *([plain] if plain and settings.quantization != "auto" else []),
                 *_state_notes(settings, shape, rank_states, num_snapshots),
                 *([f"LoRA adapters take {adapter_bytes:,} bytes on each rank"] if adapter_bytes else []),
                 *_notes(cache, context, shape.max_model_len),
@@ -306,6 +313,13 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
         ties_head=ties_head(config),
     )
     return float(held)
+
+
+def _counted_as_plain(settings: PlanSettings, config: ModelConfig, dtype: str) -> str:
+    """What to say of weights that will be quantised, and are counted as if they were not; "" for other weights."""
+    if settings.quantization == "auto" and config.values.get("quantization_config") is None:
+        return ""
+    return f"quantised weights are counted as {dtype} without MODEL's files: give their bytes with --weights"
 
 
 def _adapter_bytes(settings: PlanSettings, shape: ModelShape) -> int:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
-from coatcheck.cluster.preflight.config_json import fill_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype

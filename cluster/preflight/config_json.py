@@ -6,14 +6,12 @@ error of torch. Types and defaults of fields are those of transformers' config c
 
 import json
 import math
-from dataclasses import replace
 from typing import Any, Final
 
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.model.known_architectures import (
     ACTIVATIONS,
-    CONFIG_DEFAULTS,
     CONFIG_FIELDS,
     ROPE_TYPES,
     TESTED_MODEL_TYPES,
@@ -40,14 +38,6 @@ _SCALING: Final = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-
-
-def fill_defaults(model: ModelConfig) -> ModelConfig:
-    """The config with its class's defaults for missing fields. Unchanged for a model type without tests."""
-    if model.model_type not in TESTED_MODEL_TYPES:
-        return model
-    defaults = CONFIG_DEFAULTS[model.model_type]
-    return replace(model, values={name: value for name, value in defaults.items() if value is not None} | model.values)
 
 
 def check_config(model: ModelConfig) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
-from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
+from coatcheck.cluster.preflight.config_json import check_config
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme

@@ -208,7 +208,7 @@ def test_older_names_of_fields(tmp_path: Path) -> None:
 
 def test_a_models_text_part_is_what_counts(tmp_path: Path) -> None:
     """Of a model that also sees, the text part's fields are read, and a note says so."""
-    found = size(tmp_path, dict(model_type="gemma3", text_config=LLAMA | dict(model_type="gemma3_text")))
+    found = size(tmp_path, dict(model_type="gemma3", text_config=LLAMA | dict(model_type="gemma3_text", head_dim=128)))
     assert found["bytes_per_token"] == 131_072
     assert any("only the text part is counted" in note for note in found["notes"])
 

@@ -8,9 +8,8 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
-from coatcheck.cluster.preflight.config_json import fill_defaults
 from coatcheck.workers.model.known_architectures import (
     ACTIVATIONS,
     CONFIG_DEFAULTS,
