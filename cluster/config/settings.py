@@ -155,7 +155,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         loaded, written = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise InvalidConfig(f"{file}: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number with thousands of digits
         raise InvalidConfig(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
@@ -183,6 +183,8 @@ def _describe_error(item: Any) -> str:
     name = _setting_name(item).replace("_", "-")
     if item["type"] == "missing":
         return f"no {name} given; pass {name.upper()} or set it in --config"
+    if item["input"] is None:  # `name:` in a YAML file
+        return f"{name} has no value; give it one, or leave it out"
     return f"{name} is {item['input']!r}; {message}"
 
 

@@ -1,8 +1,11 @@
 """What a running cluster has to do for each setting that changes."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from coatcheck.cluster.config.config_change import EFFECTS, ConfigChange, compare_configs
+from coatcheck.cluster.config.config_change import EFFECTS, ConfigChange, Effect, compare_configs
 from coatcheck.cluster.config.serve_config import ServeConfig
 
 BEFORE = {"model": "org/model", "groups": 2, "tp": 2}
@@ -16,6 +19,17 @@ def change(**settings: object) -> ConfigChange:
 def test_every_setting_has_an_effect() -> None:
     """A new setting of `serve` must say what its change needs."""
     assert EFFECTS.keys() == ServeConfig.model_fields.keys()
+
+
+def test_the_page_on_operations_names_each_setting_that_a_running_cluster_can_change() -> None:
+    """In the table of changed settings, one row for each effect; the last row is for all others."""
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    table = page.partition("\n## Changing settings\n")[2].partition("\n\n| change |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()]
+    rows = [set(re.findall("`([a-z-]+)`", cell)) for cell in cells if "everything else" not in cell]
+    can_change = (Effect.LIVE, Effect.SCALE, Effect.GROUPS, Effect.ROUTERS, Effect.BOTH)
+    expected = [{name.replace("_", "-") for name in EFFECTS if EFFECTS[name] is effect} for effect in can_change]
+    assert [row for row in rows if row] == expected
 
 
 def test_equal_settings_need_nothing() -> None:
