@@ -66,7 +66,7 @@ class XmlCallFormat:
         """Matches the beginning of an argument, up to its value, with groups `key` and perhaps `is_string`."""
         start, end = _literal(self.argument_start), _literal(self.key_end)
         if self.value_start:
-            return re.compile(rf"{start}(?P<key>.*?){end}\s*{re.escape(self.value_start)}", re.DOTALL)
+            return re.compile(rf"{start}(?P<key>[^<>]+){end}\s*{re.escape(self.value_start)}")
         if self.marks_strings:
             end = rf'"?(?:\s+string="?(?P<is_string>true|false)"?)?\s*{end.removeprefix(chr(34) + "?")}'
         return re.compile(rf'{start}(?P<key>[^"<>\n]+){end}')

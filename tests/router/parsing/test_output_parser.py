@@ -14,6 +14,7 @@ from coatcheck.router.parsing.output_format import TOOL_FORMATS, OutputFormat, f
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ToolMode
 from coatcheck.router.parsing.parts import Content, Reasoning
 from coatcheck.router.parsing.reasoning_parser import ReasoningFormat, ReasoningStart
+from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from tests.router.parsing.parsed_text import read
 
 SCHEMAS = {"f": {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}}}
@@ -114,6 +115,25 @@ def test_every_case_in_single_characters() -> None:
         assert read(plan, list(text)) == ("", content, calls), (name, text)
         assert read(plan, [text]) == ("", content, calls), (name, text)
     assert {case[0] for case in CASES} == TOOL_FORMATS.keys()
+
+
+WORDS = (
+    "<think>", "</think>", "{", "}", "[", "]", '"', ",", ":", " ", "\n", "a", "<", "f", "call:f", "f(x=1)", "final",
+    CALL, " to=functions.f", "analysis", "commentary", "functions.f:0",
+)  # fmt: skip
+
+
+@given(form=st.sampled_from(sorted(TOOL_FORMATS)), start=st.sampled_from(ReasoningStart), data=st.data())
+def test_any_text_is_the_same_in_pieces(form: str, start: ReasoningStart, data: st.DataObject) -> None:
+    """Markers in any order, and in any pieces, give the same reasoning, content and calls."""
+    calls = TOOL_FORMATS[form]
+    tags = [calls.argument_start, calls.key_end, calls.argument_end] if isinstance(calls, XmlCallFormat) else []
+    text = "".join(data.draw(st.lists(st.sampled_from([*WORDS, *calls.markers, *tags]), max_size=12)))
+    reasoning = THINK if data.draw(st.booleans()) and form != "openai" else None
+    plan = ParsingPlan(OutputFormat(form, reasoning), start, tool_mode="auto", schemas=SCHEMAS)
+    whole = read(plan, [text])
+    assert read(plan, list(text)) == whole
+    assert read(plan, cut(text, data.draw(st.lists(st.integers(0, 99), max_size=3)))) == whole
 
 
 CUT: list[tuple[str, list[tuple[str, str]]]] = [
