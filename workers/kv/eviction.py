@@ -136,8 +136,10 @@ class Evictor:
             self._queue_leaf(candidate)  # requested again since
         reason = EvictionReason.LOWEST_VALUE
         while (candidate := self._ordinary.pop()) or self._end_expired_retentions() or self._end_protections():
-            if candidate is None:
-                continue  # blocks have become ordinary just now
+            if candidate is None:  # blocks have become ordinary just now, or unwanted
+                if (candidate := self._unwanted.pop()) is not None:
+                    return candidate.prefix, EvictionReason.UNWANTED
+                continue
             if not self._is_protected(candidate.prefix.tenant):
                 return candidate.prefix, reason
             reason = EvictionReason.OVER_FAIR_SHARE

@@ -56,6 +56,22 @@ def test_an_expired_retention_outlasts_no_other() -> None:
     assert EvictionReason.LAST_RESORT not in pool.evictor.num_evictions
 
 
+@pytest.mark.parametrize("order", ["lru", "cost"])
+def test_a_block_that_is_unwanted_once_its_retention_expires_can_be_evicted(order: str) -> None:
+    """The last evictable block was retained, and another request said that it is unwanted: it is evicted as unwanted
+    as soon as its retention has expired."""
+    pool = BlockPool(8, make_evictor(order, 8))
+    kept = chain_of("kept", 1)
+    serve(pool, kept, retention=Retention(50, 10.0))
+    pool.registry.record_request(kept, "", Retention(0, 600.0))
+    serve(pool, chain_of("other", 1))
+    pool.registry.advance_clock(9.5)
+    pool.allocate_blocks(7)  # the free ones, and that of "other"
+    pool.registry.advance_clock(10.1)
+    pool.allocate_blocks(1)
+    assert pool.evictor.num_evictions[EvictionReason.UNWANTED] == 1
+
+
 def test_nobody_undoes_what_another_has_asked_for() -> None:
     """A retained prompt stays though another request says that it is unwanted. When the higher claim expires, a lower
     claim that lasts longer counts."""
