@@ -35,7 +35,7 @@ _MAX_CACHED: Final = 512
 _MAX_WAITING: Final = 64
 _MEMORY_BYTES: Final = 2 << 30
 # A deeply nested grammar overflows the stack and ends the process; the kernel logs a segfault in llguidance's
-# _lib.abi3.so. Ranks have a larger stack than this (see workers/runner/grammar_compiler.py).
+# _lib.abi3.so. Ranks have a larger stack than this (see workers/structured/grammar_compiler.py).
 _STACK_BYTES: Final = 2 << 20
 _BYTES_FOLLOWED: Final = 32
 _ALL_BYTES: Final = (1 << 256) - 1  # as a bit mask; the other tokens of the byte tokenizer are special ones

@@ -20,7 +20,7 @@ from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.meta_model import build_meta_model, read_config
-from coatcheck.workers.model.rope_scaling import choose_max_model_len
+from coatcheck.workers.model.rope import choose_max_model_len
 from coatcheck.workers.verification.comparison import NoReference, find_difference
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 

@@ -91,6 +91,7 @@ class AttentionMetadata:
     gathered: GatheredContext | None = None  # None: the ranks exchange queries and results
     state_slots: Tensor | None = None  # int64 [S]: where a hybrid model keeps each sequence's states
     max_query_len: int = sys.maxsize  # at least the queries of each sequence
+    max_seq_len: int = sys.maxsize  # at least each element of seq_lens
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ transformers' logits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ from coatcheck.workers.model.decoder_layer import (
 )
 from coatcheck.workers.model.multi_head_attention import Family, RotaryTables, read_norm
 from coatcheck.workers.model.parallel_layers import add_and_norm
+from coatcheck.workers.model.rope import CosSinTable
 from coatcheck.workers.model.shortcut_experts import halves_of, has_halves
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
@@ -72,10 +74,14 @@ class FusedBody:
         self._cache_places = tuple(cache_places)
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
+        self._dtype = next(base.embed_tokens.parameters()).dtype
         self.norm = norm
         self.lora_step = LoraStep()
         self._has_half_tables = has_half_tables
         self._rope_types = tuple(dict.fromkeys(rope_types))
+        self._tables = {
+            rope_type: CosSinTable(partial(self._cos_and_sin, rope_type=rope_type)) for rope_type in self._rope_types
+        }
         self._layers = list(zip(layers, rope_types, strict=True))
         # Element i: the sum over ranks that the input of layer i still lacks. Last: that of the final norm's input.
         self._owed = [None, *(layer.owe_sum() for layer in layers)]
@@ -94,9 +100,7 @@ class FusedBody:
         if self._sharded is not None:
             metadata = localise(metadata, self._sharded)
         hidden: Tensor = self.embed_tokens(input_ids)
-        rotary = {
-            rope_type: self._rotary_tables(hidden, positions, rope_type, metadata) for rope_type in self._rope_types
-        }
+        rotary = {rope_type: self._rotary_tables(positions, rope_type, metadata) for rope_type in self._rope_types}
         residual: Tensor | None = None
         last, done = len(self._layers) - 1, 0
         native_tables = [tables.native for tables in rotary.values() if tables.native is not None]
@@ -136,16 +140,23 @@ class FusedBody:
             for name, target in layer.lora_targets().items()
         }
 
-    def _rotary_tables(
-        self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata
-    ) -> RotaryTables:
-        arguments = (hidden[None], positions[None]) if rope_type is None else (hidden[None], positions[None], rope_type)
+    def _cos_and_sin(self, positions: Tensor, rope_type: str | None) -> tuple[Tensor, Tensor]:
+        """By the model's rotary module, which reads the dtype and the device of its first argument."""
+        like = torch.empty(1, 1, 0, dtype=self._dtype, device=positions.device)
+        arguments = (like, positions[None]) if rope_type is None else (like, positions[None], rope_type)
         tables = self.rotary(*arguments)
         if isinstance(tables, Tensor):  # deepseek_v2: cos + i sin of each pair
             tables = tuple(torch.cat((part, part), dim=-1) for part in (tables.real, tables.imag))
         cos, sin = (table[0] for table in tables)
         if self._has_half_tables:
             cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        return cos, sin
+
+    def _rotary_tables(self, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata) -> RotaryTables:
+        if positions.device.type == "cpu":
+            cos, sin = self._tables[rope_type].rows(positions, metadata.max_seq_len)
+        else:
+            cos, sin = self._cos_and_sin(positions, rope_type)
         if not self._is_native or self.lora_step.is_active:  # the layers in C do not add adapters
             return RotaryTables(cos, sin, None)
         places = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)

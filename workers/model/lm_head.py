@@ -37,9 +37,10 @@ class LmHead:
         """[R, hidden_size] -> float32 [R, vocab_size]."""
         if not self._is_probed:
             self._only_linear, self._is_probed = self._find_only_linear(hidden.dtype), True
-        hidden = hidden.unsqueeze(0)
-        linear = self._only_linear
-        logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits if linear is None else linear(hidden)
+        if (linear := self._only_linear) is not None:
+            only: Tensor = linear.forward(hidden)  # __call__ looks for hooks, which takes 0.05 ms of a decode step
+            return only.float()
+        logits: Tensor = self.model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits[0].float()
 
     def shard_logits(self, hidden: Tensor) -> Tensor:

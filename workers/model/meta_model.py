@@ -44,7 +44,7 @@ from coatcheck.workers.model.model_rules import (
     deterministic_experts_error,
 )
 from coatcheck.workers.model.packed_linears import record_weight_reads
-from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
+from coatcheck.workers.model.rope import choose_max_model_len, pin_rope_scaling
 from coatcheck.workers.model.sparse_mlp import (
     check_expert_parallel,
     drop_weights_of_identity_experts,

@@ -9,11 +9,11 @@ grammar_registry.py) has a thread, and a request is scheduled once every rank ha
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.step_plan import StepPlan
-from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_COMPILING, compile_queue_of
 
@@ -29,11 +29,12 @@ _STACK_BYTES = 16 << 20
 
 
 class GrammarCompiler:
-    """Stores compiled grammars in `grammars`, in the thread that steps."""
+    """Stores compiled grammars in `grammars`, in the thread that steps. `all_reduce_min`: the least of each number on
+    any rank."""
 
-    def __init__(self, grammars: GrammarBackend, communicator: Communicator) -> None:
+    def __init__(self, grammars: GrammarBackend, all_reduce_min: Callable[[list[int]], list[int]]) -> None:
         self._grammars = grammars
-        self._communicator = communicator
+        self._all_reduce_min = all_reduce_min
         # One entry per compile queue.
         self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_lower_priority) for _ in MAX_COMPILING]
         self._pending = [deque[tuple[int, Future[CompiledGrammar]]]() for _ in MAX_COMPILING]  # with grammar ids
@@ -73,7 +74,7 @@ class GrammarCompiler:
                 grammar_id, compiled = pending.popleft()
                 self._grammars.store(grammar_id, compiled.result())
                 self._num_compiled[queue] += 1
-        agreed = tuple(self._communicator.all_reduce_min(self._num_compiled))
+        agreed = tuple(self._all_reduce_min(self._num_compiled))
         self._num_agreed = sum(agreed)
         return agreed
 
