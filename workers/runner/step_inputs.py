@@ -1,8 +1,8 @@
 """StepInputs: the tokens of a step and their places in the KV pool, gathered from the batch state.
 
 The batch state has a row for each slot: token ids and block table. On a GPU the gathering is queued there, because the
-newest token ids are only there. On a CPU numpy gathers: a decode step needs 15 operations, and those of torch take
-three times as long.
+newest token ids are only there. On a CPU numpy gathers, whose 15 small operations cost a step less than torch's
+(bench/LOG.md, "What a decode step does outside the C kernels").
 """
 
 from collections.abc import Sequence
