@@ -25,8 +25,8 @@ _LEAST_TABLE: Final = 2048
 class CosSinTable:
     """cos and sin of every position up to the largest one so far, computed once. On a CPU.
 
-    Computing them takes ten operations of torch, which wake the other threads in each step (bench/LOG.md, "What a decode
-    step does outside the C kernels"). `compute`: positions [T] -> (cos, sin), each [T, rot_dim].
+    Computing them takes ten operations of torch, which wake the other threads in each step (bench/LOG.md, "What a
+    decode step does outside the C kernels"). `compute`: positions [T] -> (cos, sin), each [T, rot_dim].
     """
 
     def __init__(self, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
