@@ -54,8 +54,9 @@ class VllmServer(_HttpServer):
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
         }
-        settings |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         super().__init__([self._command, "serve", checkpoint, *flags], scratch / "vllm.log", settings)
 
     def run(self, scenario: Scenario, seed: int) -> Figures:

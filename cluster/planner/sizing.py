@@ -87,16 +87,16 @@ class Sizing:
         )
         rank_states = state_bytes(tuple(shard.shard_state(state) for state in shape.states), dtype)
         adapter_bytes = _adapter_bytes(settings, shape)
-        weight_bytes, plain = settings.weights or _stored_bytes(settings, config, dtype), ""
+        weight_bytes, plain_note = settings.weights or _stored_bytes(settings, config, dtype), ""
         if weight_bytes is None:
             weight_bytes = float(whole.total * WEIGHT_BYTES[dtype])
-            plain = _counted_as_plain(settings, config, dtype)
+            plain_note = _counted_as_plain(settings, config, dtype)
         bytes_per_weight = weight_bytes / whole.total
         rank_bytes = part.total * bytes_per_weight + adapter_bytes
         try:
             num_blocks, num_snapshots = count_pool_blocks(cache, settings, rank_bytes, rank_states)
         except InvalidConfig as refusal:
-            raise InvalidConfig("; ".join(filter(None, (str(refusal), plain)))) from None
+            raise InvalidConfig("; ".join(filter(None, (str(refusal), plain_note)))) from None
         return cls(
             settings=settings,
             shape=shape,
@@ -113,7 +113,7 @@ class Sizing:
             lengths=_lengths(settings.lengths, context),
             notes=(
                 *shape.notes,
-                *([plain] if plain and settings.quantization != "auto" else []),
+                *([plain_note] if plain_note and settings.quantization != "auto" else []),
                 *_state_notes(settings, shape, rank_states, num_snapshots),
                 *([f"LoRA adapters take {adapter_bytes:,} bytes on each rank"] if adapter_bytes else []),
                 *_notes(cache, context, shape.max_model_len),

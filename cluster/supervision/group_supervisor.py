@@ -14,7 +14,7 @@ from typing import Protocol
 
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
-from coatcheck.cluster.supervision.rank_end import PROCESS_DIED, RankEnded
+from coatcheck.cluster.supervision.rank_end import MEMORY_KILL, PROCESS_DIED, RankEnded
 from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
@@ -213,7 +213,7 @@ class GroupSupervisor:
         failure = self.state.last_failure
         if crash and crash not in failure:
             failure += f"; {crash}"
-        elif crash == "" and PROCESS_DIED in failure and "the kernel killed" not in failure and _KILLED not in failure:
+        elif crash == "" and PROCESS_DIED in failure and not any(why in failure for why in (_KILLED, MEMORY_KILL)):
             failure += _KILLED
         self._change(previous_crash=crash, last_failure=failure)
 

@@ -10,6 +10,7 @@ from coatcheck.workers.host.cgroup_limits import memory_kills
 # busy host answer later, and a restart takes a large model minutes.
 HANG_SECONDS: Final = 30.0
 PROCESS_DIED: Final = "its process died"
+MEMORY_KILL: Final = "the kernel killed a process of this container"
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 3
 _TAIL_LINE_CHARACTERS: Final = 200
@@ -27,14 +28,14 @@ def describe_end(rank: int, what: str, log: str, *, show_tail: bool) -> str:
 
 
 def describe_memory_kill(before: Mapping[int, int]) -> str:
-    """The clause about a process that the kernel has killed at a memory limit of this host's container; "" if there was
-    none. `before`: memory_kills() when the ranks were started."""
+    """The clause about a process of this host's container that the kernel has killed for lack of memory; "" if there
+    was none, or if the container has no memory limit. `before`: memory_kills() when the ranks were started."""
     limits = [limit for limit, count in memory_kills().items() if count > before.get(limit, 0)]
     if not limits:
         return ""
     return (
-        f"; the kernel killed a process of this container at its memory limit of {min(limits) / 2**20:,.0f} MiB: raise "
-        "the limit, or lower --kv-memory"
+        f"; {MEMORY_KILL} for lack of memory, and the container's limit is {min(limits) / 2**20:,.0f} MiB: raise the "
+        "limit, or lower --kv-memory"
     )
 
 

@@ -32,7 +32,6 @@ class GemmaToolParser(ToolParser):
         self._schemas = schemas
         self._marked = MarkedText((START, RESPONSE))
         self._is_call = False  # the buffer begins with START
-        self._skips_space = False  # after a call
         self._searched = 0  # characters in which the call's end was not found
         self._in_string = False  # where `_searched` ends
 
@@ -41,9 +40,6 @@ class GemmaToolParser(ToolParser):
             pass
 
     def _read_text(self) -> bool:
-        if self._skips_space:
-            self._buffer = self._buffer.lstrip()
-            self._skips_space = not self._buffer
         marker = self._take_text(self._marked)
         if marker is None:
             return False

@@ -70,7 +70,6 @@ class JsonToolParser(ToolParser):
         self._scanner = JsonScanner()
         self._is_wrapped = False
         self._is_marked = False  # a trigger stands before the call
-        self._skips_space = False  # after a dropped marker
         self._before = ""  # text before the object of a wrapped call, which is content if the object is no call
         self._scanned = 0  # characters of that object that the scanner has seen
         self._is_closed = False  # the list of required calls has ended
@@ -117,9 +116,6 @@ class JsonToolParser(ToolParser):
         return True
 
     def _show_text(self) -> bool:
-        if self._skips_space:
-            self._buffer = self._buffer.lstrip()
-            self._skips_space = not self._buffer
         marker = self._take_text(self._marked)
         if marker is None:
             return False

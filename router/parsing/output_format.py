@@ -199,8 +199,7 @@ _PROBE: Final = [{"role": "user", "content": "x"}]
 class OutputFormat:
     """`tool_format`: a key of TOOL_FORMATS. `reasoning`: None if the model does not mark its reasoning, or if its
     format is harmony, which has channels. `answer_tags`: what may stand around the answer behind reasoning; see
-    AnswerTags. `shows_special_tokens`: a marker is a special token, so texts must keep
-    them."""
+    AnswerTags. `shows_special_tokens`: a marker is a special token, so texts must keep them."""
 
     tool_format: str = _DEFAULT
     reasoning: ReasoningFormat | None = None

@@ -21,6 +21,7 @@ class ToolParser(ABC):
         self._parts: list[Part] = []
         self._count = 0  # calls that have begun, with those that are dropped
         self._is_cut = False
+        self._skips_space = False  # white space at the beginning of the buffer is no content
 
     @property
     def has_complete_calls(self) -> bool:
@@ -60,8 +61,11 @@ class ToolParser(ABC):
             self._parts.append(Content(text))
 
     def _take_text(self, markers: "MarkedText") -> str | None:
-        """Moves the text before the next marker to the parts. Returns the marker, with which the buffer then begins, or
-        None if there is none: then the text that cannot begin one is moved."""
+        """Moves the text before the next marker to the parts; see `_skips_space`. Returns the marker, with which the
+        buffer then begins, or None if there is none: then the text that cannot begin one is moved."""
+        if self._skips_space:
+            self._buffer = self._buffer.lstrip()
+            self._skips_space = not self._buffer
         found = markers.find(self._buffer)
         if found is None:
             count = markers.count_certain(self._buffer)

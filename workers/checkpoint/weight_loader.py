@@ -75,7 +75,8 @@ class _PlannedTarget:
     kind: CodeKind | None
 
     def least_bytes(self, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-        """Bytes that the rank holds at least. `dtype`: of the parameter."""
+        """Bytes that the rank holds at least, and what is read of a quantised weight and not kept: GPTQ's group of each
+        column. `dtype`: of the parameter."""
         bits, total = 8 * dtype.itemsize if self.kind is None else self.kind.bits, 0
         for read in self.reads:
             stored = checkpoint.slice_bytes(read.key, read.part)

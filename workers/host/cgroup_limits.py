@@ -17,7 +17,7 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 @dataclass(frozen=True)
 class _MemoryFiles:
     """Names of a cgroup's files, and of the line of memory.stat with the inactive page cache. `kills`: the file that
-    counts the processes that the kernel killed because the limit was reached."""
+    counts the processes that the kernel has killed for lack of memory."""
 
     limit: str
     used: str
@@ -42,8 +42,8 @@ def free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None
 
 
 def memory_kills(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> dict[int, int]:
-    """How many processes the kernel has killed since the start of each of this process's cgroups, or of one below in
-    version 2, because its memory limit was reached: by that limit in bytes."""
+    """How many processes of this process's cgroups the kernel has killed for lack of memory, since the cgroups exist.
+    By the cgroup's memory limit in bytes; cgroups without a limit are left out."""
     kills: dict[int, int] = {}
     for folder in _folders("memory", root, membership):
         for files in _MEMORY:

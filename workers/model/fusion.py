@@ -79,7 +79,7 @@ class FusedBody:
         self.lora_step = LoraStep()
         self._has_half_tables = has_half_tables
         self._rope_types = tuple(dict.fromkeys(rope_types))
-        self._tables = {
+        self._cos_sin_tables = {
             rope_type: CosSinTable(partial(self._cos_and_sin, rope_type=rope_type)) for rope_type in self._rope_types
         }
         self._layers = list(zip(layers, rope_types, strict=True))
@@ -154,7 +154,7 @@ class FusedBody:
 
     def _rotary_tables(self, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata) -> RotaryTables:
         if positions.device.type == "cpu":
-            cos, sin = self._tables[rope_type].rows(positions, metadata.max_seq_len)
+            cos, sin = self._cos_sin_tables[rope_type].rows(positions, metadata.max_seq_len)
         else:
             cos, sin = self._cos_and_sin(positions, rope_type)
         if not self._is_native or self.lora_step.is_active:  # the layers in C do not add adapters

@@ -84,16 +84,15 @@ def check_weights_fit(
     """Raise InvalidConfig if the weights exceed `free`: the free bytes of a GPU, or of a host for all its ranks of this
     group. `weight_bytes`: what one rank holds at least. Without this check the kernel kills ranks while they load.
     """
-    ranks = 1 if device.type == "cuda" else min(config.tp, ranks_on_host)
-    if weight_bytes * ranks <= free:
-        return
-    holders = "the GPU" if device.type == "cuda" else "1 rank" if ranks == 1 else f"each of {ranks} ranks"
-    quantise = "" if config.quantization != "auto" else "--quantization int8 or int4, "
-    raise InvalidConfig(
-        f"the weights take at least {weight_bytes:,} bytes on {holders}, and {free:,} are free on the "
-        f"{'GPU' if device.type == 'cuda' else 'host, or in its container'}; use {quantise}a smaller model, a larger "
-        f"--tp over more {'GPUs' if device.type == 'cuda' else 'hosts'}, or more memory"
-    )
+    ranks, place, places = min(config.tp, ranks_on_host), "host or container", "hosts"
+    if device.type == "cuda":
+        ranks, place, places = 1, "GPU", "GPUs"
+    if weight_bytes * ranks > free:
+        raise InvalidConfig(
+            f"the weights take at least {weight_bytes * ranks:,} bytes on this {place}, and {free:,} are free; use "
+            "--quantization or a quantised checkpoint, a smaller model, a larger --tp over more "
+            f"{places}, or more memory"
+        )
 
 
 def subtract_states(config: GroupConfig, free: int, state_bytes: int, ranks_on_host: int) -> int:

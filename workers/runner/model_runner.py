@@ -42,7 +42,6 @@ from coatcheck.workers.runner.host_transfer import HostCopy, upload
 from coatcheck.workers.runner.kv_memory import add_states, make_caches, make_states
 from coatcheck.workers.runner.pooler import Pooler
 from coatcheck.workers.runner.sampler import Sampler
-from coatcheck.workers.runner.step_inputs import gather_inputs
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.triton_backend import TritonBackend
 from coatcheck.workers.runner.warm_up import kernel_plans
@@ -205,26 +204,39 @@ class ModelRunner:
 
     def _forward(self, rows: list[ScheduledSequence], logits_indices: LogitsIndices | None) -> Tensor:
         """Hidden states of the rows' T tokens, [T, hidden]; with `logits_indices`, of its R tokens, [R, hidden]."""
-        lens, seq_lens = [row.num_tokens for row in rows], _seq_lens(rows)
-        max_seq_len = max(seq_lens)
-        inputs = gather_inputs(rows, self._token_ids, self._block_tables, self._layout.block_size, max_seq_len)
+        lens = [row.num_tokens for row in rows]
+        cu_seqlens = list(accumulate(lens, initial=0))
+        slots, starts, counts = self._int64([(row.slot, row.start, row.num_tokens) for row in rows]).T
+        seq_lens = starts + counts
+        if max(lens) == 1:
+            token_slots, positions = slots, starts
+        else:
+            row_of = torch.arange(len(rows), device=self._device).repeat_interleave(counts, output_size=cu_seqlens[-1])
+            token_slots = slots[row_of]
+            first_token = self._int64(cu_seqlens[:-1])
+            positions = torch.arange(cu_seqlens[-1], device=self._device) + (starts - first_token)[row_of]
+        size = self._layout.block_size
+        max_seq_len = max(_seq_lens(rows))
+        blocks = self._block_tables[token_slots, positions // size]
+        tables = self._block_tables[slots, : -(-max_seq_len // size)]
         gathered = None
         if isinstance(self._backend, TritonBackend):  # check_backend_model refuses latent layers of others
-            gathered = self._backend.gather_context(inputs.block_tables, lens, seq_lens, self.max_model_len)
+            gathered = self._backend.gather_context(tables, lens, _seq_lens(rows), self.max_model_len)
         metadata = AttentionMetadata(
-            slot_mapping=inputs.slot_mapping,
-            block_tables=inputs.block_tables,
-            seq_lens=inputs.seq_lens,
-            cu_seqlens_q=inputs.cu_seqlens,
+            slot_mapping=blocks.long() * size + positions % size,
+            block_tables=tables,
+            seq_lens=seq_lens.to(torch.int32),
+            cu_seqlens_q=self._int32(cu_seqlens),
             batch_invariant=self.model.deterministic,
-            plans={} if gathered else self._backend.make_plans(lens, seq_lens),
+            plans={} if gathered else self._backend.make_plans(lens, _seq_lens(rows)),
             gathered=gathered,
-            state_slots=inputs.slots.contiguous() if self.model.spec.state_layers else None,
+            state_slots=slots.contiguous() if self.model.spec.state_layers else None,
             max_query_len=max(lens),
             max_seq_len=max_seq_len,
         )
+        input_ids = self._token_ids[token_slots, positions].long()
         with self._use_adapters(rows, samples_only=logits_indices is not None):
-            return self.model.forward(inputs.token_ids, inputs.positions, metadata, self._layer_caches, logits_indices)
+            return self.model.forward(input_ids, positions, metadata, self._layer_caches, logits_indices)
 
     def _use_adapters(self, rows: list[ScheduledSequence], *, samples_only: bool) -> AbstractContextManager[None]:
         """Within the context, linears add the adapters of the rows. `samples_only`: the last layer keeps only the

@@ -96,6 +96,7 @@ class PagedDriver:
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
             state_slots=torch.tensor([sequence.slot for sequence, _ in work]),
+            max_seq_len=max(lens),
         )
         whole = [sample_chunks or sequence.computed == len(sequence.tokens) for sequence, _ in work]
         wanted = LogitsIndices(
@@ -116,6 +117,7 @@ class PagedDriver:
             seq_lens=torch.tensor([span.stop], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
             state_slots=torch.tensor([sequence.slot]),
+            max_seq_len=span.stop,
         )
         ids = torch.tensor(sequence.tokens[span.start : span.stop])
         return self.model.forward(ids, torch.tensor(list(span)), metadata, self.layer_caches)

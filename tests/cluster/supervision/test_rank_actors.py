@@ -37,4 +37,4 @@ def test_a_kill_at_a_memory_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rank_end, "memory_kills", lambda: {300 << 20: 2, 900 << 20: 5})
     assert rank_end.describe_memory_kill({300 << 20: 2, 900 << 20: 5}) == ""
     clause = rank_end.describe_memory_kill({300 << 20: 1, 900 << 20: 4})
-    assert "killed a process of this container at its memory limit of 300 MiB: raise the limit, or" in clause
+    assert rank_end.MEMORY_KILL in clause and "the container's limit is 300 MiB: raise the limit, or lower" in clause
