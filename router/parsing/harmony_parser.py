@@ -22,8 +22,8 @@ MARKERS: Final = ("<|start|>", "<|end|>", "<|channel|>", MESSAGE, "<|constrain|>
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"to=(?P<prefix>functions\.)?(?P<name>[A-Za-z0-9_.-]+)")
-_BEGINNINGS: Final = (*MARKERS, "assistant", "commentary", "to=")  # of a header
-_MAX_HEADER: Final = 512
+_WORDS: Final = ("assistant", "commentary", "json")  # what a header may have before its first marker, with a recipient
+_MAX_HEADER: Final = 512  # characters, with MESSAGE
 
 
 class _Body(Enum):
@@ -35,12 +35,12 @@ class _Body(Enum):
 
 
 class HarmonyParser(ToolParser):
-    """`functions`: the names of the functions, messages to which are tool calls. None: such messages are content."""
+    """`functions`: a message to one of these names is a tool call. None: messages to functions are content."""
 
     def __init__(self, functions: Collection[str] | None, max_calls: int | None = None) -> None:
         super().__init__(max_calls)
         self._functions = functions
-        self._has_arguments = False  # the call in whose message the buffer begins
+        self._has_arguments = False  # whether the call that is being read has arguments so far
         self._body = _Body.HEADER
         self._ends = MarkedText(_ENDS)
         self._length = 0  # characters of the text so far
@@ -55,10 +55,8 @@ class HarmonyParser(ToolParser):
             pass
 
     def _read_header(self) -> bool:
-        text = self._buffer.lstrip()
-        begins = any(text.startswith(one) or one.startswith(text) for one in _BEGINNINGS)
-        end = self._buffer.find(MESSAGE)
-        if not begins or (end < 0 and len(self._buffer) > _MAX_HEADER):
+        end = self._buffer.find(MESSAGE, 0, _MAX_HEADER)
+        if not _may_be_header(self._buffer) or (end < 0 and len(self._buffer) >= _MAX_HEADER):
             self._body = _Body.CONTENT
             return True
         if end < 0:
@@ -111,9 +109,24 @@ class HarmonyParser(ToolParser):
                 pass
 
     def _end(self) -> None:
+        if self._body is _Body.HEADER and not any(sign in self._buffer for sign in (*MARKERS, "to=")):
+            self._body = _Body.CONTENT  # an answer such as "assistant", and no header that was cut
         if self._body is not _Body.HEADER:
             self._add_body(self._buffer)
         self._buffer = ""
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a message's header begins with the text, or is a beginning of the text."""
+    words, sign, rest = text.partition("<")
+    whole = words.split()
+    last = whole.pop() if whole and not sign and not words[-1].isspace() else ""
+    if not all(word in _WORDS or _RECIPIENT.fullmatch(word) for word in whole):
+        return False
+    if sign:
+        marked = sign + rest
+        return any(marked.startswith(marker) or marker.startswith(marked) for marker in MARKERS)
+    return any(word.startswith(last) for word in (*_WORDS, "to=")) or bool(_RECIPIENT.fullmatch(last))
 
 
 def harmony_rules(token_ids: Mapping[str, int]) -> str:

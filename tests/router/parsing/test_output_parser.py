@@ -97,6 +97,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("openai", f" to=functions.f<|channel|>commentary json<|message|>{ARGUMENTS}", "", [F]),
     ("openai", "<|channel|>commentary to=browser.search<|message|>x<|end|>", "", []),
     ("openai", "plain text", "plain text", []),
+    ("openai", "assistant professors teach", "assistant professors teach", []),
+    ("openai", "assistant", "assistant", []),
+    ("openai", " commentary to the text <b>", " commentary to the text <b>", []),
+    ("openai", "to=do lists", "to=do lists", []),
+    ("openai", f"assistant{HARMONY_CALL}", "", [F]),
+    ("openai", "assistant<|channel|>analysis", "", []),
 ]  # fmt: skip
 
 
@@ -119,7 +125,7 @@ def test_every_case_in_single_characters() -> None:
 
 WORDS = (
     "<think>", "</think>", "{", "}", "[", "]", '"', ",", ":", " ", "\n", "a", "<", "f", "call:f", "f(x=1)", "final",
-    CALL, " to=functions.f", "analysis", "commentary", "functions.f:0",
+    CALL, " to=functions.f", "analysis", "commentary", "assistant", "functions.f:0",
 )  # fmt: skip
 
 
