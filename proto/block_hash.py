@@ -35,7 +35,7 @@ def hash_chain(key: bytes, tokens: Sequence[int], block_size: int, parent: bytes
     """The hashes of the full blocks of `tokens`, in order. A partial last block has no hash."""
     packed = memoryview(_little_endian(tokens))
     stride = block_size * 4
-    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key)  # to copy its state is faster than to begin with the key
+    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key)  # copying this state is faster than keying each hash
     chain = []
     for start in range(0, len(tokens) // block_size * stride, stride):
         state = keyed.copy()

@@ -17,7 +17,7 @@ class InvalidRequest(CoatcheckError):
 
 
 class InvalidParameter(InvalidRequest):
-    """A parameter has a value that is not allowed. `name`: of the parameter; `reason`: the message without the name."""
+    """A parameter has a value that is not allowed. `name`: the parameter. `reason`: the message without the name."""
 
     def __init__(self, name: str, reason: str = "is not allowed") -> None:
         super().__init__(name, reason)
@@ -102,7 +102,7 @@ class InvalidConfig(CoatcheckError):
 
 
 class GrpcCode(IntEnum):
-    """The codes of google.rpc that errors have. Workers use them without importing grpc."""
+    """The values of google.rpc.Code that errors map to. Workers use them without importing grpc."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
@@ -117,7 +117,7 @@ class GrpcCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
-# The gRPC code and HTTP status of each class. A subclass without an entry has its parent's.
+# The gRPC code and HTTP status of each class. A subclass without an entry uses its base class's.
 STATUS: Final[dict[type[CoatcheckError], tuple[GrpcCode, int]]] = {
     InvalidRequest: (GrpcCode.INVALID_ARGUMENT, 400),
     Unauthenticated: (GrpcCode.UNAUTHENTICATED, 401),
@@ -149,7 +149,7 @@ def status_of(error: BaseException) -> tuple[GrpcCode, int]:
 
 
 def error_of(code: int, message: str) -> CoatcheckError:
-    """The error for a google.rpc code that was received."""
+    """The error for a received google.rpc code: the first class in STATUS with this code, else CoatcheckError."""
     for kind, (grpc_code, _) in STATUS.items():
         if grpc_code == code:
             return kind(message)

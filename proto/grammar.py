@@ -88,16 +88,16 @@ class Grammar:
     def to_llguidance(self) -> str:
         """The grammar in llguidance's format. Raise GrammarRefused if llguidance cannot parse it."""
         if not self.prefix:
-            return self._structure()
-        structure = self._structure()
+            return self._structure_to_llguidance()
+        structure = self._structure_to_llguidance()
         is_lark = not structure.lstrip().startswith("{")
         inner = {"lark_grammar": structure} if is_lark else json.loads(structure)["grammars"][0]
         whole = {"lark_grammar": "start: @prefix @structure\n"}
         prefix = {"name": "prefix", "lark_grammar": self.prefix}
         return json.dumps({"grammars": [whole, prefix, {**inner, "name": "structure"}]})
 
-    def _structure(self) -> str:
-        """As to_llguidance, without the prefix."""
+    def _structure_to_llguidance(self) -> str:
+        """As `to_llguidance`, without the prefix."""
         import llguidance
 
         try:

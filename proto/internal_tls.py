@@ -18,7 +18,8 @@ ROUTER: Final = "router.coatcheck.internal"
 
 @dataclass(frozen=True)
 class ClusterCertificate:
-    """A certificate and its key, in PEM. `authority`: the certificate of the only authority that the cluster trusts."""
+    """A certificate and its private key, in PEM. `authority`: the certificate of the cluster's CA, the only CA that
+    routers and groups trust."""
 
     certificate: bytes = field(repr=False)
     key: bytes = field(repr=False)
@@ -28,8 +29,8 @@ class ClusterCertificate:
 def internal_channel(
     address: str, own: ClusterCertificate | None, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
-    """A channel to a group: mutual TLS, or plain if `own` is None. It ignores http_proxy, which is for other networks:
-    a proxy does not reach a group's address, least of all 127.0.0.1."""
+    """A router's channel to a group: mutual TLS with the certificate `own`, or plaintext if `own` is None. The channel
+    ignores the variable http_proxy: a proxy cannot reach a group's address, least of all 127.0.0.1."""
     direct = [*options, ("grpc.enable_http_proxy", 0)]
     if own is None:
         return grpc.aio.insecure_channel(address, options=direct)
@@ -39,7 +40,8 @@ def internal_channel(
 
 
 def add_internal_port(server: grpc.aio.Server, address: str, own: ClusterCertificate | None) -> int:
-    """Listen for routers at `address`. Return the port."""
+    """Listen for routers at `address`: mutual TLS with the certificate `own`, or plaintext if it is None. Return the
+    port."""
     if own is None:
         return server.add_insecure_port(address)
     credentials = grpc.ssl_server_credentials(

@@ -24,7 +24,7 @@ def configure_logging(log_format: LogFormat, *, stream: TextIO | None = None, **
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields in `extra`. Names with an underscore are left out: libraries such as Ray add them."""
+    """The fields in `extra`. Names that begin with an underscore are left out: libraries such as Ray add them."""
     return {name: value for name, value in vars(record).items() if name not in _RESERVED and not name.startswith("_")}
 
 

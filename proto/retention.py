@@ -1,4 +1,4 @@
-"""Retention: how long and with what priority a request's prefix stays in the cache, checked."""
+"""Retention: the priority with which the cache keeps a request's prefix, and for how long; validated."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 
 MAX_CHOICES = 64
-MAX_LOGPROBS = 20  # the default of a server's own limit
+MAX_LOGPROBS = 20  # the default of serve --max-logprobs
 ALL_LOGPROBS = -1
 MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
@@ -132,7 +132,7 @@ class SamplingParams:
         _require(budget is None or 0 <= budget < 2**31, "max_reasoning_tokens", budget, "from 0 to 2^31 - 1")
 
     def _check_masks(self) -> None:
-        """Check the fields that forbid tokens. Each is refused where together with another it could forbid all."""
+        """Check the fields that forbid tokens. Two of them that could forbid every token together are refused."""
         _limit("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_IDS, "ids")
         _limit("bad_words", len(self.bad_words), MAX_BAD_WORDS, "texts")
         _require(all(map(str.strip, self.bad_words)), "bad_words", "an empty text", "texts that are not white space")
@@ -152,7 +152,7 @@ class SamplingParams:
     @classmethod
     def from_message(cls, message: SamplingMessage, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Self:
         """From the wire. An unset field has the value in `defaults`, else its own default. Raises InvalidRequest."""
-        # Checked before millions of ids become a tuple.
+        # Checked first, so that a refused list of millions of ids is never copied.
         _limit("stop_token_ids", len(message.stop_token_ids), MAX_STOP_IDS, "ids")
         _limit("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_IDS, "ids")
         _limit("logprob_token_ids", len(message.logprob_token_ids), MAX_LOGPROB_IDS, "ids")

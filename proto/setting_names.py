@@ -11,6 +11,6 @@ ToolParserName = Literal[
     "minimax_m2", "qwen3_coder", "glm45", "gemma4", "openai",
 ]  # fmt: skip
 
-# What root_path may be, as a regular expression. With a prefix such as /v1, /v1/models would be taken for /models.
+# The regular expression that root_path must match. With the prefix /v1, the router would read /v1/models as /models.
 ROOT_PATH: Final = r"(?!/(v1|v2|dashboard|v1/(chat|messages|models|responses))$)(/[\w.~-]+)+"
-ROOT_PATH_HINT: Final = "a path such as /llm, without a slash at its end, and none with which the API's own paths begin"
+ROOT_PATH_HINT: Final = "a path such as /llm, without a slash at its end, with which no path of the API begins"

@@ -108,7 +108,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
             "root-path is 'llm'; it must be a path such as /llm, without a slash at its end",
         ),
         ("model: m\nroot-path: /llm/\n", "root-path is '/llm/'; it must be a path"),
-        ("model: m\nroot-path: /v1\n", "none with which the API's own paths begin"),
+        ("model: m\nroot-path: /v1\n", "with which no path of the API begins"),
         ("model: m\nhost-kv-memory: -1\n", "host-kv-memory is -1"),
         ("model: m\nhost-kv-memory: .nan\n", "host-kv-memory is nan"),
         ("model: m\nkv-memory: .nan\n", "kv-memory is nan"),
