@@ -13,15 +13,15 @@ TAGS: Final = (
 
 
 class AnswerTags:
-    """Of one choice. The tags go if the answer begins with `start`, with the white space on their inner sides. Other
-    text stays as it is."""
+    """The tags of one choice. If the answer begins with `start`, both tags are removed, with the white space on their
+    inner sides. Other text stays as it is."""
 
     def __init__(self, start: str, end: str) -> None:
         self._start = start
         self._end = end
         self._buffer = ""
         self._is_decided = False  # whether the answer begins with `start`
-        self._skips_space = False  # behind `start`
+        self._skips_space = False  # after `start`
         self._is_open = False  # between the tags
 
     def feed(self, text: str) -> str:
@@ -55,7 +55,7 @@ class AnswerTags:
         return text
 
     def _take_certain(self) -> str:
-        """Moves what cannot belong to the end tag, or to the white space before it, out of the buffer."""
+        """Takes the text that cannot belong to the end tag, or to the white space before it, out of the buffer."""
         count = len(self._buffer)
         for place in range(max(0, count - len(self._end) + 1), count):
             if self._end.startswith(self._buffer[place:]):

@@ -1,4 +1,4 @@
-"""GemmaToolParser: Gemma 4's tool calls, whose strings stand between markers.
+"""GemmaToolParser: Gemma 4's tool calls, whose strings are between markers in place of quotation marks.
 
     <|tool_call>call:weather{city:<|"|>Bonn<|"|>,days:[1,2]}<tool_call|>
 
@@ -25,7 +25,7 @@ _TOKEN: Final = re.compile(
 
 
 class GemmaToolParser(ToolParser):
-    """`schemas`: of the parameters of each function, for values without quotation marks."""
+    """`schemas`: by function, the schema of its parameters, for values that are not between markers."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], max_calls: int | None = None) -> None:
         super().__init__(max_calls)
@@ -102,7 +102,7 @@ class _Reader:
             raise ValueError("no object")
         made = self._read_object(is_root=True)
         if self._at < len(self._tokens):
-            raise ValueError("text behind the object")
+            raise ValueError("text after the object")
         return made
 
     def _take(self) -> tuple[str | None, str]:

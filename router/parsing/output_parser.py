@@ -32,7 +32,8 @@ class ParsingPlan:
 
     `reasoning_start`: see find_reasoning_start. `tool_mode`: whether tools may or must be called; with "named" all
     content is the arguments of `named_function`. `schemas`: of each function's parameters. `max_calls`: further calls
-    are dropped. `separates_reasoning`: reasoning is no content; `shows_reasoning`: it is not dropped.
+    are dropped. `separates_reasoning`: reasoning is not part of the content. `shows_reasoning`: separated reasoning is
+    returned and not dropped.
     """
 
     output_format: OutputFormat = field(default_factory=OutputFormat)
@@ -51,7 +52,7 @@ class ParsingPlan:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether the parser needs the special tokens of the text, which it takes out."""
+        """Whether the text must contain special tokens. The parser needs them, and removes them."""
         return self.output_format.shows_special_tokens and not self.is_plain
 
     def make_tool_parser(self) -> ToolParser | None:
@@ -131,7 +132,7 @@ class OutputParser:
         return self._pass_on(self._split(self._first.feed(text)) if self._first is not None else [Content(text)])
 
     def _split(self, parts: list[Part], *, is_last: bool = False) -> list[Part]:
-        """The parts, with calls that have no end of the reasoning before them as content; see UnclosedReasoning."""
+        """The parts; calls at the end of reasoning that has no end marker become content (see UnclosedReasoning)."""
         if self._unclosed is None or not isinstance(self._first, ReasoningParser):
             return parts
         made: list[Part] = []
@@ -145,7 +146,7 @@ class OutputParser:
         return made
 
     def _pass_on(self, parts: list[Part]) -> list[Part]:
-        """The parts, with the calls that their content has."""
+        """The parts; the calls in their content become ToolCallDeltas."""
         passed: list[Part] = []
         for part in parts:
             if isinstance(part, Content):
@@ -155,5 +156,5 @@ class OutputParser:
         return join_parts(passed)
 
     def _pass_content(self, text: str) -> list[Part]:
-        """The content, with the calls in it."""
+        """The content and the calls of `text`."""
         return self._tools.feed(text) if self._tools is not None else [Content(text)]

@@ -28,8 +28,8 @@ class OutputPlanner:
         self._starts: OrderedDict[str, ReasoningStart] = OrderedDict()
 
     def reasoning_start(self, arguments: Mapping[str, Any], *, begins_message: bool) -> ReasoningStart:
-        """Whether a chat's prompt ends inside of reasoning, by rendering a short chat with the same `arguments`.
-        `begins_message`: the output begins a message of the assistant."""
+        """Where a chat's prompt ends, found by rendering a short chat with the same `arguments`. `begins_message`: the
+        output begins a message of the assistant."""
         markers, template = self.output_format.reasoning, self._tokenizer.template
         if markers is None or template is None:
             return ReasoningStart.UNDECIDED
@@ -51,15 +51,15 @@ class OutputPlanner:
         return self._starts[key]
 
     def reasoning_start_of_text(self, prompt: str) -> ReasoningStart:
-        """Whether a prompt that the client has written ends inside of reasoning. Earlier reasoning says nothing about
-        the answer."""
+        """OPEN if a prompt that the client has written ends inside of reasoning, else UNDECIDED: whether earlier
+        messages had reasoning does not matter for the answer."""
         markers = self.output_format.reasoning
         start = ReasoningStart.UNDECIDED if markers is None else reasoning_start_of(markers, prompt)
         return start if start is ReasoningStart.OPEN else ReasoningStart.UNDECIDED
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model's chat template has tools."""
+        """Whether the model's chat template shows tools."""
         template = self._tokenizer.template
         return template is not None and "tools" in template.for_tools.variables
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
@@ -22,8 +22,8 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call. `index`: the call's number within its choice. `name` and `id` are set in the first piece
-    of a call alone. `arguments`: JSON text, to be joined with that of the other pieces."""
+    """A piece of a tool call. `index`: the call's number within its choice, from 0. `name` and `id` are set only in the
+    first piece of a call. `arguments`: JSON text, to be joined with that of the call's other pieces."""
 
     index: int
     arguments: str = ""
@@ -40,7 +40,7 @@ def make_call_id() -> str:
 
 
 def join_parts(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbours of one kind made into one. Empty parts are left out."""
+    """The parts, with adjacent parts of one kind joined. Empty parts are left out."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
 
-# The markers before calls, and behind them: of Llama 4, LFM2 and Olmo 3.
+# The markers before and after calls: of Llama 4, LFM2 and Olmo 3.
 MARKERS: Final = {
     "<|python_start|>": "<|python_end|>",
     "<|tool_call_start|>": "<|tool_call_end|>",
@@ -25,14 +25,14 @@ _MAX_CHARACTERS: Final = 1 << 16  # of a list; Python's parser takes 0.1 s for t
 
 
 class PythonicToolParser(ToolParser):
-    """A list of calls is all of the text, or stands between markers; other text is content."""
+    """A list of calls is all of the text, or is between markers; other text is content."""
 
     def __init__(self, max_calls: int | None = None) -> None:
         super().__init__(max_calls)
         self._marked = MarkedText(tuple(MARKERS))
         self._may_be_list = True  # all of the text
         self._start = ""  # the marker with which the buffer begins
-        self._searched = 0  # characters behind it in which its end was not found
+        self._searched = 0  # characters after it in which the end marker was not found
 
     def _advance(self) -> None:
         while self._read_marked() if self._start else self._read_text():
@@ -66,7 +66,7 @@ class PythonicToolParser(ToolParser):
         return True
 
     def _read_list(self, text: str) -> None:
-        """Calls, perhaps between markers. If the text has no calls, it is content."""
+        """Adds the calls in `text`, which may include the markers. A text without calls is content."""
         inner = text.strip().removeprefix(self._start)
         for end in MARKERS.values():
             inner = inner.removesuffix(end)

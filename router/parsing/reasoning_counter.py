@@ -8,8 +8,8 @@ from coatcheck.router.text.text_offsets import TextOffsets
 
 
 class ReasoningCounter:
-    """Of one choice. A token counts if a part of its text is between the markers of reasoning; the tokens of the
-    markers do not. `offsets`: of the choice's tokens, in the text that `parser` gets."""
+    """The counter of one choice. A token counts if a part of its text is between the markers of reasoning; tokens of
+    the markers do not count. `offsets`: those of the choice's tokens in the text that `parser` gets."""
 
     def __init__(self, parser: OutputParser, offsets: TextOffsets) -> None:
         self._parser = parser

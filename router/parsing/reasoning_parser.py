@@ -12,7 +12,7 @@ from coatcheck.router.parsing.tool_parser import MAX_HEADER
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around reasoning. `label`: what stands behind the start marker and is no reasoning."""
+    """The markers around reasoning. `label`: text after the start marker that is not part of the reasoning."""
 
     start: str
     end: str
@@ -25,7 +25,8 @@ class ReasoningFormat:
 
 
 class ReasoningStart(Enum):
-    """What the prompt says about reasoning: whether it ends inside of it, after it, or leaves it to the model."""
+    """Where a prompt ends: inside of reasoning (OPEN), after it (CLOSED), or before it, if the model reasons at all
+    (UNDECIDED)."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -52,7 +53,7 @@ class ReasoningParser:
         return self._is_open
 
     def remove_last(self, count: int) -> None:
-        """Takes the last `count` characters of the reasoning that was returned out of its span: they are none."""
+        """Shortens the span of the reasoning by its last `count` characters, which turned out to be no reasoning."""
         self._span = (self._span[0], self._length - self._num_dropped - count)
 
     @property
@@ -94,7 +95,8 @@ class ReasoningParser:
         return parts
 
     def _decide(self) -> bool:
-        """Whether it is known now if the text begins with reasoning. Drops a start marker."""
+        """Decides whether the text begins with reasoning, and drops its start marker. Returns False if the text is too
+        short to decide."""
         text = self._buffer.lstrip()
         opening = self._form.opening
         if opening.startswith(text) and len(self._buffer) <= MAX_HEADER:

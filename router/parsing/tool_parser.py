@@ -6,14 +6,14 @@ from typing import Final
 
 from coatcheck.router.parsing.parts import Content, Part, ToolCallDelta, join_parts, make_call_id
 
-# The most characters between the beginning of a call and its arguments, and the most white space that is held back.
-# Each further piece is searched together with what is held: without a limit that takes quadratic time.
+# Max characters between the beginning of a call and its arguments, and max white space that is held back. Each new
+# piece of text is searched together with the text held back: without a limit this takes quadratic time.
 MAX_HEADER: Final = 512
 
 
 class ToolParser(ABC):
-    """The parser of one choice. `max_calls`: further calls are dropped. Text that begins like a call but is none is
-    content."""
+    """The parser of one choice. `max_calls`: further calls are dropped. Text that begins like a call but turns out not
+    to be one is content."""
 
     def __init__(self, max_calls: int | None = None) -> None:
         self._max_calls = max_calls
@@ -78,7 +78,7 @@ class ToolParser(ABC):
         return marker
 
     def _release_buffer(self) -> None:
-        """The buffer is content."""
+        """Makes the whole buffer content."""
         self._add_content(self._buffer)
         self._buffer = ""
 

@@ -1,8 +1,8 @@
 """UnclosedReasoning: finds the calls of a model that calls tools without having ended its reasoning.
 
-Kimi K2, Qwen and others sometimes leave out the end marker of the reasoning before a call. Text that may be a call is
-held back. If the reasoning ends after the call, the call was a thought and is reasoning. If the text ends first, the
-call is one.
+Kimi K2, Qwen and others sometimes leave out the end marker of the reasoning before a call. So text in reasoning that
+may be a call is held back. If the end marker comes after it, the text is reasoning. If the answer ends first, it is a
+call.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from coatcheck.router.parsing.tool_parser import MarkedText, ToolParser
 
 
 class UnclosedReasoning:
-    """Of one choice. `markers`: what calls begin with. `make_parser`: makes the parser that says what is a call."""
+    """The reasoning of one choice. `markers`: what calls begin with. `make_parser`: makes the parser that decides
+    whether held text is a call."""
 
     def __init__(self, markers: Sequence[str], make_parser: Callable[[], ToolParser | None]) -> None:
         self._marked = MarkedText(markers)
@@ -24,7 +25,7 @@ class UnclosedReasoning:
         self._is_call = False
 
     def feed(self, text: str) -> list[Part]:
-        """Takes the next piece of reasoning; returns what is reasoning for certain."""
+        """Takes the next piece of reasoning; returns the text that is certainly no call."""
         self._held += text
         parts: list[Part] = []
         while True:
@@ -41,12 +42,12 @@ class UnclosedReasoning:
             self._marker = ""
 
     def end(self) -> list[Part]:
-        """Returns what was held back, as the reasoning has ended."""
+        """Returns the held text as reasoning, because the reasoning has ended."""
         self._marker = ""
         return [self._release(len(self._held))]
 
     def take_calls(self) -> str:
-        """Returns the text of the calls with which all of the text ends; "" if it ends with none."""
+        """Returns the text of the calls at the end of the answer; "" if there are none."""
         if self._parser is None or not self._marker:
             return ""
         parts = self._parser.finish()
