@@ -7,8 +7,9 @@ Routing = Literal["prefix-aware", "least-loaded", "round-robin"]
 
 # How a model writes tool calls; router/parsing/output_format.py has a format of each name.
 ToolParserName = Literal[
-    "auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v32", "kimi_k2", "minimax",
-    "minimax_m2", "qwen3_coder", "glm45", "gemma4", "openai",
+    "auto", "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k3",
+    "minimax", "minimax_m2", "minimax_m3", "qwen3_coder", "glm45", "step3", "solar_open", "solar_open2", "apertus",
+    "gemma4", "openai",
 ]  # fmt: skip
 
 # The regular expression that root_path must match. With the prefix /v1, the router would read /v1/models as /models.

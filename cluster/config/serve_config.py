@@ -31,7 +31,7 @@ DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
 _ALL_ADDRESSES: Final = {"0.0.0.0", "::"}
 # Default of kv_memory by device, as a share of the free memory. On CPUs activations and other programs need the rest.
-# On GPUs free is what gpu_memory_utilization leaves beside the weights and the measured step.
+# On GPUs the free memory is what gpu_memory_utilization leaves beside the weights and the measured step.
 FREE_SHARE: Final = {"cpu": 0.1, "cuda": 1.0}
 # Default of max_batch_tokens by device. A larger step computes prompts no faster and delays every running decode.
 BATCH_TOKENS: Final = {"cpu": 512, "cuda": 2048}
@@ -78,7 +78,7 @@ class ServeConfig(Settings):
         metavar="NAME=PATH...",
     )
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
-        "Model", "Most tokens in a sequence, prompt and answer together.", None, in_words="the model's"
+        "Model", "Maximum tokens in a sequence, prompt and answer together.", None, in_words="the model's"
     )
     generation_config: Literal["auto", "none"] = setting(
         "Model",
@@ -89,12 +89,13 @@ class ServeConfig(Settings):
     tool_parser: ToolParserName = setting(
         "Model",
         "How the model writes tool calls. auto: as its chat template does. Or hermes, llama3_json, pythonic, mistral, "
-        "deepseek_v3, deepseek_v32, kimi_k2, minimax, minimax_m2, qwen3_coder, glm45, gemma4 or openai.",
+        "deepseek_v3, deepseek_v32, kimi_k2, kimi_k3, minimax, minimax_m2, minimax_m3, qwen3_coder, glm45, step3, "
+        "solar_open, solar_open2, apertus, gemma4 or openai.",
         "auto",
     )
     deterministic: bool = setting(
         "Model",
-        "A request gets the same bits whatever runs beside it, whether it is cached, chunked or preempted.",
+        "A request gets the same logits, bit for bit, whatever runs beside it: cached, chunked, preempted or not.",
         False,
     )
 
@@ -124,8 +125,8 @@ class ServeConfig(Settings):
     )
     max_groups: Groups | None = setting(
         "Groups",
-        "Most groups. A group is added after requests have waited longer than --queue-target for 10 s. A group is "
-        "removed, down to --groups, after --scale-in-after.",
+        "Maximum number of groups. A group is added after requests have waited longer than --queue-target for 10 s. A "
+        "group is removed, down to --groups, after --scale-in-after.",
         None,
         in_words="as many as --groups",
     )
@@ -185,10 +186,10 @@ class ServeConfig(Settings):
     )
     block_size: Literal[8, 16, 32, 64, 128] = setting("Memory", "Tokens in a KV block: 8, 16, 32, 64 or 128.", 16)
 
-    max_num_seqs: int = setting("Limits", "Most sequences that run at once in a group.", 256, ge=1, le=2**16)
+    max_num_seqs: int = setting("Limits", "Maximum sequences that run at once in a group.", 256, ge=1, le=2**16)
     max_batch_tokens: int | None = setting(
         "Limits",
-        "Most tokens that a step computes. Longer prompts are computed in chunks between decodes.",
+        "Maximum tokens that a step computes. Longer prompts are computed in chunks between decodes.",
         None,
         in_words=f"{BATCH_TOKENS['cpu']} on CPUs, {BATCH_TOKENS['cuda']} on GPUs",
         ge=1,
@@ -204,15 +205,15 @@ class ServeConfig(Settings):
     )
     max_queued: int = setting(
         "Limits",
-        "Most requests that wait in the router while no group has room. Further requests get RESOURCE_EXHAUSTED (HTTP "
-        "429) and the time after which to try again.",
+        "Maximum requests that wait in the router while no group has room. Further requests get RESOURCE_EXHAUSTED "
+        "(HTTP 429) and the time after which to try again.",
         1024,
         ge=0,
         le=2**20,
     )
     max_logprobs: int = setting(
         "Limits",
-        "Most log-probabilities that a request may ask for at a position. -1: no limit, and a request may ask for "
+        "Maximum log-probabilities that a request may ask for at a position. -1: no limit, and a request may ask for "
         "those of the whole vocabulary.",
         20,
         ge=-1,
@@ -236,7 +237,7 @@ class ServeConfig(Settings):
     )
     root_path: Annotated[str | None, BeforeValidator(parse_root_path)] = setting(
         "Router",
-        "Where a reverse proxy has the HTTP API, such as /llm. Paths with this prefix are served as those without.",
+        "Path at which a reverse proxy serves the HTTP API, such as /llm. Requests may have this prefix or not.",
         None,
         in_words="none",
     )
@@ -248,7 +249,7 @@ class ServeConfig(Settings):
     router_resource: NonEmpty | None = setting(
         "Router", "A Ray resource. The router runs only on nodes that have it.", None, in_words="any node"
     )
-    router_per_node: bool = setting("Router", "A router on each node, instead of one in all.", False)
+    router_per_node: bool = setting("Router", "One router on each node, instead of one for the whole cluster.", False)
 
     api_keys: NonEmpty | None = setting(
         "Security",

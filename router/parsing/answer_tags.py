@@ -1,14 +1,20 @@
-"""AnswerTags: removes the tags that some models write around their answer, such as <response> and </response>."""
+"""AnswerTags: removes the tags that some models write around their answer, such as <response> and </response>.
 
+ChannelMarkers: removes the markers of models that write each part of an answer into a channel of its own.
+"""
+
+from collections.abc import Sequence
 from typing import Final
 
-from coatcheck.router.parsing.tool_parser import MAX_HEADER
+from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText
 
-# (start, end) as Cohere's Command A, Granite 3.3 and ERNIE 4.5, and Hunyuan-A13B write them.
+# (start, end) as Cohere's Command A, Granite 3.3 and ERNIE 4.5, and Hunyuan-A13B write them. Apriel's answer begins at
+# the end of the reasoning, without a start tag.
 TAGS: Final = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<response>", "</response>"),
     ("<answer>", "</answer>"),
+    ("", "[END FINAL RESPONSE]"),
 )
 
 
@@ -63,4 +69,29 @@ class AnswerTags:
                 break
         count = max(len(self._buffer[:count].rstrip()), count - MAX_HEADER)
         text, self._buffer = self._buffer[:count], self._buffer[count:]
+        return text
+
+
+class ChannelMarkers:
+    """The markers of one choice. They are removed wherever they are in the answer; other text stays as it is."""
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self._marked = MarkedText(markers)
+        self._buffer = ""
+
+    def feed(self, text: str) -> str:
+        """Takes the next piece of the answer; returns what is certain now."""
+        self._buffer += text
+        certain = ""
+        while (found := self._marked.find(self._buffer)) is not None:
+            at, marker = found
+            certain += self._buffer[:at]
+            self._buffer = self._buffer[at + len(marker) :]
+        count = self._marked.count_certain(self._buffer)
+        certain, self._buffer = certain + self._buffer[:count], self._buffer[count:]
+        return certain
+
+    def finish(self) -> str:
+        """Returns what was held back, at the end of the text."""
+        text, self._buffer = self._buffer, ""
         return text

@@ -1,7 +1,7 @@
 """JsonToolParser: tool calls whose arguments are a JSON object, which is streamed as it is generated.
 
-In a wrapped call the object is a value of another: {"name": "f", "arguments": {...}}. In a bare call the name stands
-before it, as in `[TOOL_CALLS]f[ARGS]{...}`.
+In a wrapped call the arguments are inside of another object: {"name": "f", "arguments": {...}}. In a bare call the name
+comes before the arguments, as in `[TOOL_CALLS]f[ARGS]{...}`.
 """
 
 import json
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
-from coatcheck.router.parsing.json_scanner import JsonScanner
 from coatcheck.router.parsing.tool_parser import MAX_HEADER, MarkedText, ToolParser
 
 _STRING: Final = r'"(?:[^"\\]|\\.)+"'
 # A wrapped call whose arguments can be streamed: the name comes first.
 _NAMED: Final = re.compile(rf'\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+_KEYED: Final = re.compile(rf"\{{\s*(?P<name>{_STRING})\s*:\s*(?=\{{)")
+# The beginning of what JsonCallFormat.following matches.
+_FOLLOWING_BEGUN: Final = re.compile(r",\s*(?P<name>[A-Za-z0-9_.-]{0,128})(?P<marker>\[[A-Z_]{0,16}\]?)?")
+_OUTSIDE: Final = re.compile(r'["{}\[\]<]')
+_INSIDE: Final = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,12 @@ class JsonCallFormat:
     """How a model writes calls.
 
     `triggers`: what begins a call, or a list of calls. `starts_text`: a call may also be all of the text, without a
-    trigger, if it has arguments: an answer in JSON may have a name too. `bare`: match from the trigger to the arguments
-    of a bare call, with groups `name` and perhaps `id`. `wrapped`: matches from the trigger to the object of a wrapped
-    call. `closers`: what may follow a call. `separators`: after them another wrapped call follows. `dropped`: further
-    markers, which are not content. `is_required`: a grammar allows nothing but a list of wrapped calls.
+    trigger. It then needs arguments, because an answer in JSON may have a name too. `bare`: patterns that match from
+    the trigger to the arguments of a bare call, with groups `name` and perhaps `id`. `wrapped`: matches from the
+    trigger to the object of a wrapped call. `closers`: what may follow a call. `separators`: what is between two
+    wrapped calls. `following`: matches a comma after a bare call and the name of the next call, as `bare`; without a
+    group `name` it matches a comma before a trigger. `dropped`: further markers, which are not content. `is_keyed`: a
+    wrapped call is {"f": {...}}. `is_required`: a grammar allows only a list of wrapped calls.
     """
 
     triggers: tuple[str, ...] = ()
@@ -35,7 +41,9 @@ class JsonCallFormat:
     wrapped: re.Pattern[str] | None = None
     closers: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()
+    following: re.Pattern[str] | None = None
     dropped: tuple[str, ...] = ()
+    is_keyed: bool = False
     is_required: bool = False
 
     @property
@@ -69,8 +77,8 @@ class JsonToolParser(ToolParser):
         self._state = _State.START
         self._scanner = JsonScanner()
         self._is_wrapped = False
-        self._is_marked = False  # a trigger stands before the call
-        self._before = ""  # text before the object of a wrapped call, which is content if the object is no call
+        self._is_marked = False  # a trigger comes before the call
+        self._before = ""  # text before the object of a wrapped call; content if the object turns out not to be a call
         self._scanned = 0  # characters of that object that the scanner has seen
         self._is_closed = False  # the list of required calls has ended
 
@@ -151,7 +159,7 @@ class JsonToolParser(ToolParser):
         self._state = _State.OBJECT
 
     def _read_object(self) -> bool:
-        found = _NAMED.match(self._buffer, 0, MAX_HEADER)
+        found = (_KEYED if self._form.is_keyed else _NAMED).match(self._buffer, 0, MAX_HEADER)
         if found is not None and (name := _parse_string(found["name"])) is not None:
             self._begin_call(name, "", found.end(), is_wrapped=True)
             return True
@@ -160,11 +168,14 @@ class JsonToolParser(ToolParser):
             self._scanned = len(self._buffer)
             return False
         end += self._scanned
-        call = parse_call(self._buffer[:end], needs_arguments=not self._is_marked)
+        text = self._buffer[:end]
+        call = parse_keyed_call(text) if self._form.is_keyed else None
+        call = call or parse_call(text, needs_arguments=not self._is_marked)
         if call is None:
             self._buffer = self._before + self._buffer
             return self._give_up(len(self._before) + end)
         name, arguments = call
+        self._is_wrapped = True
         self._start_call(name)
         self._add_arguments(arguments)
         self._buffer = self._buffer[end:]
@@ -211,6 +222,15 @@ class JsonToolParser(ToolParser):
                 if not rest:
                     self._buffer = text[:MAX_HEADER]
                     return False
+        if self._form.following is not None and not self._is_wrapped:
+            if found := self._form.following.match(text, 0, MAX_HEADER):
+                if found["name"]:
+                    self._begin_call(found["name"], "", len(self._buffer) - len(text) + found.end(), is_wrapped=False)
+                else:
+                    self._buffer, self._state = text[found.end() :], _State.TEXT
+                return True
+            if len(text) <= MAX_HEADER and _FOLLOWING_BEGUN.fullmatch(text):
+                return False
         for closer in self._form.closers:
             if text.startswith(closer):
                 self._buffer = text[len(closer) :]
@@ -223,7 +243,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def _give_up(self, count: int) -> bool:
-        """The first `count` characters are content and no call."""
+        """Makes the first `count` characters content: they are not a call."""
         self._add_content(self._buffer[:count])
         self._buffer = self._buffer[count:]
         self._state = _State.TEXT
@@ -237,6 +257,11 @@ class JsonToolParser(ToolParser):
             self._release_buffer()
         elif state in (_State.START, _State.TEXT) and not self._skips_space:
             self._release_buffer()
+        elif state is _State.CLOSING and self._form.following is not None:
+            found = _FOLLOWING_BEGUN.match(self._buffer.lstrip())
+            if found is not None and found["name"]:
+                self._buffer = self._buffer.lstrip("\n")
+                self._release_buffer()
         self._buffer = ""
 
 
@@ -259,8 +284,8 @@ class NamedCallParser(ToolParser):
 
 
 def parse_call(text: str, *, needs_arguments: bool = False) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) of a wrapped call; None if the text is none. `needs_arguments`: an object without
-    arguments is no call."""
+    """(name, arguments as JSON text) of a wrapped call; None if the text is not a call. `needs_arguments`: an object
+    without arguments is not a call."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -282,6 +307,22 @@ def parse_call(text: str, *, needs_arguments: bool = False) -> tuple[str, str] |
         return None
 
 
+def parse_keyed_call(text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON text) of a call {"f": {...}}; None if the text is none."""
+    try:
+        value: Any = json.loads(text)
+        if not isinstance(value, dict) or len(value) != 1:
+            return None
+        ((name, arguments),) = value.items()
+        if not name or not (arguments is None or isinstance(arguments, dict | str)):
+            return None
+        if isinstance(arguments, str):
+            return name, arguments or "{}"
+        return name, json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _parse_string(text: str) -> str | None:
     """The string that the JSON text means; None if an escape or a character in it is not JSON's."""
     try:
@@ -289,3 +330,42 @@ def _parse_string(text: str) -> str | None:
     except ValueError:
         return None
     return value
+
+
+class JsonScanner:
+    """`depth`: how many objects and lists are open before the first piece. Checks only brackets and quotes. A "<"
+    outside of a string also ends the value: a marker begins there, and the model has left out closing brackets."""
+
+    __slots__ = ("_depth", "_in_string", "_is_escaped")
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Takes the next piece. Returns the index in `text` after the end of the value, or None if it goes on."""
+        at = 0
+        while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                return None
+            at = found.end()
+            match found[0]:
+                case "\\":
+                    self._is_escaped = True
+                case '"':
+                    self._in_string = not self._in_string
+                case "{" | "[":
+                    self._depth += 1
+                case "<":
+                    return at - 1
+                case _:
+                    self._depth -= 1
+                    if self._depth <= 0:
+                        return at
+        return None

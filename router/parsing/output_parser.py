@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from coatcheck.router.parsing.answer_tags import AnswerTags
+from coatcheck.router.parsing.answer_tags import AnswerTags, ChannelMarkers
 from coatcheck.router.parsing.gemma_tool_parser import GemmaToolParser
 from coatcheck.router.parsing.harmony_parser import HarmonyParser
 from coatcheck.router.parsing.json_tool_parser import JsonCallFormat, JsonToolParser, NamedCallParser
+from coatcheck.router.parsing.minimax_tool_parser import MinimaxToolParser
 from coatcheck.router.parsing.output_format import (
     REQUIRED_CALLS,
     GemmaCallFormat,
     HarmonyCallFormat,
+    MinimaxCallFormat,
     OutputFormat,
     PythonicCallFormat,
 )
@@ -70,6 +72,8 @@ class ParsingPlan:
                 return PythonicToolParser(self.max_calls)
             case GemmaCallFormat():
                 return GemmaToolParser(self.schemas, self.max_calls)
+            case MinimaxCallFormat():
+                return MinimaxToolParser(self.schemas, self.max_calls)
             case HarmonyCallFormat():
                 return None  # channels have the calls
             case calls:
@@ -84,16 +88,19 @@ class OutputParser:
         self._tools = plan.make_tool_parser()
         self._first: HarmonyParser | ReasoningParser | None = None
         self._unclosed: UnclosedReasoning | None = None
-        self._tags: AnswerTags | None = None
+        self._tags: AnswerTags | ChannelMarkers | None = None
+        reasoning = plan.output_format.reasoning
         if isinstance(plan.output_format.calls, HarmonyCallFormat):
             functions = plan.schemas if plan.tool_mode == "auto" else None
             self._first = HarmonyParser(functions, plan.max_calls)
-        elif plan.output_format.reasoning is not None and plan.separates_reasoning:
-            self._first = ReasoningParser(plan.output_format.reasoning, plan.reasoning_start)
+        elif reasoning is not None and plan.separates_reasoning:
+            self._first = ReasoningParser(reasoning, plan.reasoning_start)
             if plan.output_format.answer_tags is not None:
                 self._tags = AnswerTags(*plan.output_format.answer_tags)
             if plan.tool_mode == "auto":
                 self._unclosed = UnclosedReasoning(plan.output_format.calls.openings, plan.make_tool_parser)
+        if reasoning is not None and reasoning.dropped:
+            self._tags = ChannelMarkers(reasoning.dropped)
 
     @property
     def has_complete_calls(self) -> bool:

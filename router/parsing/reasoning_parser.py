@@ -1,7 +1,8 @@
 """ReasoningParser: splits the text of a choice into reasoning and the rest, at the markers that the model writes."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -12,11 +13,18 @@ from coatcheck.router.parsing.tool_parser import MAX_HEADER
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around reasoning. `label`: text after the start marker that is not part of the reasoning."""
+    """The markers around reasoning. `label`: text after the start marker that is not part of the reasoning.
+
+    A format with channels has `answer_start`, with which the answer begins, after reasoning behind `answer_header`.
+    `dropped`: the markers of channels in the answer, which are not content.
+    """
 
     start: str
     end: str
     label: str = ""
+    answer_header: str = ""
+    answer_start: str = ""
+    dropped: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
@@ -98,13 +106,16 @@ class ReasoningParser:
         """Decides whether the text begins with reasoning, and drops its start marker. Returns False if the text is too
         short to decide."""
         text = self._buffer.lstrip()
-        opening = self._form.opening
-        if opening.startswith(text) and len(self._buffer) <= MAX_HEADER:
+        opening, end = self._form.opening, self._form.end
+        may_be_end = not self._is_open and end.startswith(text) and text != end
+        if (opening.startswith(text) or may_be_end) and len(self._buffer) <= MAX_HEADER:
             return False
         if text.startswith(opening):
             self._buffer = text[len(opening) :]
             self._is_open = True
             self._span = (self._length - len(self._buffer), None)
+        elif not self._is_open and text.startswith(end):  # how MiniMax M3 begins an answer without reasoning
+            self._buffer, self._skips_space = text[len(end) :], True
         self._is_decided = True
         return True
 
@@ -138,18 +149,53 @@ _ANYTHING: Final = "/(?s:.*)/"
 _SPACE: Final = r"/\s{0,8}/"  # some models would write spaces without end
 
 
+_TOKENS: Final = re.compile(r"(<[|｜][^<>|｜]+[|｜]>)")  # what special tokens in a marker look like
+
+
 def reasoning_rules(form: ReasoningFormat, start: ReasoningStart, special_ids: Mapping[str, int]) -> str:
     """Rules in llguidance's dialect of Lark for the reasoning before a structure; "" if the prompt ends after it.
     `special_ids`: the ids of markers that are special tokens, which no text of a grammar matches."""
     if start is ReasoningStart.CLOSED:
         return ""
-    if form.end in special_ids:
-        rules = f"thinking: {_ANYTHING} <[{special_ids[form.end]}]>\n"
+    end = marker_rule(form.end, special_ids)
+    if begins_with_token(form.end, special_ids):
+        rules = f"thinking: {_ANYTHING} {end}\n"
     else:
-        rules = f"thinking[suffix={json.dumps(form.end)}]: {_ANYTHING}\n"
+        rules = f"thinking[suffix={end}]: {_ANYTHING}\n"
+    behind, without = _SPACE, ""
+    if form.answer_start:
+        behind = marker_rule(form.answer_header + form.answer_start, special_ids)
+        without = marker_rule(form.answer_start, special_ids)
     if start is ReasoningStart.OPEN:
-        return f"start: thinking {_SPACE}\n{rules}"
-    opening = json.dumps(form.opening)
-    if form.start in special_ids:
-        opening = f"<[{special_ids[form.start]}]> {json.dumps(form.label) if form.label else ''}"
-    return f"start: ({opening} thinking {_SPACE})?\n{rules}"
+        return f"start: thinking {behind}\n{rules}"
+    opening = " ".join(
+        filter(None, (marker_rule(form.start, special_ids), json.dumps(form.label) if form.label else ""))
+    )
+    if without:
+        return f"start: {opening} thinking {behind} | {without}\n{rules}"
+    return f"start: ({opening} thinking {behind})?\n{rules}"
+
+
+def marker_rule(marker: str, special_ids: Mapping[str, int]) -> str:
+    """A marker in a rule: its special tokens, and the text between them."""
+    if marker in special_ids:
+        return f"<[{special_ids[marker]}]>"
+    parts, text = [], ""
+    for piece in (*_TOKENS.split(marker), ""):
+        if piece in special_ids:
+            parts += [json.dumps(text, ensure_ascii=False)] if text else []
+            parts.append(f"<[{special_ids[piece]}]>")
+            text = ""
+        else:
+            text += piece
+    return " ".join([*parts, json.dumps(text, ensure_ascii=False)] if text else parts)
+
+
+def begins_with_token(marker: str, special_ids: Mapping[str, int]) -> bool:
+    """Whether a marker begins with a special token, or is one."""
+    return marker_rule(marker, special_ids).startswith("<[")
+
+
+def has_token(marker: str, special_tokens: Collection[str]) -> bool:
+    """Whether a marker is a special token, or has one in it."""
+    return marker in special_tokens or any(piece in special_tokens for piece in _TOKENS.findall(marker))

@@ -54,7 +54,7 @@ def required_calls_grammar(functions: Sequence[FunctionSchema], parallel: bool, 
 
 
 def make_grammar(rules: str, prefix: str = "") -> Grammar:
-    """A grammar of `rules`, behind the rules of `prefix`. Raises InvalidRequest if they are too long."""
+    """A grammar of `rules` after those of `prefix`. Raises InvalidRequest if `rules` is too long."""
     if len(rules) > MAX_BYTES:
         raise InvalidRequest(
             f"the schemas of the tools have {len(rules)} bytes as a grammar; the maximum is {MAX_BYTES}; send "

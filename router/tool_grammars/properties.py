@@ -50,7 +50,7 @@ def properties_of(function: FunctionSchema, names: re.Pattern[str]) -> list[Prop
 
 
 def _find_problem(schema: dict[str, Any], properties: object, names: re.Pattern[str]) -> str:
-    """What of a schema cannot be enforced property by property; "" if all can be."""
+    """The part of a schema that cannot be enforced property by property, in words; "" if there is none."""
     if other := sorted(schema.keys() - _ROOT_KEYS):
         return f"{other[0]!r} at their root"
     if not isinstance(properties, dict) or not all(isinstance(part, dict) for part in properties.values()):

@@ -1,6 +1,7 @@
 """Rules: the rules of one grammar in llguidance's dialect of Lark, whose markers may be special tokens.
 
-No text of a grammar matches a special token. So a marker is written as a token if it is one, else as text.
+No text of a grammar matches a special token. So the special tokens in a marker are written as tokens, and other parts
+of the marker as text.
 """
 
 import json
@@ -9,15 +10,17 @@ from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES
+from coatcheck.router.parsing.reasoning_parser import begins_with_token, has_token, marker_rule
 
 ANY_TEXT: Final = "/(?s:.*)/"
-# Bytes of all documents that are written, equal ones too. Each argument may repeat the definitions of its function, so
+# Max bytes of all documents together, equal ones included. Each argument may repeat the definitions of its function, so
 # a body of a few megabytes could become gigabytes of documents.
 _MAX_DOCUMENT_BYTES: Final = 16 * MAX_BYTES
 
 
 class Rules:
-    """`special_ids`: the ids of special tokens by their text. Names of functions need no escape: see FunctionSchema."""
+    """`special_ids`: the ids of special tokens by their text. Names of functions need no escapes (see
+    FunctionSchema)."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
@@ -29,12 +32,16 @@ class Rules:
         """Whether all markers are special tokens."""
         return all(marker in self._special_ids for marker in markers)
 
+    def has_token(self, marker: str) -> bool:
+        """Whether a marker is a special token, or has one in it."""
+        return has_token(marker, self._special_ids)
+
     def marker(self, marker: str) -> str:
-        """A marker in a rule, as a special token or as text."""
-        return f"<[{self._special_ids[marker]}]>" if marker in self._special_ids else quote(marker)
+        """A marker in a rule."""
+        return marker_rule(marker, self._special_ids)
 
     def between(self, start: str, inner: str, end: str) -> str:
-        """`inner` between two markers, if the tokenizer has these."""
+        """`inner` between two markers if both are special tokens; else `inner` alone."""
         return f"{self.marker(start)} {inner} {self.marker(end)}" if self.has(start, end) else inner
 
     def rule(self, name: str, body: str) -> str:
@@ -58,7 +65,7 @@ class Rules:
 
     def text_until(self, name: str, marker: str) -> str:
         """The rule for any text up to and with the next `marker`."""
-        if marker in self._special_ids:
+        if begins_with_token(marker, self._special_ids):
             return self.rule(name, f"{ANY_TEXT} {self.marker(marker)}")
         return self.rule(f"{name}[lazy]", f"{ANY_TEXT} {quote(marker)}").removesuffix("[lazy]")
 

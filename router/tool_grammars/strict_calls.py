@@ -1,8 +1,8 @@
-"""strict_calls_grammar(): lets a model write any text, and calls of its tools only as their schemas say.
+"""strict_calls_grammar(): allows any text, and calls of strict tools only if they fit their schemas.
 
-In the formats hermes and minimax a call stands between tags, which are text. In mistral, deepseek_v3 and kimi_k2 its
-markers are special tokens: a model whose tokenizer lacks these tokens has no such grammar. For llama3_json and pythonic
-a text that begins like a call is one, and for formats with a tag for each argument see argument_tags.py.
+In the formats hermes and minimax a call is between tags, which are text. In mistral, deepseek_v3 and kimi_k2 the
+markers of a call are special tokens; if the tokenizer lacks them, strict tools are refused. In llama3_json and pythonic
+a text that begins like a call must be a call. argument_tags.py has the formats with a tag for each argument.
 """
 
 import json
@@ -22,7 +22,7 @@ from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, make_gra
 from coatcheck.router.tool_grammars.keyword_arguments import keyword_arguments
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules
 
-# By format: (what begins a call, what stands between that and its object, what ends the call).
+# By format: (what begins a call, what follows before the call's object, what ends the call).
 _TAGS: Final = {
     "hermes": (
         ("<tool_call>", "\n", "\n</tool_call>"),
@@ -74,6 +74,12 @@ def strict_calls_grammar(
             call = _calls(rules, functions, lambda name, schema: f'"functions.{name}:" /[0-9]{{1,4}}/ {begin} {schema}')
             one = f"{rules.marker('<|tool_call_begin|>')} {call} {rules.marker('<|tool_call_end|>')}"
             section = rules.between("<|tool_calls_section_begin|>", f"({one})+", "<|tool_calls_section_end|>")
+        case "apertus" if rules.has("<|tools_prefix|>", "<|tools_suffix|>"):
+            call = _calls(rules, functions, lambda name, schema: f'"{{\\"{name}\\": " {schema} "}}"')
+            calls = f'"[" {call} (", " {call})* "]"'
+            section = rules.between("<|tools_prefix|>", calls, "<|tools_suffix|>")
+        case "solar_open":
+            return make_grammar(rules.written(_solar_calls(functions, rules)), prefix)
         case _:
             raise InvalidRequest(
                 "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
@@ -97,8 +103,8 @@ def _tagged_calls(functions: Sequence[FunctionSchema], tool_format: str) -> str:
 
 
 def _json_texts(functions: Sequence[FunctionSchema], rules: Rules) -> str:
-    """Calls in JSON are all of the text, or follow a marker that is a special token. Other text does not begin like
-    one, and has no marker."""
+    """Calls in JSON are all of the text, or follow a marker that is a special token. Any other text must neither begin
+    like a call nor contain a marker."""
     call = _calls(rules, functions, _object("parameters"), _object("arguments"))
     calls = rules.rule("calls", rf'/\s{{0,8}}/ ({call} (/[;,] ?/ {call})* | "[" {call} (", " {call})* "]")')
     special = [marker for marker in JSON_MARKERS if rules.has(marker)]
@@ -108,8 +114,8 @@ def _json_texts(functions: Sequence[FunctionSchema], rules: Rules) -> str:
 
 
 def _python_list(functions: Sequence[FunctionSchema], rules: Rules) -> str:
-    """A list of calls is all of the text, or stands between markers. Other text does not begin like one. Behind text a
-    marker must be a special token: text of a grammar cannot end before a marker that is text."""
+    """A list of calls is all of the text, or is between markers. Any other text must not begin like a list. Text may
+    come before a marker only if the marker is a special token: a rule for any text cannot stop at a marker in text."""
     markers = "|".join(map(re.escape, PYTHON_MARKERS))
     text = rules.rule("TEXT", rf"/\s*[^\s\[](?s:.*)/ & ~/(?s:.*)({markers})(?s:.*)/")
     arguments = [keyword_arguments(index, function, rules) for index, function in enumerate(functions)]
@@ -124,7 +130,7 @@ def _python_list(functions: Sequence[FunctionSchema], rules: Rules) -> str:
 
 
 def _harmony_messages(functions: Sequence[FunctionSchema], rules: Rules) -> str:
-    """Messages in channels. One to a function is a call, with which the answer ends."""
+    """Messages in channels. A message to a function is a call, and ends the answer."""
     start, end, channel, message, constrain, call_end = map(rules.marker, _HARMONY)
     body = f'" "? ({constrain} "json" | "json")? " "? {message}'
     call = _calls(
@@ -135,6 +141,15 @@ def _harmony_messages(functions: Sequence[FunctionSchema], rules: Rules) -> str:
     )
     told = rules.rule("told", f'{channel} ("analysis" | "commentary" | "final") {message} {ANY_TEXT}')
     return f'({told} {end} {start} "assistant")* ({told} | {call} {call_end}?)?'
+
+
+def _solar_calls(functions: Sequence[FunctionSchema], rules: Rules) -> str:
+    """Text with calls in it, whose markers are tokens that are not special."""
+    arguments, end = map(rules.marker, ("<|tool_call:args|>", "<|tool_call:end|>"))
+    call = _calls(rules, functions, lambda name, schema: f'"{name}" {arguments} {schema}')
+    opening = rules.text_until("opening", "<|tool_call:begin|>")
+    piece = rules.rule("piece", f"{opening} /[^<>]{{0,64}}/ {rules.marker('<|tool_call:name|>')} {call} {end}")
+    return f"{piece}* {ANY_TEXT}"
 
 
 def _object(field: str) -> Callable[[str, str], str]:

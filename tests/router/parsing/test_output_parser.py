@@ -42,6 +42,27 @@ DSML = (
 )
 GOT_XML = ("f", '{"x": "a\\nb", "n": 7}')
 GOT_GLM = ("f", '{"x": "12", "n": 7}')
+M3 = (
+    '@<tool_call>\n@<invoke name="f">@<x>12@</x>@<n>7@</n>@<l>@<item>@<a>b\n@</a>@</item>@</l>@</invoke>\n'
+    '@<invoke name="f">@</invoke>\n@</tool_call>'
+).replace("@", "]<]minimax[>[")
+GOT_M3 = ("f", '{"x": "12", "n": 7, "l": [{"a": "b\\n"}]}')
+K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="string"<|sep|>12\n'
+    '<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>7<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="f" index="2"<|sep|><|open|>json type="object"<|sep|>{"n": 1}<|close|>json<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>"
+)
+STEP = (
+    '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n'
+    '<steptml:parameter name="x">12</steptml:parameter>\n<steptml:parameter name="n">7</steptml:parameter>\n'
+    "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>"
+)
+SOLAR = f"<|tool_call:begin|>a1b2<|tool_call:name|>f<|tool_call:args|>{ARGUMENTS}<|tool_call:end|>"
+SOLAR_2 = (
+    "<|tool_call:start|>f\n<|tool_arg:start|>x<|tool_arg:value|>12<|tool_arg:end|>\n"
+    "<|tool_arg:start|>n<|tool_arg:value|>7<|tool_arg:end|>\n<|tool_call:end|>"
+)
 HARMONY_CALL = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}"
 # (format, text, content, calls)
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -92,6 +113,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      [("f", '{"x": "12", "o": {"a": [1, "}"]}}')]),
     ("deepseek_v32", f"so\n\n<｜DSML｜function_calls>\n{DSML}\n</｜DSML｜function_calls>", "so",
      [("f", '{"o": "12", "n": 7}')]),
+    ("minimax_m3", f"so\n{M3}", "so", [GOT_M3, ("f", "{}")]),
+    ("kimi_k3", f"so{K3}", "so", [("f", '{"x": "12\\n", "n": 7}'), ("f", '{"n": 1}')]),
+    ("step3", f"so\n{STEP}", "so", [GOT_GLM]),
+    ("solar_open", f"so<|tool_calls|>{SOLAR}{SOLAR}", "so", [F, F]),
+    ("solar_open2", f"so{SOLAR_2}\n{SOLAR_2}", "so", [GOT_GLM, GOT_GLM]),
+    ("apertus", f'so<|tools_prefix|>[{{"f": {ARGUMENTS}}}, {{"g": {{}}}}]<|tools_suffix|>', "so", [F, ("g", "{}")]),
     ("openai", f"{HARMONY_CALL}<|call|>", "", [F]),
     ("openai", f"<|channel|>final<|message|>so<|end|><|start|>assistant{HARMONY_CALL}", "so", [F]),
     ("openai", f" to=functions.f<|channel|>commentary json<|message|>{ARGUMENTS}", "", [F]),
@@ -213,6 +240,9 @@ REASONING: list[tuple[ReasoningStart, str, str, str]] = [
     (UNDECIDED, "<think>\nhm\n\nso\n</think>\n\nyes <think>", "hm\n\nso", "yes <think>"),
     (UNDECIDED, "\n<think></think>yes", "", "yes"),
     (UNDECIDED, "yes</think>", "", "yes</think>"),
+    (UNDECIDED, "</think>\nyes</think>", "", "yes</think>"),
+    (UNDECIDED, "</thi", "", "</thi"),
+    (OPEN, "</think>yes", "", "yes"),
     (UNDECIDED, "<think>hm", "hm", ""),
     (UNDECIDED, "<thin", "", "<thin"),
     (UNDECIDED, " yes", "", " yes"),
@@ -265,6 +295,12 @@ def test_harmony_has_channels() -> None:
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v3"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
         ("<|start|>assistant<|channel|>final", "openai"),
+        ("{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token ~ '<tool_call>' }}", "minimax_m3"),
+        ("{{- '<|open|>' + tag -}}{{- '<|sep|>' -}}", "kimi_k3"),
+        ("<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name=", "step3"),
+        ("<|tool_calls|><|tool_call:begin|>", "solar_open"),
+        ("<|tool_call:start|>", "solar_open2"),
+        ("<|tools_prefix|>[", "apertus"),
     ],
 )
 def test_the_template_says_how_calls_look(source: str, name: str) -> None:
