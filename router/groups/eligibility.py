@@ -1,8 +1,7 @@
 """Eligibility: which groups can run a request at all. Routing costs choose among these groups.
 
-ServingGroups is made anew whenever the groups that take requests change. In between, all new requests that the same
-groups can hold share one EligibleGroups object, and so do all that continue on groups with equal models. So a decision
-makes no lists of groups.
+Whenever the set of groups that take requests changes, a new ServingGroups is made. Until the next change, requests that
+the same groups can run share one EligibleGroups object. So a routing decision builds no list of groups.
 """
 
 from bisect import bisect_left
@@ -46,8 +45,8 @@ class EligibleGroups:
 
 
 class ServingGroups:
-    """The groups that take new requests, at one moment. What a request needs is found when the first one comes, so
-    that many groups can attach one after the other at little cost."""
+    """The groups that take new requests, at one moment. Everything else is computed when the first request needs it, so
+    a ServingGroups that no request uses costs little: a router makes one for each group that attaches."""
 
     def __init__(self, groups: Sequence[GroupConnection] = ()) -> None:
         self.groups = groups
@@ -67,9 +66,8 @@ class ServingGroups:
         return sorted(set(self._limits))
 
     def eligible(self, max_len: int = 0, model: GetModelResponse | None = None) -> EligibleGroups:
-        """The groups that, if they were empty, could hold `max_len` tokens; with `model` only those that a stream may
-        move to from a group with that model. Returns one object for each set of groups that can hold `max_len`, and
-        each compatibility_key of `model`."""
+        """The groups that could hold `max_len` tokens if they were empty. With `model`: only the groups to which a
+        stream may move from a group with that model. Requests with the same groups get the same object."""
         smallest = bisect_left(self._distinct_limits, max_len)
         key = smallest, None if model is None else compatibility_key(model)
         if key not in self._eligible:
@@ -83,8 +81,7 @@ class ServingGroups:
         return self._eligible[key]
 
     def require_eligible(self, request: Request) -> EligibleGroups:
-        """The groups that can hold a request that has not begun. Raises ContextLengthExceeded if there are groups and
-        none can."""
+        """The groups that can hold a new request. Raises ContextLengthExceeded if there are groups and none can."""
         eligible = self.eligible(request.max_len)
         if self.groups and not len(eligible):
             raise ContextLengthExceeded.for_limit(

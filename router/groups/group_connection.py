@@ -1,9 +1,9 @@
 """GroupConnection: the one long-lived stream between this router and a group.
 
 It sends submissions and aborts, delivers outputs to the submissions and KV events to the prefix index, and keeps the
-group's last load report. When the stream breaks, or the group falls silent, every submission fails at once and the
-connection attaches again, with backoff, until it is closed. A group that is slow, is not the expected one, or sends
-impossible messages is ejected: its stream ends, and the reason is kept.
+group's last load report. When the stream breaks, or the group sends nothing for too long, every submission fails at
+once. The connection then attaches again, with backoff, until it is closed. A group is ejected if it is slow, is not the
+expected one, or sends impossible messages: its stream ends, and the reason is kept for the status.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0  # seconds between two attempts to 
 class GroupConnection:
     """`registration` is empty while the group is not attached. Create it inside an event loop.
 
-    `on_change` is called when the group attaches or is lost, and when a suspect may run on the group. `on_room` is
-    called when the group may have room for another request. `detect_outlier` is called after each load report; it
-    returns a GroupEjected if the group is too slow to be kept.
+    `on_change` is called when the group attaches or is lost, and when the suspicion of one of its requests changes (see
+    PoisonSuspicion). `on_room` is called when the group may have room for another request. `detect_outlier` is called
+    after each load report; it returns a GroupEjected if the group is too slow to be kept.
     """
 
     def __init__(
@@ -111,9 +111,11 @@ class GroupConnection:
         *,
         may_return: bool = False,
     ) -> Submission:
-        """Sends a request to the group, which must be attached. `attempt`: number of groups that it has lost;
-        `delivered`: output tokens by choice that the group must not send again; `may_return`: the group may return the
-        request because of requests from other routers."""
+        """Sends a request to the group, which must be attached.
+
+        `attempt`: number of groups that the request has lost. `delivered`: output tokens by choice that the group must
+        not send again. `may_return`: the group may send the request back if other routers have filled its queue.
+        """
         assert self.is_attached, f"group {self.name} is not attached"
         self._last_id += 1
         max_queued_tokens = self.load.max_queued_tokens(decision.chosen.queued_tokens) if may_return else None
@@ -257,7 +259,7 @@ class GroupConnection:
         if outcome is EventOutcome.SNAPSHOT_NEEDED:
             self.request_snapshot("its KV events have a gap")
         elif outcome is EventOutcome.IMPOSSIBLE:
-            raise GroupEjected("the group says that it holds more blocks than it has")
+            raise GroupEjected("the group reports more cached blocks than it has")
 
     def _record_ejection(self, reason: str) -> None:
         self.ejections += 1
@@ -283,7 +285,7 @@ class GroupConnection:
     def _failure_cause(self) -> FailureCause:
         if self._failure_notice.reason:
             return FailureCause.CRASH
-        if self._is_slow or self.endpoint.state == "draining":  # a group that drains is about to be ended
+        if self._is_slow or self.endpoint.state == "draining":  # the supervisor stops a group after its drain
             return FailureCause.PLANNED
         return FailureCause.UNKNOWN
 

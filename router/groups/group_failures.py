@@ -1,7 +1,7 @@
-"""GroupFailures: the groups that were lost, and the causes, which may become known later or never.
+"""GroupFailures: the groups that were lost, and the cause of each loss.
 
-A group that crashes usually reports the error in a last message. If it cannot, its supervisor learns the cause when the
-next incarnation starts, from a record that the group has left.
+The cause may become known late or never. A group that crashes usually reports the error in a last message. If it
+cannot, the supervisor learns the cause from the group's crash record when the next incarnation starts.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from enum import Enum
 class FailureCause(Enum):
     """Why a group was lost; the values are metric labels."""
 
-    PLANNED = "planned"  # drained, or ejected because it is slow: says nothing about its requests
+    PLANNED = "planned"  # drained, or ejected because it is slow: no request is to blame
     CRASH = "crash"  # the group ended by itself: an error in a step, or a fault in one of its processes
-    KILLED = "killed"  # ended from outside, perhaps by the kernel for the memory that a request has taken
+    KILLED = "killed"  # ended from outside; the kernel's OOM killer may have done so because of a request's memory
     UNKNOWN = "unknown"  # the node is gone, the group hangs, or the cause is not known yet
 
 
@@ -63,8 +63,8 @@ class GroupEjected(Exception):
 
 
 class GroupFailures:
-    """One for a router. `counts`: losses by the cause known at that time. `explained`: losses of unknown cause, by the
-    cause that became known later."""
+    """All losses of a router. `counts`: losses by the cause known at that time. `explained`: losses of unknown cause,
+    by the cause that became known later."""
 
     def __init__(self) -> None:
         self.counts: Counter[FailureCause] = Counter()
@@ -76,8 +76,8 @@ class GroupFailures:
         """Records that the router has lost the stream to an incarnation of a group."""
         self.counts[cause] += 1
         failure = GroupFailure(reason, cause)
-        # An incarnation that was lost before and attached again had not ended at the earlier loss. How it ends explains
-        # only this loss.
+        # An incarnation that attached again after an earlier loss had not ended then. The way in which it ends explains
+        # only the new loss.
         if group in self._unknown and self._unknown[group][0] == incarnation:
             del self._unknown[group]
         if cause is FailureCause.UNKNOWN:

@@ -21,17 +21,20 @@ _OTHERS_SECONDS: Final = 10.0  # time constant of the running average of what ot
 _MIN_OTHERS_RATE: Final = 0.01  # submissions per second; a router that sends fewer counts as gone
 _REPORT_SECONDS: Final = 0.1  # time between two reports of a group that works: LOAD_SECONDS of the group's service
 _REPORT_AGE: Final = _REPORT_SECONDS / 2  # mean age of the last report when a request is sent
-# A group has room while its own queue is below two limits; further requests wait in the router, which is fair to
-# tenants and can still send them to the group that is free first. Prompt tokens: what the group computes in
-# _QUEUED_SECONDS, twice the time between two reports, or one full step if that is more, so that the group has work
-# until its next report. With 1 s and two steps TTFT p90 was 10% longer in the mean of 283 simulations (bench/LOG.md).
-# Requests: max_num_seqs / _SLOTS_PER_WAITING, at least _MIN_WAITING, which take the slots that become free until then.
+# A group has room while its own queue is below two limits. Further requests wait in the router, which is fair to
+# tenants and can still send them to the group that is free first.
+#
+# Limit of queued prompt tokens: what the group computes in _QUEUED_SECONDS, or one full step if that is more. The group
+# then has work until its next report. With 1 s and two steps TTFT p90 was 10% longer in the mean of 283 simulations
+# (bench/LOG.md).
 _QUEUED_SECONDS: Final = 2 * _REPORT_SECONDS
 _GUESSED_BATCH_TOKENS: Final = 2048
-# A group returns a request if other routers have sent the group more work meanwhile than it computes in this time. A
+# Limit of waiting requests: max_num_seqs / _SLOTS_PER_WAITING, but at least _MIN_WAITING. They take the slots that
+# become free before the next report.
+_MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
+# A group returns a request if its queue is longer than this router predicted by more than it computes in this time. A
 # return costs about as much: a round trip and another decision.
 _RETURN_SECONDS: Final = 0.02
-_MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
 
 
 class _Unreported(NamedTuple):
@@ -55,7 +58,7 @@ class GroupLoad:
         self._max_batch_tokens = registration.max_batch_tokens
         self._free = registration.num_blocks * self._block_size  # tokens that fit into empty blocks
         self._evictable = 0  # tokens in cached blocks that no sequence uses
-        # Fields of the last report as plain numbers, because every decision reads those of every group.
+        # Fields of the last report as plain numbers, because every change of the load reads all of them.
         self._queued_tokens = self._waiting = self._running = 0
         self._rate = self._restore_rate = self._step_seconds = 0.0
         self._busy_share = 0.0
@@ -74,7 +77,7 @@ class GroupLoad:
         self._write()
 
     def leave_table(self) -> None:
-        """Forgets the load in the table, because the stream has ended. Later calls change the table no more."""
+        """Clears the slot in the table, because the stream has ended. Later calls do not change the table."""
         if self._table is not None:
             self._table.clear(self.slot)
             self._table = None
@@ -127,13 +130,14 @@ class GroupLoad:
         self._write()
 
     def max_queued_tokens(self, predicted: float) -> int | None:
-        """For a submission that is sent now: the queued prompt tokens above which the group should return it; None
-        if no other router has sent requests to the group. `predicted`: tokens that the router expects to be queued."""
+        """The Submit.max_queued_tokens of a submission that is sent now: with more prompt tokens queued, the group
+        returns it. None if no other router sends requests to the group. `predicted`: prompt tokens that this router
+        expects to be queued there."""
         return int(predicted + self._rate * _RETURN_SECONDS) if self._others_rate and self._rate else None
 
     def record_return(self, number: int, queued_tokens: int) -> None:
-        """Takes the queue of a group that has returned a submission: `queued_tokens` include this stream's submissions
-        before `number`."""
+        """Updates the queue from a submission that the group has returned. `queued_tokens`: the prompt tokens queued
+        there, which include this stream's submissions before `number`."""
         own = sum(unreported.tokens for other, unreported in self._unreported.items() if other < number)
         self._queued_tokens = max(queued_tokens - own, 0)
         self._write()
@@ -145,9 +149,9 @@ class GroupLoad:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue sends the group no request at all, not even one whose prefix it holds: more requests wait
-        there than the limit, or all slots are taken and the limit is reached, or the group has refused a request since
-        its last report."""
+        """Whether the admission queue sends the group no request, not even one whose prefix the group holds. True if
+        more requests wait there than the limit, if all slots are taken and the limit is reached, or if the group has
+        refused a request since its last report."""
         if self._has_refused or self._waiting > self._max_waiting:
             return True
         running = max(self._running + self._running_delta, 0)

@@ -1,6 +1,6 @@
 """GroupRegistry: the groups that this router knows, their connections, and the prefix index that they feed.
 
-The supervisor says which groups exist, and the connections find out which of them answer.
+The supervisor sends the list of groups that exist; the connections find out which of these groups answer.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class GroupRegistry:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the groups that serve, as the supervisor says, and are not attached. Any thread may call this."""
+        """Names of the groups that the supervisor's list has as serving and that are not attached. Thread-safe."""
         connections = list(self._connections.values())  # one operation for other threads
         return tuple(link.name for link in connections if link.endpoint.state == "serving" and not link.is_attached)
 
@@ -107,8 +107,8 @@ class GroupRegistry:
         if not serving:
             for connection in self._connections.values():
                 connection.end_ejection_pause()
-        # With the same groups on_room suffices. This happens often: hundreds of requests may become less suspect at
-        # once.
+        # If the set of groups is the same, on_room suffices. This is frequent: hundreds of requests may become less
+        # suspect at once.
         same = serving == self._serving_before
         self._serving_before = serving
         if same:

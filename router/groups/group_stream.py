@@ -96,18 +96,18 @@ class GroupStream:
         while not self._reason:
             before = clock()
             await asyncio.sleep(check_seconds)
-            busy = clock() - before - check_seconds  # for so long this router could not read messages
+            busy = clock() - before - check_seconds  # seconds in which this router could not read messages
             last_message_at = self._last_message_at
             silence = clock() - last_message_at - busy
             if silence > self._hang_seconds:
-                self._reason = f"the group has said nothing for {self._hang_seconds:g} s"
+                self._reason = f"the group has sent nothing for {self._hang_seconds:g} s"
             elif (
                 silence > self._silence_seconds
                 and not await self._accepts_connection()
                 and self._last_message_at == last_message_at  # no message has come during the attempt to connect
             ):
                 seconds = f"{self._silence_seconds:g} s"
-                self._reason = f"the group has said nothing for {seconds}, and its host accepts no connection"
+                self._reason = f"the group has sent nothing for {seconds}, and its host accepts no connection"
         call.cancel()
 
     async def _accepts_connection(self) -> bool:

@@ -16,7 +16,7 @@ _FIGURES: Final = slice(1, Candidate._fields.index("has_room"))  # the fields of
 class LoadTable:
     """One for a router. `has_room` and `is_full`: see GroupLoad; False in slots without a group.
 
-    `gained_room`: a group that had no room has had room since the flag was last cleared.
+    `gained_room`: since the flag was last cleared, a group without room has got room.
     """
 
     def __init__(self) -> None:

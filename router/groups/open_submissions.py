@@ -1,7 +1,7 @@
 """OpenSubmissions: the submissions of one group, which get its outputs; it decides when to wake their readers.
 
-A round begins when the readers of a step's outputs are woken, and ends when the last of them waits for more: the
-outputs are then written to the clients. The next round begins after a pause of the same length, but no step waits
+A round begins when the readers of a step's outputs are woken. It ends when the last of them waits for outputs again; by
+then the outputs are written to the clients. The next round begins after a pause as long as the round, but no step waits
 longer than _LONGEST_WAIT_SECONDS. Steps that arrive before the next round are delivered together, as one delta for each
 reader. So a router with time to spare passes tokens on at once, and a busy router spends less time on each token.
 """
@@ -86,7 +86,7 @@ class OpenSubmissions:
             if submission is not None and submission.attempt == output.attempt:
                 if output.choice >= submission.choices:
                     raise GroupEjected(
-                        f"the group answered choice {output.choice} of a request that has {submission.choices}"
+                        f"the group sent output of choice {output.choice}; the request's n is {submission.choices}"
                     )
                 submission.deliver(output)
                 fresh.append(submission)

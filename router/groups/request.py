@@ -50,7 +50,7 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Max tokens of one choice, with the prompt. A single token beside an embedding needs no place."""
+        """Max tokens of one choice, with the prompt. The only token of an embedding request needs no KV."""
         most = self.sampling.max_tokens or 1
         return len(self.prompt_token_ids) + (0 if self.pooling and most == 1 else most)
 

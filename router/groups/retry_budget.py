@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 _RETRIES_PER_REQUEST: Final = 2.0
-_FILL_SECONDS: Final = 10.0  # in which an empty bucket fills
+_FILL_SECONDS: Final = 10.0  # time in which an empty bucket fills
 _MIN_SIZE: Final = 20.0  # retries of a router without open requests
 
 
@@ -23,7 +23,7 @@ class RetryBudget:
         self._clock = clock
         self._open = 0
         self._level = _MIN_SIZE
-        self._filled = clock()
+        self._updated_at = clock()  # when `_level` was last computed
         self.spent = 0
         self.delayed = 0
 
@@ -35,13 +35,13 @@ class RetryBudget:
     def close_request(self) -> None:
         """Shrinks the bucket for a request that has ended. The debt becomes at most one retry per open request, so that
         no request waits because of ended ones."""
-        left, self._filled = self.left, self._clock()
+        left, self._updated_at = self.left, self._clock()
         self._open -= 1
         self._level = min(max(left, -float(self._open)), self._size)
 
     def spend_retry(self) -> float:
         """Spends one retry. Returns the seconds to wait before the retry: usually 0, at most 10."""
-        self._level, self._filled = self.left - 1, self._clock()
+        self._level, self._updated_at = self.left - 1, self._clock()
         self.spent += 1
         if self._level >= 0:
             return 0.0
@@ -51,7 +51,7 @@ class RetryBudget:
     @property
     def left(self) -> float:
         """Retries that are left now; -n if n requests wait for a retry."""
-        earned = (self._clock() - self._filled) / _FILL_SECONDS * self._size
+        earned = (self._clock() - self._updated_at) / _FILL_SECONDS * self._size
         return min(self._size, self._level + earned)
 
     def check(self) -> None:

@@ -91,9 +91,10 @@ class Submission:
         return outputs
 
     def record_first_output(self, first_output: FirstOutput) -> None:
-        """Records that the group has computed the prompt, and the cached tokens that it found; only the first choice's
-        report counts. If the group diverges from the index for long, a snapshot of its blocks is requested. While a
-        snapshot is still coming, the group finds more than the index has, and is not judged."""
+        """Records that the group has computed the prompt, and how many cached tokens it found. Only the report of the
+        first choice counts. If predictions for the group have been wrong for long (see HitPrediction), a snapshot of
+        its blocks is requested. Until its snapshot is complete, predictions are not compared: the index lacks blocks.
+        """
         self._load.record_first_output(self._load_number)
         self._connection.on_room()
         if not self._has_expected_blocks:
@@ -124,8 +125,8 @@ class Submission:
             self._connection.send_abort(self.id, choice)
 
     def close(self, *, finished: bool) -> None:
-        """Ends the submission. Tells the group to abort, unless the request has `finished`, or has failed: was refused
-        or returned, lost its group, or was aborted before as SlowReader."""
+        """Ends the submission. `finished`: every choice has ended. If not, tells the group to abort, unless the
+        submission has failed before: it was refused or returned, has lost its group, or its reader was too slow."""
         if self._failure is None and not finished:
             self._connection.send_abort(self.id, None)
         self._remove_expected()
@@ -169,8 +170,8 @@ class Submission:
             self._load.end_choices(self._load_number)
 
     def _expected_snapshot_point(self, request: Request) -> int:
-        """The number of leading blocks of the prompt after which the group will save the states, if its model keeps
-        states; 0 if nowhere. Not known here: where the prompt branches off from others that the group has cached."""
+        """The number of leading blocks after which the group will save states near the prompt's end, if its model keeps
+        states; 0 if nowhere. The router cannot predict the point where the prompt branches off from earlier ones."""
         size, prompt_len = self.model.block_size, len(request.prompt_token_ids)
         start = self.decision.chosen.cached_tokens // size
         points = choose_snapshot_points(

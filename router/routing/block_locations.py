@@ -1,8 +1,7 @@
 """BlockLocations: the set of groups that hold each block, by tier, and the blocks of each group.
 
-The sets of groups serve to match a chain of blocks; the blocks of a group serve to remove the group. Each group has one
-bit; a set of groups is an int bitmask. PrefixIndex checks epochs and the order of events before it calls
-`apply_events`.
+Matching a chain uses the sets of groups; removing a group uses the blocks of the group. Each group has one bit, so a
+set of groups is an int bitmask. PrefixIndex checks epochs and the order of events before it calls `apply_events`.
 """
 
 from collections import Counter
@@ -36,9 +35,9 @@ class EventProblem(Enum):
     IMPOSSIBLE = "impossible"  # the group reports more blocks or snapshots than it registered blocks; it is ejected
 
 
-# What a group's table has for a block: the tiers that hold the block, as two bits, and the numbers of blocks after it
-# that the group holds on the device, and on the host alone. Blocks that are not held are there while the group holds
-# blocks after them.
+# A group's table maps a block to an int: two bits for the tiers that hold the block, then two counters of its children
+# (the blocks that name it as parent): those that the group holds on the device, and those that it holds on the host
+# alone. A block that the group does not hold is in the table while the group holds a child of it.
 _DEVICE_CHILD: Final = 4
 _HOST_CHILD: Final = 1 << 34
 # By the tiers of a child: what the child adds to its parent's value, and the bits of the number that it is counted in.
@@ -49,9 +48,10 @@ _CHILDREN_MASK: Final = (0, _HOST_CHILD - _DEVICE_CHILD, -_HOST_CHILD, _HOST_CHI
 class BlockLocations:
     """`groups_by_block`: for device and host a mapping from block to the groups that hold it there.
 
-    `gaps`: for the device, and for both tiers together, the blocks that some groups do not hold there although they
-    hold a block after it there, with these groups. Up to the next gap a group holds either the first blocks of a chain
-    or none, so match_chain need not look at every block. Groups evict a prompt's last blocks first, so gaps are few.
+    `gaps`: a gap of a group is a block that it does not hold although it holds a child of the block. The first table
+    has the gaps on the device, the second those in both tiers together; each maps a block to the groups with this gap.
+    Between two gaps a group holds either the first blocks of a chain or none, so match_chain need not look up every
+    block. Groups evict a prompt's last blocks first, so gaps are few.
     """
 
     def __init__(self, problems: Counter[EventProblem]) -> None:
@@ -61,7 +61,7 @@ class BlockLocations:
         self._held: dict[int, SplitTable] = {}  # group -> block -> tiers and number of children
         self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
         self._gaps: Counter[int] = Counter()  # group -> its entries in `gaps`
-        self._leaving: dict[int, SplitTable] = {}  # as `_held`: what is left to drop of removed groups
+        self._leaving: dict[int, SplitTable] = {}  # as `_held`, for removed groups: blocks that are still to be dropped
 
     @property
     def entries(self) -> int:
@@ -77,7 +77,7 @@ class BlockLocations:
         return self._gaps[bit]
 
     def apply_events(self, bit: int, events: Iterable[KvEvent]) -> None:
-        """Applies what a group has stored and removed, in order."""
+        """Applies KV events of one group, in order."""
         table = self._held.get(bit)
         if table is None:
             table = self._held[bit] = SplitTable()
@@ -222,7 +222,7 @@ def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
 
 
 def _gaps_at(value: int) -> int:
-    """Where a group that has this value of a block has a gap there: on the device (1), in both tiers together (2)."""
+    """The tables of `gaps` that contain a block with this value, as bits: 1 is the device's, 2 that of both tiers."""
     if value & 1 or value <= 3:
         return 0
     return (1 if value & _CHILDREN_MASK[1] else 0) | (0 if value & 3 else 2)

@@ -63,8 +63,8 @@ class ExpectedBlocks:
                 run = run.parent
 
     def match(self, chain: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Pairs (end, groups): the blocks of `chain` from the end of the pair before up to `end` are expected by these
-        groups. No group expects the blocks after the last pair."""
+        """Pairs (end, groups) with ascending `end`: `groups` expect the blocks of `chain` from the previous pair's end
+        up to `end`. No group expects the blocks after the last pair."""
         matched = []
         run = self._root
         while run.end < len(chain) and (following := run.children.get(chain[run.end])) is not None:
@@ -115,7 +115,7 @@ class _Run:
         self.total = 0  # prompts of all groups
 
     def shared_end(self, chain: Sequence[bytes]) -> int:
-        """Where `chain`, which has the first block of this run, parts from this run, or ends; at most `end`."""
+        """The depth where `chain` parts from this run, or ends; at most `end`. `chain` has the run's first block."""
         own, end = self.chain, min(self.end, len(chain))
         if own[end - 1] == chain[end - 1]:
             return end
@@ -138,8 +138,8 @@ class _Run:
         self.total += 1
 
     def remove_prompt(self, bit: int) -> None:
-        """Counts one prompt less, here and in all runs before. Drops runs without prompts; joins runs that now are in
-        the same prompts."""
+        """Counts one prompt less, in this run and in all its ancestors. Drops runs without prompts, and joins a run
+        with its only child if both are now in the same prompts."""
         run = self
         while (parent := run.parent) is not None:
             run.total -= 1

@@ -7,10 +7,11 @@ blocks make requests slower, but false ones would make the router count on block
 contains expected blocks: those of prompts that this router has sent, until their first output. The group's KV events
 come before that output.
 
-Each group has a slot, a small number by which its load and its matches are found. A set of groups is an int bitmask
-with one bit for each group: that of its slot, or another one after its blocks were dropped while it stayed. A block has
-three such sets (device, host, expected), so to look up some blocks of a prompt matches every group at once. For groups
-whose model keeps states, StateLocations cuts the match to the block after which the prompt can start.
+Each group has a slot, its index in the arrays of loads and matches. A set of groups is an int bitmask with one bit for
+each group. At first this is the bit of its slot. When the blocks of a group that stays are forgotten, the group gets
+another bit, because the old blocks keep the old bit until they are dropped. A block has three sets of groups (device,
+host, expected), so looking up a few blocks of a prompt matches all groups at once. For groups whose model keeps states
+(recurrent layers), StateLocations cuts the match to the block after which the prompt can start.
 """
 
 from collections import Counter
@@ -68,7 +69,7 @@ class PrefixIndex:
         self.events = 0  # applied so far, those of snapshots too
         self._groups: dict[str, _IndexedGroup] = {}
         self._live = 0  # the set of all groups
-        self._moved: tuple[IndexArray, IndexArray] | None = None  # slots and bits of all groups if some differ
+        self._moved: tuple[IndexArray, IndexArray] | None = None  # slots and bit numbers of all groups, if some differ
         self._locations = BlockLocations(self.problems)
         self.expected_blocks = ExpectedBlocks()
         self.state_locations = StateLocations(self.problems)
@@ -89,7 +90,7 @@ class PrefixIndex:
         """Adds a group that has registered, without blocks, and returns its slot: the lowest that is free.
 
         `capacity`: number of its blocks in both tiers, 0 if unknown. `block_size`: tokens, 0 if unknown.
-        `keeps_states`: prompts start at snapshots of states alone, of which the group has no more than blocks.
+        `keeps_states`: prompts can start only at snapshots of states, of which the group has at most `capacity`.
         """
         self.remove_group(group)
         bit = self._free_bit()
@@ -170,8 +171,8 @@ class PrefixIndex:
             self.state_locations.remove_expected(indexed.slot, key)
 
     def match(self, chain: Sequence[bytes]) -> PrefixMatches:
-        """By slot, the blocks that each group holds or is expected to hold, from the start of `chain` without a gap; of
-        a group whose model keeps states, those after which the prompt can start."""
+        """By slot, how many leading blocks of `chain` each group holds or is expected to hold. For a group whose model
+        keeps states: the number of leading blocks after which the prompt can start."""
         matches = self._match_blocks(chain)
         return self.state_locations.cut_matches(chain, matches) if self.state_locations.groups else matches
 

@@ -1,9 +1,9 @@
 """match_chain(): how much of a prompt each group holds, found by looking up blocks of the prompt's chain. Pure.
 
 Each group has a slot, and a set of groups is an int bitmask with a bit for each slot. To look up a block among 10^7
-takes 0.5 us, because no cache of the processor holds the table. So most blocks are not looked up. From one gap in what
-it holds to the next a group holds the first blocks or none, and bisection finds where these end. Nothing loops over
-groups.
+takes 0.5 us, because no cache of the processor holds the table. So most blocks are not looked up. Between two of its
+gaps (see BlockLocations) a group holds the first blocks or none, and bisection finds the last block that it holds.
+Nothing loops over groups.
 """
 
 from bisect import bisect_right
@@ -95,8 +95,9 @@ def _starts(chain: Sequence[bytes], prefixes: _Runs, gaps: SplitTable) -> list[i
 
 
 def _find_runs(holders: Callable[[int], int], starts: Sequence[int]) -> _Runs:
-    """The holders of the blocks before the last of `starts`. From one of these depths to the next, groups only cease to
-    hold blocks. So where two blocks have equal sets, all blocks between them have too, and are not looked at."""
+    """The holders of each block before the last of `starts`. Between two of these depths a group that does not hold a
+    block holds none after it. So if two blocks have equal sets, all blocks between them have the same set, and are not
+    looked up."""
     runs: _Runs = []
     for start, end in pairwise(starts):
         if start == end:

@@ -284,8 +284,8 @@ def _group_costs(candidates: Candidates, prompt_tokens: int, queued_in_router: i
     ) = candidates  # fmt: skip
     is_measured = own_rate > 0
     weights = (busy + _MIN_RATE_WEIGHT) * is_measured
-    weight = weights.sum()
-    mean_rate = float(own_rate @ weights) / weight if weight else _GUESSED_PREFILL_RATE
+    total_weight = weights.sum()
+    mean_rate = float(own_rate @ weights) / total_weight if total_weight else _GUESSED_PREFILL_RATE
     rate = mean_rate + (own_rate - mean_rate) * (busy * is_measured) / (busy + _HALF_WEIGHT_BUSY_SHARE)
     idle_share = max(1 - busy.sum() / len(busy), _MIN_IDLE_SHARE)
     delayed = queued_in_router / len(busy) / idle_share  # requests that wait longer by each second of work

@@ -1,9 +1,9 @@
-"""StateLocations: after which blocks a prompt can start on groups whose models keep states.
+"""StateLocations: after which blocks a prompt can start on groups whose models keep states (recurrent layers).
 
-Such a group starts a prompt after a block with a snapshot of the states, however many further blocks of KV it holds. So
-its match is cut to the deepest block with a snapshot. A snapshot is *held* once the group's KV events say so, and
-*expected* while a prompt that will save it is computed. Groups are named by slots of the PrefixIndex; a set of groups
-is a bitmask.
+Such a group can start a prompt only after a block with a snapshot of the states, however many further blocks of KV it
+holds. So its match is cut to the deepest block with a snapshot. A snapshot is *held* once the group's KV events report
+it, and *expected* while a prompt that will save it is computed. A group is named by its slot in the PrefixIndex; a set
+of groups is a bitmask.
 """
 
 from collections import Counter

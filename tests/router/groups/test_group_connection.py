@@ -65,7 +65,7 @@ async def test_a_group_that_reports_more_blocks_than_it_registered_is_ejected(st
     group.send_events(*events)
     await router.wait_for_groups(0)
     (status,) = (await router.admin.Status(StatusRequest())).groups
-    assert (status.state, status.reason) == ("lost", "the group says that it holds more blocks than it has")
+    assert (status.state, status.reason) == ("lost", "the group reports more cached blocks than it has")
 
 
 async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(start_router: StartRouter) -> None:
@@ -101,7 +101,7 @@ async def test_an_ejected_group_that_serves_again_keeps_the_reason(
         await router.wait_for_groups(1)
     (status,) = (await router.admin.Status(StatusRequest())).groups
     assert (status.state, status.reason) == (
-        "serving", "serves again; ejections: 1, the last for: the group answered choice 5 of a request that has 1"
+        "serving", "serves again; ejections: 1, the last for: the group sent output of choice 5; the request's n is 1"
     )  # fmt: skip
     assert 'coatcheck_group_ejections_total{group="g0"} 1.0' in router.server.metrics.render().decode()
     await stream.finish()
@@ -270,7 +270,7 @@ async def test_a_group_that_sends_an_impossible_choice_is_ejected(start_router: 
     first.send(FromGroup(batch=StepBatch(outputs=[garbage])))
     await router.wait_for_groups(1)
     (ejected,) = [group for group in (await router.admin.Status(StatusRequest())).groups if group.name == first.name]
-    assert (ejected.state, ejected.reason) == ("lost", "the group answered choice 5 of a request that has 1")
+    assert (ejected.state, ejected.reason) == ("lost", "the group sent output of choice 5; the request's n is 1")
     assert (await stream.finish()).final.group == second.name
     assert stream.ids == ids
 

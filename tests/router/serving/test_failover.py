@@ -255,7 +255,7 @@ async def test_a_silent_group_is_lost(start_router: StartRouter) -> None:
     assert final.final.group == second.name
     status = await router.admin.Status(StatusRequest())
     (lost,) = [group for group in status.groups if group.name == first.name]
-    assert lost.state == "lost" and "said nothing" in lost.reason
+    assert lost.state == "lost" and "sent nothing" in lost.reason
 
 
 async def _beat(group: FakeGroup) -> None:
