@@ -126,7 +126,7 @@ def _known_tenants(entries: list[_TenantEntry]) -> KnownTenants:
     for entry in entries:
         tenant = Tenant(**{field.name: getattr(entry, field.name) for field in dataclasses.fields(Tenant)})
         if tenant.name in names:
-            raise InvalidConfig(f"tenant {tenant.name!r} is there twice; give it several keys instead")
+            raise InvalidConfig(f"tenant {tenant.name!r} occurs twice; give it several keys instead")
         names.add(tenant.name)
         if not entry.keys and not entry.certificates:
             raise InvalidConfig(f"tenant {tenant.name!r} has neither keys nor certificates; {_KEYS}")

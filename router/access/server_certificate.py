@@ -32,7 +32,7 @@ class ServerCertificate:
 
     @classmethod
     def load(cls, cert: str | None, key: str | None, client_ca: str | None) -> Self | None:
-        """None without a certificate."""
+        """The certificate in these files; None if `cert` or `key` is unset. Raises InvalidConfig."""
         return cls(cert, key, client_ca) if cert and key else None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

@@ -18,8 +18,8 @@ _LOWEST_PRIORITY: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Requests share cached prefixes only under the same `salt`. The lowest `priority` goes first. `weight`: the
-    tenant's share of the groups relative to other tenants. A limit of None does not limit."""
+    """Requests share cached prefixes only if their salts are equal. The lowest `priority` goes first. `weight`: the
+    tenant's share of the groups relative to other tenants. None in the other fields: no limit."""
 
     name: str
     salt: str = ""

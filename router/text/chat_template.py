@@ -59,9 +59,9 @@ def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
 
 
 def _render_messages(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """The prompt of the messages as they are, or else of the first rewritten ones (see conversation.py), that the
-    template accepts and whose system messages it shows. If it shows them for none, the first prompt that it accepts.
-    Raises RefusedConversation with the template's words on the messages as they are."""
+    """Renders the messages, then their rewrites (see conversation.py), until a prompt shows every system message.
+    Returns that prompt; if no prompt shows them all, the first one that the template accepts. If it accepts none,
+    raises RefusedConversation with the template's message about the unchanged messages."""
     refusal: RefusedConversation | None = None
     incomplete: str | None = None
     for given in itertools.chain((messages,), rewritten(messages)):
@@ -87,13 +87,13 @@ def _shows_system_messages(messages: Sequence[dict[str, Any]], text: str) -> boo
     return all(message["content"].strip() in text for message in messages if message["role"] == "system")
 
 
-# Stands behind the text that the answer continues, as in transformers: a short text, such as "<", also occurs in what
-# the template writes after the message.
+# Marks the end of the text that the answer continues, as in transformers. The text itself cannot be searched for: a
+# short one, such as "<", also occurs in what the template writes after the message.
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_HERE "
 
 
 def _marked_end(content: str) -> str:
-    """The content with _END_MARK behind it. Raises InvalidRequest if there is no content to continue."""
+    """The content followed by _END_MARK. Raises InvalidRequest if there is no content to continue."""
     if not content.strip():
         raise InvalidRequest(
             "continue_final_message needs a last message with content; give it content, or remove "

@@ -25,9 +25,8 @@ def rewritten(messages: Sequence[TemplateMessage]) -> Iterator[_Messages]:
     """Yields the conversation after each rewrite of _REWRITES alone, then after the first two together, the first
     three, and so on. A result that is equal to the conversation before is not yielded.
 
-    All texts stay, in their order; only the first system message may move. A single rewrite comes first, so that a
-    template that refuses one thing gets all else as it was: the prompts of earlier turns had it so, and their blocks
-    are in the prefix cache.
+    All texts stay, in their order; only the first system message may move. Single rewrites come first because they
+    change the least: more of the prompt equals the prompts of earlier turns, whose blocks are in the prefix cache.
     """
     current = list(messages)
     for rewrite in _REWRITES:

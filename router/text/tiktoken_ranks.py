@@ -1,8 +1,8 @@
-"""read_tiktoken(): the tokenizer of a checkpoint that has byte pairs in tiktoken's format and code to read them.
+"""read_tiktoken(): reads the tokenizer of a checkpoint whose byte pairs are in tiktoken's format, as of Kimi K2.
 
-Kimi K2's repositories have `tiktoken.model`, a line for each token with its bytes in base64 and its rank, and the names
-of the special tokens in tokenizer_config.json. How text is split before the pairs are merged stands in their code,
-which is never run; it is written here.
+The file `tiktoken.model` has a line for each token: its bytes in base64, and its rank. tokenizer_config.json has the
+names of the special tokens. The pattern that splits text before the pairs are merged is in the checkpoint's code. Code
+of a checkpoint is never run, so _PATTERN has it.
 """
 
 import base64
@@ -16,7 +16,7 @@ from coatcheck.proto.errors import InvalidModel
 
 FILE: Final = "tiktoken.model"
 _CLASS: Final = "TikTokenTokenizer"
-_SPECIAL: Final = 256  # tokens behind those of the file
+_SPECIAL: Final = 256  # number of special tokens; their ids follow those of the file
 _CAPITALS: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SMALL: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE: Final = r"[^\r\n\p{L}\p{N}]?"

@@ -80,7 +80,7 @@ _HASH = hash_key("cc-any")
         (f"tenants: [{{name: 7, keys: ['{_HASH}']}}]", "name is 7; it must be a valid string"),
         (f"tenants: [{{name: a, keys: ['{_HASH}'], role: root}}]", "role is 'root'"),
         (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: b, keys: ['{_HASH}']}}]", "'b' has a key of 'a'"),
-        (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: a, keys: ['{_HASH[:-1]}0']}}]", "'a' is there twice"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: a, keys: ['{_HASH[:-1]}0']}}]", "'a' occurs twice"),
     ],
 )
 def test_a_wrong_key_file_is_refused(tmp_path: Path, written: str, said: str) -> None:
