@@ -17,8 +17,8 @@ from coatcheck.cluster.config.config_change import compare_configs
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster import ray_kv
-from coatcheck.cluster.ray_cluster.cluster_state import GroupState
-from coatcheck.proto.errors import CoatcheckError
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState, RouterState
+from coatcheck.proto.errors import CoatcheckError, Unavailable
 
 _DRAIN_SECONDS = 30.0  # as `coatcheck restart` and `scale` give by default
 _RETRY_SECONDS = 5.0  # after a step that was not possible, such as more groups than nodes have room for
@@ -43,6 +43,8 @@ class Routers(Protocol):
 
     @property
     def addresses(self) -> list[str]: ...
+    @property
+    def states(self) -> Sequence[RouterState] | None: ...
     def set_config(self, config: ServeConfig) -> None: ...
     def set_configuration(self, text: str) -> None: ...
     async def restart_router(self, address: str, drain_seconds: float) -> None: ...
@@ -178,11 +180,25 @@ class ConfigRollout:
             self._publish()
 
     async def _restart_routers(self) -> None:
-        for address in tuple(self._pending.routers):
+        """Restart each router that still has the former settings. A router that does not serve starts with the new
+        ones, unless a former supervisor has started it, and this one has not reached it yet."""
+        pending = self._pending.routers
+        for address in tuple(pending):
             if address in self._routers.addresses:
                 await self._routers.restart_router(address, _DRAIN_SECONDS)
-            self._pending.routers.remove(address)
+            elif name := self._unreached_router():
+                raise Unavailable(f"{name} has not answered yet")
+            if self._pending.routers is not pending:  # the settings have changed again meanwhile
+                return
+            pending.remove(address)
             self._publish()
+
+    def _unreached_router(self) -> str:
+        """A router that may run and has not answered this supervisor yet; "" if there is none."""
+        states = self._routers.states
+        if states is None:
+            return "a router"
+        return next((router.name for router in states if router.state == "starting"), "")
 
     def _add_pending(self, groups: Sequence[str], routers: Sequence[str], *, scale: bool) -> None:
         if self._pending.is_empty:

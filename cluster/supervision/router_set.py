@@ -191,8 +191,7 @@ class RouterSet:
             await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
             router = self._supervisors.pop(name)
             self._poll_interval.actors = len(self._supervisors)
-            await router.stop_router(now=True)
-            router.forget_ports()
+            await router.remove_router()
         for name, id in wanted.items():
             if name not in self._supervisors:
                 self._add_router(tasks, name, id)

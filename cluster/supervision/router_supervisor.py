@@ -31,6 +31,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+class _SettingsChanged(Exception):
+    """The settings changed while a process started with the former ones."""
+
+
 class RouterSupervisor:
     """Supervises one router.
 
@@ -67,6 +71,7 @@ class RouterSupervisor:
         self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
         self._is_draining = False
         self._is_restarting = False  # by `restart_router`
+        self._is_removed = False
         self._end = ("starting", "")  # the state while the router does not serve, and the reason if it is lost
         self._last_failure = ""
         self._restarts = 0
@@ -102,6 +107,10 @@ class RouterSupervisor:
                 actor = await self._start()
                 sending = asyncio.create_task(self._send_updates(actor))
                 await self._watch(actor)
+            except _SettingsChanged:
+                self._kill()
+                await asyncio.sleep(_RESTART_SECONDS)
+                continue
             except (RayError, TimeoutError, ValueError) as error:  # ValueError: Ray has not freed its name yet
                 _log.error("the router has ended: %r", error)
                 cause = error.cause if isinstance(error, RayTaskError) else None
@@ -144,7 +153,7 @@ class RouterSupervisor:
         """Start another process at the same address. For `announce_seconds` the health of the old process says that it
         drains, and it still accepts requests. Then it refuses new requests, and its running requests have
         `drain_seconds` to end. Returns once the new process serves. Raises Unavailable if the router does not serve,
-        or if the old process is lost before it has drained."""
+        if the old process is lost before it has drained, or if the router's node leaves before the new one serves."""
         actor = self._actor  # `_actor` is None, or another process, if this one is lost meanwhile
         if actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
@@ -160,6 +169,16 @@ class RouterSupervisor:
         self._serves.clear()
         await self.stop_router(now=False)
         await self._serves.wait()
+        if self._is_removed:
+            raise Unavailable(f"{self._config.name} is gone with its node")
+
+    async def remove_router(self) -> None:
+        """Kill the process for good, because its node is gone. A `restart_router` that waits for the next process
+        fails."""
+        self._is_removed = True
+        self._serves.set()
+        await self.stop_router(now=True)
+        self.forget_ports()
 
     async def stop_router(self, *, now: bool) -> None:
         """End the router's process. `now`: kill it at once."""
@@ -178,13 +197,18 @@ class RouterSupervisor:
         return None
 
     async def _start(self) -> RouterHandle:
-        """Find the running router, or start it. Return once it serves."""
-        actor = launch.find_router(self._config.name)
+        """Find the running router, or start it. Return once it serves. Raises _SettingsChanged if `set_config` was
+        called while a process started: a rollout restarts only routers that serve."""
+        config = self._config
+        actor = launch.find_router(config.name)
+        is_new = actor is None
         if actor is None:
-            actor = launch.start_router(self._config, self._resource, self._node)
+            actor = launch.start_router(config, self._resource, self._node)
         self._actor = actor
         address = await actor.start.remote()
         http_address = await actor.http_address.remote()
+        if is_new and self._config != config:
+            raise _SettingsChanged
         self._keep_ports(address, http_address)
         self.http_address = http_address
         self.address = address

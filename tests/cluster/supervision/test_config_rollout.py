@@ -9,7 +9,7 @@ import pytest
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import ray_kv
-from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState, RouterState
 from coatcheck.cluster.supervision import config_rollout
 from coatcheck.cluster.supervision.config_rollout import ConfigRollout, Pending, StoredRollout, read_rollout
 from coatcheck.proto.errors import Unavailable
@@ -52,11 +52,15 @@ class FakeGroups:
 
 
 class FakeRouters:
-    """Two routers. `said`: the newest text of their status."""
+    """Two routers. `said`: the newest text of their status. `on_restart` is called while a router starts again, and
+    `on_restarted` once it serves and before the restart is complete."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.addresses = ["a:1", "b:1"]
+        self.states: tuple[RouterState, ...] | None = ()
+        self.on_restart: Callable[[str], object] = lambda address: None
+        self.on_restarted: Callable[[str], object] = lambda address: None
         self.said = ""
         self.config: ServeConfig | None = None
 
@@ -68,6 +72,11 @@ class FakeRouters:
 
     async def restart_router(self, address: str, drain_seconds: float) -> None:
         self.calls.append(f"restart {address}")
+        self.addresses = [other for other in self.addresses if other != address]
+        self.on_restart(address)
+        await asyncio.sleep(0)
+        self.addresses = sorted([*self.addresses, address])
+        self.on_restarted(address)
 
 
 class Cluster:
@@ -184,3 +193,37 @@ async def test_the_next_supervisor_goes_on(cluster: Cluster) -> None:
     assert "a restart of group-0, group-1 for kv-memory" in cluster.rollout.status
     await cluster.until(lambda: not cluster.rollout.status)
     assert cluster.calls[0] == "scale 3"
+
+
+async def test_settings_that_change_while_a_router_starts_again(cluster: Cluster) -> None:
+    """The roll-out goes on with the newest settings. The router that starts again has them already."""
+    cluster.routers.on_restart = lambda address: changes.pop()() if changes else None
+    changes = [lambda: cluster.rollout.apply(settings(max_queued=6))]
+    cluster.rollout.apply(settings(max_queued=5))
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls == ["restart a:1", "restart b:1"]
+
+
+async def test_settings_that_change_after_a_router_started_again(cluster: Cluster) -> None:
+    """A router that serves with the settings before the newest ones starts once more."""
+    cluster.routers.on_restarted = lambda address: changes.pop()() if changes else None
+    changes = [lambda: cluster.rollout.apply(settings(max_queued=6))]
+    cluster.rollout.apply(settings(max_queued=5))
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls == ["restart a:1", "restart a:1", "restart b:1"]
+
+
+@pytest.mark.parametrize("states", [None, (RouterState("router-a"),)], ids=["nodes unknown", "router unreached"])
+async def test_the_next_supervisor_waits_for_the_routers_that_run(
+    cluster: Cluster, states: tuple[RouterState, ...] | None
+) -> None:
+    """A router that a restarted supervisor has not reached yet still has the former settings: it is restarted later,
+    and not left out."""
+    cluster.stop()
+    cluster.routers.addresses, cluster.routers.states = ["b:1"], states
+    cluster.start(StoredRollout(settings(max_queued=5), Pending(routers=["a:1", "b:1"], reasons=["max-queued"])))
+    await cluster.until(lambda: "has not answered yet" in cluster.routers.said)
+    assert cluster.calls == []
+    cluster.routers.addresses, cluster.routers.states = ["a:1", "b:1"], (RouterState("router-a", "serving"),)
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.calls == ["restart a:1", "restart b:1"]

@@ -293,6 +293,45 @@ async def test_a_router_that_is_lost_while_it_announces_its_drain(
     assert started[0].calls == ["announce_drain"] and not started[2].calls
 
 
+async def test_settings_that_change_while_a_router_starts(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No router serves with former settings: a process that started with them, and that no client uses yet, is ended,
+    and the next one has the new ones."""
+    routers = await supervise(grpc_port=0)
+    may_serve = asyncio.Event()
+
+    async def start(self: FakeRouterActor) -> str:
+        await may_serve.wait()
+        return f"host:{self.config.port}"
+
+    monkeypatch.setattr(FakeRouterActor, "_start", start)
+    restart = asyncio.create_task(routers.restart_router("host:5000", 0.0))
+    await until(lambda: len(started) == 2)
+    routers.set_config(ServeConfig.build({"model": "m", "grpc_port": 0, "max_queued": 5}))
+    may_serve.set()
+    await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
+    assert [router.config.max_queued for router in started] == [1024, 1024, 5] and started[1].is_dead
+    assert routers.addresses == ["host:5000"] and routers.states and routers.states[0].reason == ""
+
+
+async def test_a_restart_ends_when_the_node_of_the_router_leaves(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The roll-out and `coatcheck restart` go on with the other routers, and do not wait for a process that will never
+    start."""
+    nodes = ["a" * 12, "b" * 12]
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: nodes)
+    monkeypatch.setattr(router_set, "_ANNOUNCE_SECONDS", 0.0)
+    routers = await supervise(router_per_node=True, ray_address="h:1", grpc_port=0)
+    monkeypatch.setattr(FakeRouterActor, "_start", lambda self: asyncio.Event().wait())
+    restart = asyncio.create_task(routers.restart_router("host:5000", 0.0))
+    await until(lambda: len(started) == 3)
+    nodes.pop(0)
+    with pytest.raises(Unavailable, match="router-aaaaaaaa is gone with its node"):
+        await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
+
+
 def test_which_connection_is_missing() -> None:
     """A router is connected to a group that it reports as serving, draining or drained. A router that does not answer
     is left out."""
