@@ -356,6 +356,10 @@ def test_white_space_without_end_is_not_held(form: str, text: str) -> None:
         ("glm45", "<tool_call>f<arg_key>" + "</arg_key><arg_value>" * 10_000),
         ("deepseek_v3", "<｜tool▁call▁begin｜>" * 10_000),
         ("qwen3_coder", "<function=f><parameter=x>" + "a" * 200_000),
+        ("qwen3_coder", "<function=f><parameter=x>" + "\n<parameter=</function>" * 10_000 + "x"),
+        ("minimax_m3", "]<]minimax[>[<invoke name=f>" + "]<]minimax[>[<a>" * 3_000),
+        ("minimax_m3", "]<]minimax[>[<invoke name=f>]<]minimax[>[<a>" + "]<]minimax[>[" * 10_000),
+        ("mistral", '[TOOL_CALLS]f{"x": 1' + ",f" * 50_000),
     ],
 )
 def test_hostile_text_takes_linear_time(form: str, text: str) -> None:

@@ -1,5 +1,8 @@
 """OutputParser: calls as published models write them, with their usual mistakes."""
 
+import json
+from typing import Any
+
 import pytest
 
 from coatcheck.router.parsing.output_format import OutputFormat
@@ -56,11 +59,29 @@ MODELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      [("f", '{"x": "5", "y": [true, null, "z"], "w": {"a": ""}}')]),
     ("<|tool_call>call:", "<|tool_call>call:f{n:}<tool_call|> so", "<|tool_call>call:f{n:}<tool_call|> so", []),
     ("<|tool_call>call:", "<|tool_call>call:f{n:1", "<|tool_call>call:f{n:1", []),
+    # Step 3.5, whose template has Qwen3 Coder's calls
+    ("<tool_call>\n<function=",
+     "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>", "", [GOT_F]),
+    # Mistral's calls behind one marker, with commas
+    ("[TOOL_CALLS]", 'so[TOOL_CALLS]f[ARGS]{"n": 1}, g[ARGS]{}', "so", [GOT_F, GOT_G]),
+    ("[TOOL_CALLS]", '[TOOL_CALLS]f{"n": 1},g{}, [TOOL_CALLS]g{}', "", [GOT_F, GOT_G, GOT_G]),
+    ("[TOOL_CALLS]", '[TOOL_CALLS]f{"n": 1}, and', ", and", [GOT_F]),
+    ("[TOOL_CALLS]", '[TOOL_CALLS]f{"n": 1}, and {so}', ", and {so}", [GOT_F]),
+    # Apertus
+    ("<|tools_prefix|>", '<|tools_prefix|>[{"f": {"n": 1}}, {"g": null}]<|tools_suffix|> so', " so", [GOT_F, GOT_G]),
+    ("<|tools_prefix|>", f"<|tools_prefix|>[{F}]<|tools_suffix|>", "", [GOT_F]),
+    ("<|tools_prefix|>", "<|tools_prefix|>[1]<|tools_suffix|>", "<|tools_prefix|>[1]<|tools_suffix|>", []),
+    ("<|tools_prefix|>", '<|tools_prefix|>[{"f": 5}]', '<|tools_prefix|>[{"f": 5}]', []),
+    ("<|tools_prefix|>", '<|tools_prefix|>[{"f": {"n": NaN}, "a": 1', "", [("f", '{"n": NaN}')]),
+    # Solar Open
+    ("<|tool_call:begin|>", "<|tool_call:begin|>a<|tool_call:name|>f", "<|tool_call:begin|>a<|tool_call:name|>f", []),
     # Kimi K2 without the number of the call
     ("<|tool_call_begin|>", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{"n": 1}<|tool_call_end|>', "",
      [GOT_F]),
 ]  # fmt: skip
-SCHEMAS = {"f": {"properties": {"x": {"type": "string"}}}, "g": {}}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "f": {"properties": {"x": {"type": "string"}, "l": {"type": "array"}}}, "g": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MODELS, ids=[f"{case[0]} {place}" for place, case in enumerate(MODELS)])
@@ -71,6 +92,7 @@ def test_calls_of_published_models(case: tuple[str, str, str, list[tuple[str, st
     assert read_every_cut(plan, text) == ("", content, calls)
 
 
+M = "]<]minimax[>["
 CODER = "<function=f>\n<parameter=n>\n1\n</parameter>\n"
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 # (format, text, content, calls)
@@ -93,6 +115,38 @@ MISTAKES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", f"{CODER}and </function> so", " so", [GOT_F]),
     ("qwen3_coder", "<function=g>\n{}\n</function>\n</tool_call>", "", [GOT_G]),
     ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value><tool_call>g</tool_call>", "", [GOT_F, GOT_G]),
+    # The end tag of an argument is missing: it ends at the next argument on a line of its own, or at the call's end.
+    ("qwen3_coder", "<function=f>\n<parameter=x>\na\n<parameter=n>\n1\n</function>\n</tool_call> so", " so",
+     [("f", '{"x": "a", "n": 1}')]),
+    ("qwen3_coder", "<function=f>\n<parameter=n>\n1\n</function>", "", [GOT_F]),
+    ("minimax_m2", '<invoke name="f">\n<parameter name="n">1\n</invoke>\n</minimax:tool_call>', "", [GOT_F]),
+    ("glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>a<arg_key>n</arg_key><arg_value>1</tool_call>", "",
+     [("f", '{"x": "a", "n": 1}')]),
+    ("step3", '<steptml:invoke name="f"><steptml:parameter name="n">1</steptml:invoke><｜tool_call_end｜>', "",
+     [GOT_F]),
+    # A value that mentions tags
+    ("qwen3_coder", "<function=f><parameter=x>a </function> b <parameter=n> c\n<parameter= d</parameter></function>",
+     "", [("f", '{"x": "a </function> b <parameter=n> c\\n<parameter= d"}')]),
+    ("qwen3_coder", f"<function=f><parameter=x></function>{' ' * 600}</tool_call></parameter></function>", "",
+     [("f", json.dumps({"x": f"</function>{' ' * 600}</tool_call>"}))]),
+    # The call's end tag is missing where the text ends; an argument that is cut has no value.
+    ("qwen3_coder", "<function=g>", "", [GOT_G]),
+    ("qwen3_coder", f"{CODER}</func", "", [GOT_F]),
+    ("qwen3_coder", f"{CODER}<parameter=x>a", "", [("f", '{"n": 1')]),
+    # MiniMax M3: end tags are missing, a name occurs twice, text beside tags, markers that begin no call
+    ("minimax_m3", '@<invoke name="f">@<n>1@</invoke>@<invoke name="f">@<n>1@<invoke name="g">'.replace("@", M), "",
+     [GOT_F, GOT_F, GOT_G]),
+    ("minimax_m3", '@<invoke name="f">@<y>@<k>1@</k>@<k>2@</k>@</y>@</invoke>'.replace("@", M), "",
+     [("f", '{"y": {"k": [1, 2]}}')]),
+    ("minimax_m3", '@<invoke name="f">@<x>a @<k>b@</k>@</x>@</invoke>'.replace("@", M), "",
+     [("f", json.dumps({"x": f"a {M}<k>b{M}</k>"}))]),
+    ("minimax_m3", '@<invoke name="f">@<x>a @ b@foo c@</x>@</invoke>'.replace("@", M), "",
+     [("f", json.dumps({"x": f"a {M} b{M}foo c"}))]),
+    ("minimax_m3", f"a {M} b {M}<foo> c {M}<invo", f"a {M} b {M}<foo> c {M}<invo", []),
+    ("minimax_m3", '@<invoke name="f">@<n>1'.replace("@", M), "", [("f", "")]),
+    ("minimax_m3", '@<invoke name="f">@<l>@</l>@<x>@</x>@</invoke>'.replace("@", M), "",
+     [("f", '{"l": [], "x": ""}')]),
+    ("minimax_m3", "@<invoke name=>x@</invoke>".replace("@", M), "@<invoke name=>x@</invoke>".replace("@", M), []),
     # A bracket too many
     ("hermes", f"<tool_call>\n{G}}}\n</tool_call>\nso", "so", [GOT_G]),
     # A function without a name

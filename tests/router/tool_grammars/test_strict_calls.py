@@ -1,165 +1,20 @@
-"""The grammars of tool calls allow exactly the arguments that each function's own schema allows."""
+"""The grammars of strict calls allow any text, and in it only calls that fit the schemas of their functions."""
 
 import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.proto.grammar import MAX_BYTES, Grammar
-from coatcheck.router.event_loop.message_limits import MAX_TOOLS
+from coatcheck.proto.grammar import Grammar
 from coatcheck.router.openai.chat_response import join_calls
 from coatcheck.router.openai.tools import Function
 from coatcheck.router.parsing.output_format import OutputFormat
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.parsing.parts import ToolCallDelta
-from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
-from tests.router.fake_group import EOS
 from tests.router.tiny_tokenizer import byte_level_tokenizer
-
-BYTES = LLTokenizer("byte")
-NUMBER: dict[str, Any] = {
-    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False,
-}  # fmt: skip
-WORD: dict[str, Any] = {
-    "type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False,
-}  # fmt: skip
-DRAFT_4, DRAFT_7 = "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema#"
-
-
-def holding(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An object with one property x of this schema."""
-    return {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False, **more}
-
-
-# name -> (schema, arguments that fit it, arguments that do not)
-SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    "$defs": (holding({"$ref": "#/$defs/A"}, **{"$defs": {"A": NUMBER}}), {"x": {"a": 1}}, {"x": {"a": "x"}}),
-    "definitions": (
-        holding({"$ref": "#/definitions/A"}, definitions={"A": NUMBER}), {"x": {"a": 1}}, {"x": {"a": "x"}}),
-    "a root that is a reference": ({"$defs": {"A": NUMBER}, "$ref": "#/$defs/A"}, {"a": 1}, {"a": "x"}),
-    "the root itself": (
-        holding({"anyOf": [{"$ref": "#"}, {"type": "null"}]}), {"x": {"x": None}}, {"x": {"x": 1}}),
-    "a definition of itself": (
-        {"$defs": {"Tree": holding({"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]})}, "$ref": "#/$defs/Tree"},
-        {"x": {"x": None}}, {"x": {"x": 1}}),
-    "another property": (
-        {"type": "object", "properties": {"x": NUMBER, "y": {"$ref": "#/properties/x"}}, "required": ["x", "y"]},
-        {"x": {"a": 1}, "y": {"a": 2}}, {"x": {"a": 1}, "y": {"a": "x"}}),
-    "a place in a list": (
-        {"anyOf": [NUMBER, holding({"$ref": "#/anyOf/0"})]}, {"x": {"a": 1}}, {"x": {"a": "x"}}),
-    "escapes": (
-        holding({"$ref": "#/$defs/a~1b~0c%20%C3%A4%5B0%5D"}, **{"$defs": {"a/b~c ä[0]": NUMBER}}),
-        {"x": {"a": 1}}, {"x": {"a": "x"}}),
-    "an anchor": (
-        holding({"$ref": "#here"}, **{"$defs": {"A": {**NUMBER, "$anchor": "here"}}}), {"x": {"a": 1}}, {"x": 1}),
-    "its own id": (
-        holding({"$ref": "http://localhost/s.json#/$defs/A"}, **{"$id": "http://localhost/s.json",
-                                                               "$defs": {"A": NUMBER}}),
-        {"x": {"a": 1}}, {"x": {"a": "x"}}),
-    "an id within": (
-        holding({"$ref": "A"}, **{"$id": "http://localhost/s", "$defs": {
-            "A": {"$id": "A", "$defs": {"B": NUMBER}, "$ref": "#/$defs/B"}, "B": WORD}}),
-        {"x": {"a": 1}}, {"x": {"a": "x"}}),
-    "draft 7": (
-        {"$schema": DRAFT_7, "$ref": "#/definitions/A", "definitions": {"A": NUMBER}}, {"a": 1}, {"a": "x"}),
-    "draft 4": (
-        {"$schema": DRAFT_4, "id": "http://localhost/s", "$ref": "#/definitions/A", "definitions": {"A": NUMBER}},
-        {"a": 1}, {"a": "x"}),
-    "a property named $ref": (
-        {"type": "object", "properties": {"$ref": {"$ref": "#/$defs/A"}}, "required": ["$ref"],
-         "additionalProperties": False, "$defs": {"A": NUMBER}}, {"$ref": {"a": 1}}, {"$ref": {"a": "x"}}),
-    "const": (holding({"const": {"$ref": "#/$defs/A"}}), {"x": {"$ref": "#/$defs/A"}}, {"x": {"$ref": "#/A"}}),
-    "enum": (holding({"enum": [{"$ref": "#"}]}), {"x": {"$ref": "#"}}, {"x": {"$ref": "#/a"}}),
-    "default and examples": (
-        holding({"type": "integer", "default": {"$ref": "#/a"}, "examples": [{"$ref": "#/b"}]}), {"x": 1}, {"x": "x"}),
-    "no parameters": ({}, {"b": [1]}, 5),
-}  # fmt: skip
-
-
-def fits(grammar: Grammar, text: str) -> bool:
-    """Whether the grammar allows an answer that begins with the text."""
-    grammar.check_compiles()
-    matcher = LLMatcher(BYTES, grammar.to_llguidance(), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    data = list(text.encode())
-    return bool(matcher.validate_tokens(data) == len(data))
-
-
-def call(name: str, arguments: Any) -> str:
-    """The text of a call, as a model writes it."""
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-
-
-@pytest.mark.parametrize("case", SCHEMAS)
-def test_references_mean_what_they_mean_in_their_own_schema(case: str) -> None:
-    """If several functions have definitions of the same names, each call fits the schema of its own function."""
-    schema, good, bad = SCHEMAS[case]
-    other = holding({"$ref": "#/$defs/A"}, **{"$defs": {"A": WORD}, "definitions": {"A": WORD}, "$anchor": "here"})
-    functions = [Function(name="other", parameters=other), Function(name="f", parameters=schema, strict=True)]
-    required, named, strict = (
-        required_calls_grammar(functions, True),
-        named_call_grammar(functions[1]),
-        strict_calls_grammar(functions, "hermes", {}),
-    )
-    assert fits(named, json.dumps(good)) and not fits(named, json.dumps(bad))
-    assert fits(required, f"[{call('f', good)}, {call('other', {'x': {'a': 'x'}})}]")
-    assert not fits(required, f"[{call('f', bad)}")
-    assert not fits(required, f"[{call('other', {'x': {'a': 1}})}")
-    assert fits(strict, f"so <tool_call>\n{call('f', good)}\n</tool_call> and more")
-    assert not fits(strict, f"<tool_call>\n{call('f', bad)}\n</tool_call>")
-
-
-def test_a_schema_with_the_same_id_is_another_function_s_own() -> None:
-    """Two functions whose schemas differ but have the same `$id` keep their own schemas."""
-    schemas = [
-        {"$id": "http://localhost/s", "$defs": {"A": content}, "$ref": "http://localhost/s#/$defs/A"}
-        for content in (NUMBER, WORD)
-    ]
-    grammar = required_calls_grammar(
-        [Function(name=f"f{n}", parameters=schema) for n, schema in enumerate(schemas)], True
-    )
-    assert fits(grammar, f"[{call('f0', {'a': 1})}, {call('f1', {'a': 'x'})}]")
-    assert not fits(grammar, f"[{call('f0', {'a': 'x'})}") and not fits(grammar, f"[{call('f1', {'a': 1})}")
-
-
-def test_as_many_calls_as_are_allowed() -> None:
-    """At least one call; more only with parallel calls."""
-    functions = [Function(name="f", parameters=NUMBER), Function(name="f.g")]
-    one, two = f"[{call('f', {'a': 1})}", f"[{call('f', {'a': 1})}, {call('f.g', {})}"
-    for parallel in (True, False):
-        grammar = required_calls_grammar(functions, parallel)
-        assert not fits(grammar, "[]") and fits(grammar, one + "]") and not fits(grammar, f"[{call('g', {})}")
-        assert fits(grammar, two + "]") is parallel
-
-
-def test_as_many_functions_as_a_chat_may_have() -> None:
-    """1,024 functions without parameters, or with equal ones, compile."""
-    for schema in (None, NUMBER):
-        functions = [Function(name=f"function_{place}", parameters=schema) for place in range(MAX_TOOLS)]
-        grammar = required_calls_grammar(functions, True)
-        assert fits(grammar, f"[{call('function_1023', {'a': 1})}]") and not fits(grammar, f"[{call('other', {})}")
-
-
-def test_json_style_may_be_the_schema_s_own() -> None:
-    """One space after commas and colons and no other whitespace, unless the schema's x-guidance differs."""
-    spaced = '[{"name": "f", "arguments": {"a":   1}}]'
-    assert not fits(required_calls_grammar([Function(name="f", parameters=NUMBER)], True), spaced)
-    free = {**NUMBER, "x-guidance": {"whitespace_flexible": True}}
-    assert fits(required_calls_grammar([Function(name="f", parameters=free)], True), spaced)
-
-
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [({"$ref": "#/$defs/Z"}, "'/\\$defs/Z' does not exist"), ({"x": "a" * MAX_BYTES}, "fewer tools or shorter")],
-)
-def test_what_cannot_be_kept_to_says_why(schema: dict[str, Any], words: str) -> None:
-    """A reference to nothing, and schemas that are too large, are refused with the reason."""
-    with pytest.raises(InvalidRequest, match=words):
-        required_calls_grammar([Function(name="f", parameters=schema)], True).check_compiles()
-
+from tests.router.tool_grammars.allowed_text import allows
 
 STRICT_SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False,
@@ -190,17 +45,13 @@ STRICT_FORMATS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
         "kimi_k2", KIMI,
         "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGS<|tool_call_end|>",
         "<|tool_calls_section_begin|>ONEONE<|tool_calls_section_end|>"),
+    "apertus": (
+        "apertus", ("<|tools_prefix|>", "<|tools_suffix|>"), '{"NAME": ARGS}',
+        "<|tools_prefix|>[ONE, ONE]<|tools_suffix|>"),
+    "solar open": (
+        "solar_open", (), "<|tool_call:begin|>a1b2<|tool_call:name|>NAME<|tool_call:args|>ARGS<|tool_call:end|>",
+        "<|tool_calls|>ONEONE"),
 }  # fmt: skip
-
-
-def allows(grammar: Grammar, special: tuple[str, ...], text: str) -> bool:
-    """Whether the grammar allows an answer that begins with the text, whose markers are special tokens."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens(list(special))
-    grammar.check_compiles()
-    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=EOS), grammar.to_llguidance())
-    ids = tokenizer.encode(text).ids
-    return bool(matcher.validate_tokens(ids) == len(ids))
 
 
 def made(case: str) -> tuple[Grammar, tuple[str, ...], str, str]:
@@ -233,6 +84,16 @@ def test_calls_fit_their_schemas_and_are_read(case: str) -> None:
     assert [json.loads(call.arguments) for call in calls] == [{"n": 5}, {"n": 5}]
 
 
+STEP = (
+    "<｜tool_calls_begin｜>",
+    "<｜tool_call_begin｜>",
+    "<｜tool_sep｜>",
+    "<｜tool_call_end｜>",
+    "<｜tool_calls_end｜>",
+)
+SOLAR_2 = (
+    "<|tool_call:start|>", "<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>", "<|tool_call:end|>"
+)  # fmt: skip
 HARMONY = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -305,6 +166,30 @@ ARGUMENT_FORMATS: dict[str, tuple[str, tuple[str, ...], list[str], list[str], li
          "[1, 2]</arg_value>\n</tool_call>"],
         ["<tool_call>g\n</tool_call>", "<tool_call>free<arg_key>x</arg_key><arg_value>1</arg_value></tool_call> so"],
         ["<tool_call>h", "<tool_call>f</tool_call>", "<tool_call>f<arg_key>days"]),
+    "step 3": (
+        "step3", STEP,
+        ['so<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n'
+         '<steptml:parameter name="city">Bonn</steptml:parameter>\n'
+         '<steptml:parameter name="days">[1, 2]</steptml:parameter>\n'
+         "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>"],
+        ['<steptml:invoke name="g"></steptml:invoke>', "only text"],
+        ['<steptml:invoke name="h', '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="h']),
+    "kimi k3": (
+        "kimi_k3", ("<|open|>", "<|close|>", "<|sep|>"),
+        ['so<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="'
+         'city" type="string"<|sep|>Bonn<|close|>argument<|sep|><|open|>argument key="days" type="array"<|sep|>[1, 2]'
+         "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"],
+        ["only text<|close|>response<|sep|>", '<|open|>call tool="g" index="12"<|sep|><|close|>call<|sep|>',
+         '<|open|>call tool="free" index="1"<|sep|><|open|>argument key="x" type="number"<|sep|>5<|close|>argument'],
+        ['<|open|>call tool="h', '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="city" type="number"',
+         '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="days"',
+         '<|open|>call tool="f" index="1"<|sep|><|close|>call']),
+    "solar open 2": (
+        "solar_open2", SOLAR_2,
+        ["so<|tool_call:start|>f\n<|tool_arg:start|>city<|tool_arg:value|>Bonn<|tool_arg:end|>\n<|tool_arg:start|>days"
+         "<|tool_arg:value|>[1, 2]<|tool_arg:end|>\n<|tool_call:end|>"],
+        ["<|tool_call:start|>g\n<|tool_call:end|>"],
+        ["<|tool_call:start|>h", "<|tool_call:start|>f\n<|tool_call:end|>"]),
     "gpt-oss": (
         "openai", HARMONY,
         ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
@@ -355,7 +240,9 @@ def test_an_empty_text_is_a_choice_like_another(
         assert allows(grammar, (), call) == (unit in allowed), unit
 
 
-@pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3", "gemma4"])
+@pytest.mark.parametrize(
+    "tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3", "gemma4", "apertus", "minimax_m3"]
+)
 def test_formats_without_their_tokens_are_refused(tool_format: str) -> None:
     """Formats whose markers must be special tokens of the tokenizer."""
     with pytest.raises(InvalidRequest, match="strict tools need tool_choice"):
