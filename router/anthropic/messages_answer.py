@@ -21,13 +21,13 @@ _DELTAS: Final = {"thinking": ("thinking_delta", "thinking"), "text": ("text_del
 
 
 class MessagesAnswer:
-    """See HttpAnswer. A message has one choice."""
+    """The HttpAnswer of one message, which has one choice."""
 
     def __init__(self, message_id: str, model: str, plan: ParsingPlan) -> None:
         self._id = message_id
         self._model = model
         self._parser = OutputParser(plan)
-        self._end = Delta()  # the last delta
+        self._last_delta = Delta()
         self._usage = Usage()
         # Of a stream: the number of blocks that have ended, and the kind of the open one: "thinking", "text", or the
         # index of a tool call.
@@ -36,8 +36,8 @@ class MessagesAnswer:
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         (response,) = responses
-        (self._end,) = response.choices
-        parts = self._parser.feed_delta(self._end.text, is_last=True)
+        (self._last_delta,) = response.choices
+        parts = self._parser.feed_delta(self._last_delta.text, is_last=True)
         content: list[dict[str, Any]] = []
         calls = {call.index: call for call in join_calls(parts)}
         for part in parts:
@@ -50,8 +50,7 @@ class MessagesAnswer:
                 block = _start_of(part)
                 block[kind] = part.text
                 content.append(block)
-        stop = self._stop()
-        return self._message(content, _usage(response.final.usage)) | stop
+        return self._message(content, _usage(response.final.usage)) | self._stop_fields()
 
     def count_values(self, responses: Sequence[GenerateResponse]) -> int:
         return sum(count_text(choice.text) for response in responses for choice in response.choices)
@@ -64,8 +63,8 @@ class MessagesAnswer:
                 return _event("message_start", message=message) + _event("ping")
             case "delta":
                 parts = self._parser.feed_delta(event.delta.text, is_last=bool(event.delta.finish_reason))
-                self._end = event.delta
-                return b"".join(map(self._part, parts))
+                self._last_delta = event.delta
+                return b"".join(map(self._part_events, parts))
             case "final":
                 self._usage = event.final.usage
         return b""
@@ -73,15 +72,15 @@ class MessagesAnswer:
     def make_end(self) -> bytes:
         return (
             self._close_block()
-            + _event("message_delta", delta=self._stop(), usage=_usage(self._usage))
+            + _event("message_delta", delta=self._stop_fields(), usage=_usage(self._usage))
             + _event("message_stop")
         )
 
     def make_error(self, error: Exception) -> bytes:
         return _event("error", **anthropic_error(report_error(error)))
 
-    def _part(self, part: Part) -> bytes:
-        """The events of a part; another kind of part begins another block."""
+    def _part_events(self, part: Part) -> bytes:
+        """The events of a part. A part of another kind ends the open block and begins the next one."""
         if isinstance(part, ToolCallDelta):
             kind: str | int = part.index
             delta = {"type": "input_json_delta", "partial_json": part.arguments}
@@ -106,9 +105,9 @@ class MessagesAnswer:
         self._blocks += 1
         return _event("content_block_stop", index=self._blocks - 1)
 
-    def _stop(self) -> dict[str, Any]:
-        """Why the message ended."""
-        end, stop = self._end, None
+    def _stop_fields(self) -> dict[str, Any]:
+        """The fields that tell why the message ended."""
+        end, stop = self._last_delta, None
         if end.finish_reason == FINISH_REASON_LENGTH:
             reason = "max_tokens"
         elif self._parser.has_complete_calls:
@@ -138,7 +137,7 @@ def _start_of(part: Part) -> dict[str, Any]:
 
 
 def _parse_input(arguments: str) -> Any:
-    """The arguments of a call as an object; an empty one for those that max_tokens has cut or that are no JSON."""
+    """The arguments of a call as an object. {} if they are not a JSON object, as when max_tokens has cut them."""
     try:
         value = json.loads(arguments)
         json.dumps(value, allow_nan=False)  # raises for NaN and infinity, which json.loads takes
@@ -148,7 +147,7 @@ def _parse_input(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, int]:
-    """Anthropic counts cached tokens apart from the others."""
+    """Anthropic's `usage`. Its input_tokens do not include the cached ones."""
     cached = usage.cached_device_tokens + usage.cached_host_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,

@@ -40,8 +40,8 @@ class ThinkingBlock(Block):
 
 
 class OmittedBlock(Block):
-    """A block that the prompt lacks: reasoning that only Anthropic can decrypt, or a tool that Anthropic's servers ran.
-    What a search found is also in the answer's text."""
+    """A block that is left out of the prompt: reasoning that only Anthropic can decrypt, or a tool that Anthropic's
+    servers ran. Results of a search are also in the answer's text."""
 
     type: Literal["redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"]
 
@@ -78,7 +78,7 @@ class ContentSource(Block):
 
 
 class DocumentBlock(Block):
-    """A document of plain text. Its title and `context`, which says what the document is, stand before it."""
+    """A document of plain text. The prompt has its title, then its `context` (a description), then its text."""
 
     type: Literal["document"]
     source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
@@ -91,7 +91,7 @@ class DocumentBlock(Block):
 
 
 class SearchResultBlock(Block):
-    """What a search of the client found."""
+    """A result of a search that the client ran."""
 
     type: Literal["search_result"]
     source: str
@@ -104,7 +104,7 @@ class SearchResultBlock(Block):
 
 
 class ToolReferenceBlock(Block):
-    """A tool that a tool search of the client found. The prompt has all tools, so that the name is enough."""
+    """A tool that a tool search of the client found. The prompt has all tools, so the name is enough."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -118,8 +118,9 @@ ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolRefer
 
 
 class ToolResultBlock(Block):
-    """The result of a tool. Chat templates have no field for `is_error`, and clients write the error into `content`. If
-    `content` is empty, the result is the text "error", because a failure would look like a success."""
+    """The result of a tool. Chat templates have no field for `is_error`; clients write the error into `content`. If
+    `is_error` is set and `content` is empty, the result is the text "error": without it a failure would look like a
+    success."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -144,7 +145,8 @@ class InputMessage(RequestBody):
     content: str | Annotated[list[AnyBlock], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
     def to_chat(self) -> Iterator[dict[str, Any]]:
-        """The chat messages: one for each tool result, as Anthropic wants them first, then one for the other blocks."""
+        """The chat messages: one for each tool result, then one for all other blocks. Anthropic's API requires tool
+        results to come first."""
         blocks: list[Any] = [] if isinstance(self.content, str) else self.content
         for block in blocks:
             if isinstance(block, ToolResultBlock):
@@ -186,7 +188,7 @@ class ToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model reasons, for chat templates that have a switch, and for at most how many tokens."""
+    """Whether the model reasons (for chat templates with a switch), and for how many tokens at most."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -240,7 +242,7 @@ class CountTokensRequest(RequestBody):
             "messages": messages,
             "tools": [tool.to_chat() for tool in self.tools],
             "chat_template_kwargs": self.chat_template_kwargs,
-            # The answer goes on from a last message of the assistant.
+            # The answer continues a last message of the assistant.
             "continue_final_message": last.get("role") == "assistant"
             and bool(last["content"].strip())
             and not last["tool_calls"],
@@ -264,7 +266,7 @@ class CountTokensRequest(RequestBody):
 
 def _join_system(system: str | Sequence[TextBlock]) -> str:
     """The system prompt without the line in which Claude Code states its version and a hash. The line is a block of its
-    own. The hash may differ in each request, which would then share no prefix with the others."""
+    own. The hash may differ in each request; with it the prompts would share no prefix."""
     if isinstance(system, str):
         return system
     texts = [one.text.partition("\n")[2] if one.text.startswith(_BILLING) else one.text for one in system]

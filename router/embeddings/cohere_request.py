@@ -43,8 +43,8 @@ class CohereEmbedRequest(PoolingFields):
     dropped_end: Literal["NONE", "START", "END"] = Field("END", validation_alias="truncate")
 
     def to_requests(self, request_id: str, instructions: Mapping[str, str]) -> list[EmbedRequest]:
-        """One for each text. `instructions`: what the model wants before a text, by the kind of the text. Raises
-        InvalidRequest."""
+        """One EmbedRequest for each text. `instructions`: the prefix that the model expects before a text, by the kind
+        of the text. Raises InvalidRequest."""
         if (self.texts is None) == (self.inputs is None):
             raise InvalidRequest("give either texts or inputs")
         texts = self._texts()
@@ -96,9 +96,9 @@ class CohereEmbedRequest(PoolingFields):
         return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]
 
     def _instruction(self, instructions: Mapping[str, str]) -> str:
-        """The text to put before each input, by `input_type`; "" without it. Cohere's own names have no effect on a
-        model without instructions. "search_document" has none on a model without an instruction for documents. Raises
-        InvalidBody for any other name that the model lacks."""
+        """The text to put before each input, by `input_type`; "" if it is not set. "" also for Cohere's own names if
+        the model has no instructions, and for "search_document" if it has none for documents. Raises InvalidBody for
+        any other name that the model's instructions lack."""
         kind = self.input_type
         if kind is None:
             return ""

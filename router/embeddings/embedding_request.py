@@ -36,7 +36,7 @@ class PoolingFields(RequestBody):
     cache_salt: str = ""
 
     def to_embed_requests(self, prompts: Sequence[Prompt | Chat], request_id: str, **fields: Any) -> list[EmbedRequest]:
-        """One for each of `prompts`. `fields`: further fields of each. Raises InvalidParameter."""
+        """One EmbedRequest for each of `prompts`. `fields`: further fields of each. Raises InvalidParameter."""
         return [
             EmbedRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
@@ -58,7 +58,7 @@ class PoolingFields(RequestBody):
     @property
     @abstractmethod
     def keeps_last(self) -> bool:
-        """Whether truncation keeps the last tokens of a prompt, and not the first."""
+        """Whether truncation keeps the last tokens of a prompt instead of the first."""
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -66,17 +66,17 @@ class PoolingFields(RequestBody):
         return True
 
     def truncate(self, message: EmbedRequest, token_ids: Sequence[int], count: int, max_tokens: int) -> EmbedRequest:
-        """Truncates the prompt of `message`, which has `token_ids`, to `count` tokens (see `kept_tokens`), and at most
-        to `max_tokens`, which the context has."""
+        """Sets the prompt of `message` to the kept ones of `token_ids`. `count`: see `kept_tokens`. `max_tokens`: the
+        tokens of the context."""
         count = max_tokens if count < 0 else min(count, max_tokens)
         message.token_ids.ids[:] = token_ids[-count:] if self.keeps_last else token_ids[:count]
         return message
 
 
 class TruncationFields(PoolingFields):
-    """vLLM's names."""
+    """vLLM's fields for truncation."""
 
-    # Of each text; -1: as many as the model's context has.
+    # Max tokens of each text; -1: as many as the model's context has.
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     truncation_side: Literal["left", "right"] = "right"  # where tokens are dropped
 
@@ -111,8 +111,8 @@ def _chats_or_chat(messages: Any) -> str:
 
 
 class EmbeddingRequest(TruncationFields):
-    """`input` is a text or token ids, or a list of such inputs. `normalize` is vLLM's and SGLang's, and so are
-    `messages`: a chat, or a list of chats, in place of `input`, and the fields of the chats."""
+    """`input`: a text or token ids, or a list of such inputs. `messages`: a chat, or a list of chats, in place of
+    `input`. `messages`, the other fields of chats, and `normalize` are vLLM's and SGLang's."""
 
     accepted_values: ClassVar = {
         "embed_dtype": ("float32",),
@@ -133,7 +133,7 @@ class EmbeddingRequest(TruncationFields):
     ) = None
     add_generation_prompt: bool = False
     add_special_tokens: bool | None = Field(
-        None, description="Of texts true, of chats false: they have the template's."
+        None, description="Default true for texts. Chats have the special tokens of their template."
     )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     encoding_format: Literal["float", "base64"] = "float"
@@ -147,11 +147,11 @@ class EmbeddingRequest(TruncationFields):
         return self.add_special_tokens is not False
 
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
-        """One for each input. Raises InvalidRequest."""
+        """One EmbedRequest for each input. Raises InvalidRequest."""
         if (self.input is None) == (self.messages is None):
             raise InvalidRequest("give either input or messages")
         if self.add_special_tokens and self.messages is not None:
-            raise InvalidParameter("add_special_tokens", "is for texts: chats have those of the template; remove it")
+            raise InvalidParameter("add_special_tokens", "is for texts: a chat template writes its own; remove it")
         prompts: Sequence[Prompt | Chat]
         if self.messages is not None:
             chats: Any = self.messages if _chats_or_chat(self.messages) == "chats" else [self.messages]
@@ -171,8 +171,7 @@ def embedding_response(
     encoding_format: Literal["float", "base64"],
     embedded: Sequence[EmbedResponse],
 ) -> dict[str, Any]:
-    """OpenAI's list of embeddings, with vLLM's `id` and `created`. base64: of the values as float32, least significant
-    byte first."""
+    """OpenAI's list of embeddings, with vLLM's `id` and `created`. `encoding_format` "base64": see to_base64."""
     return {
         "id": response_id,
         "created": created,
@@ -198,5 +197,5 @@ def usage_of(embedded: Sequence[EmbedResponse]) -> dict[str, Any]:
 
 
 def to_base64(values: Sequence[float]) -> str:
-    """The values as float32, least significant byte first, in base64."""
+    """The values as little-endian float32, in base64."""
     return base64.b64encode(array("f", values).tobytes()).decode()

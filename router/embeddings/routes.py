@@ -1,4 +1,5 @@
-"""EmbeddingRoutes: the HTTP endpoints of embeddings, and of what is made of embeddings: scores and reranking."""
+"""EmbeddingRoutes: the HTTP endpoints of embeddings, and of scores and reranking, which are computed from
+embeddings."""
 
 import time
 from collections.abc import Sequence
@@ -107,5 +108,5 @@ class EmbeddingRoutes:
         most = self._generation.max_sequence_tokens or len(token_ids)
         if count is None:
             count = len(token_ids)
-            most = max(most, count)  # a longer prompt is refused below
+            most = max(most, count)  # not truncated: `embed` refuses a prompt that is longer than the context
         return await self._service.embed(body.truncate(message, list(token_ids), count, most), options)

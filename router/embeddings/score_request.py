@@ -18,13 +18,13 @@ _Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_leng
 
 
 class ScoreRequest(TruncationFields):
-    """`text_1`: one text, which is compared with each of `text_2`, or as many as `text_2` has."""
+    """`text_1`: one text, which is compared with each of `text_2`; or as many texts as `text_2`, compared pairwise."""
 
     text_1: Annotated[_Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
     text_2: Annotated[_Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
 
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
-        """One for each text: those of `text_1`, then those of `text_2`. Raises InvalidRequest."""
+        """One EmbedRequest for each text: those of `text_1`, then those of `text_2`. Raises InvalidRequest."""
         first, second = _as_list(self.text_1), _as_list(self.text_2)
         if len(first) not in (1, len(second)):
             raise InvalidRequest(
@@ -64,7 +64,7 @@ class RerankRequest(TruncationFields):
     return_documents: bool = True
 
     def to_requests(self, request_id: str) -> list[EmbedRequest]:
-        """One for the query, then one for each document. Raises InvalidRequest."""
+        """One EmbedRequest for the query, then one for each document. Raises InvalidRequest."""
         return self.to_embed_requests(_not_empty([self.query, *self._texts()]), request_id)
 
     def kept_tokens(self, index: int) -> int | None:
@@ -91,7 +91,8 @@ class RerankRequest(TruncationFields):
 
 
 def cosine(one: EmbedResponse, other: EmbedResponse) -> float:
-    """The cosine similarity of two normalized embeddings. Rounding would make that of equal texts more than 1."""
+    """The cosine similarity of two normalized embeddings, clamped to [-1, 1]: by rounding, equal texts could exceed
+    1."""
     found = sum(a * b for a, b in zip(one.embedding, other.embedding, strict=True))
     return min(max(found, -1.0), 1.0)
 

@@ -1,12 +1,12 @@
-"""GrammarValidator: compiles each new grammar in a process of its own, before any group gets it.
+"""GrammarValidator: compiles each new grammar in a side process, before any group gets it.
 
 Every rank of a group compiles a grammar while it computes steps, which delays all of the group's streams. So a grammar
 that takes long is refused, and new grammars are passed on one after another, with pauses.
 
-A grammar may take a second or two of CPU time and _MEMORY_BYTES; one that takes more ends the process and not the
-router. The tokenizer's tokens are single bytes: the same grammars compile as over a vocabulary, but faster. After
-compiling, the matcher is fed _BYTES_FOLLOWED allowed bytes, because some limits of the parser are reached only then; on
-a rank they would end a response that has begun.
+A grammar may take a second or two of CPU time and _MEMORY_BYTES; one that takes more ends the side process and not the
+router. It is compiled for a tokenizer whose tokens are single bytes: the same grammars compile as with the model's
+tokenizer, but faster. After compiling, the matcher is fed _BYTES_FOLLOWED allowed bytes, because some limits of the
+parser are reached only then; on a rank they would end a response that has begun.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _MEMORY_BYTES: Final = 2 << 30
 _STACK_BYTES: Final = 2 << 20
 _BYTES_FOLLOWED: Final = 32
 _ALL_BYTES: Final = (1 << 256) - 1  # as a bit mask; the other tokens of the byte tokenizer are special ones
-_PART_SECONDS: Final = 0.25
+_PART_SECONDS: Final = 0.25  # CPU time of the attempt to compile and of the search for the part that fails
 _SHARED: Final = ("$defs", "definitions", "$schema")  # keywords of the root that schemas inside it may need
 _SCHEMAS_BY_NAME: Final = frozenset({"$defs", "definitions", "properties", "patternProperties"})
 _SCHEMAS: Final = frozenset({
@@ -175,7 +175,8 @@ def _failing_part(grammar: Grammar, reason: str, ends_at: float) -> str:
         for path, part in _subschemas(schema):
             if time.process_time() > ends_at:
                 break
-            if isinstance(part, dict) and _without_location(_reason({**shared, **part})) == _without_location(reason):
+            refusal = _refusal_of({**shared, **part}) if isinstance(part, dict) else ""
+            if refusal and _without_location(refusal) == _without_location(reason):
                 pointer, schema, is_found = f"{pointer}/{path}", part, True
                 break
     return f"#{pointer}" if pointer else ""
@@ -199,7 +200,8 @@ def _without_location(reason: str) -> str:
     return reason.partition(" while processing ")[0]
 
 
-def _reason(schema: dict[str, Any]) -> str:
+def _refusal_of(schema: dict[str, Any]) -> str:
+    """Why a schema does not compile, or ""."""
     try:
         Grammar("json_schema", json.dumps(schema)).check_compiles()
     except GrammarRefused as refused:

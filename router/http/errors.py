@@ -1,4 +1,4 @@
-"""Errors as clients get them: what an exception tells (ErrorReport), and one function for its form in each API.
+"""Errors as clients get them: an ErrorReport has what a client is told, and one function per API gives it its form.
 
 | API | form |
 |---|---|
@@ -53,12 +53,12 @@ _PROMPT_FIELDS: Final = {
 _CODE_OF_STATUS: Final = {403: GrpcCode.PERMISSION_DENIED, 404: GrpcCode.UNIMPLEMENTED, 405: GrpcCode.UNIMPLEMENTED,
                           408: GrpcCode.DEADLINE_EXCEEDED, 413: GrpcCode.RESOURCE_EXHAUSTED,
                           503: GrpcCode.UNAVAILABLE}  # fmt: skip
-# Connect's HTTP status of a code, where the other APIs have another.
+# The HTTP status of a code in the Connect protocol, where it differs from the status in other APIs.
 _CONNECT_STATUS: Final = {GrpcCode.ABORTED: 409, GrpcCode.FAILED_PRECONDITION: 400}
 # A message may quote input of any length.
 _MESSAGE_CHARACTERS: Final = 1000
-# Max bytes of a text over gRPC, which sends the text twice, once percent-encoded, which may be three times as long; the
-# limit of metadata is 8 KiB.
+# Max bytes of a message over gRPC. Metadata is limited to 8 KiB and contains the message twice: as it is, and
+# percent-encoded, which may be three times as long.
 _GRPC_BYTES: Final = 1000
 
 
@@ -83,8 +83,8 @@ class UnsupportedThread(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """What a client is told of an error, in any API. `status`: of HTTP. `message`: of at most 1,001 characters.
-    `param`: the field that is wrong. `error`: the exception, if there is one."""
+    """What a client is told of an error, in any API. `status`: the HTTP status. `message`: at most 1,001 characters.
+    `param`: the wrong field. `error`: the exception, if there is one."""
 
     status: int
     code: GrpcCode
@@ -94,12 +94,12 @@ class ErrorReport:
 
     @property
     def retry_seconds(self) -> float | None:
-        """After how long to try again, if that is known."""
+        """Seconds after which the client should try again; None if that is not known."""
         return self.error.retry_seconds if isinstance(self.error, Overloaded) else None
 
 
 def report_error(error: BaseException, path: str = "") -> ErrorReport:
-    """What a client is told of an exception. `path`: of the request. An exception whose message is not for users is
+    """What a client is told of an exception. `path`: the request's. An exception whose message is not for users is
     logged with an incident number, and the client gets only that number."""
     code, status = status_of(error)
     if isinstance(error, UnicodeEncodeError):  # JSON can escape what UTF-8 cannot encode
@@ -119,7 +119,7 @@ def report_error(error: BaseException, path: str = "") -> ErrorReport:
 
 
 def report_refusal(status: int, message: str) -> ErrorReport:
-    """What a client is told of a request that HTTP's own rules refuse."""
+    """What a client is told of a request that is refused with `status` without an exception."""
     return ErrorReport(status, _CODE_OF_STATUS.get(status, GrpcCode.INVALID_ARGUMENT), _clip(message))
 
 

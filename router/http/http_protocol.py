@@ -255,7 +255,8 @@ class _WithoutFirstByte:
 
 
 def _without_chunks(cycle: RequestResponseCycle, send: Send) -> Send:
-    """Sends the response to an HTTP/1.0 client, which knows no chunks: without a length it ends with the connection."""
+    """A `send` for an HTTP/1.0 client, which cannot read chunks: a response without a content-length is sent as it is,
+    and ends when the connection closes."""
     has_length = True
 
     async def send_part(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""HttpServer: serves an ASGI application on the event loop that gRPC uses too: uvicorn, with bounded connections."""
+"""HttpServer: uvicorn with bounded connections. It serves an ASGI application on the same event loop as gRPC."""
 
 import asyncio
 import contextlib

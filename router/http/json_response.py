@@ -1,4 +1,4 @@
-"""AsciiJsonResponse: JSON with every other character escaped, so that it can hold any text, even a lone surrogate."""
+"""AsciiJsonResponse: JSON in ASCII. Other characters are escaped, so it can hold any text, even a lone surrogate."""
 
 import json
 from typing import Any, Final

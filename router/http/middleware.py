@@ -1,6 +1,6 @@
 """wrap_app(): puts an ASGI application behind the router's middleware.
 
-No byte of a body is kept before its sender is authenticated. The server sends no scopes but "http" (see HttpServer).
+No byte of a body is kept before its sender is authenticated. Every ASGI scope is of type "http" (see HttpServer).
 """
 
 import asyncio
@@ -128,8 +128,8 @@ class RequestGate:
         self._metrics.record_refusal("foreign_host")
         refusal = report_refusal(
             403,
-            f"this server answers on loopback to localhost and to addresses, not to {host[:80]!r}; call it by one of "
-            "those, or have it ask for keys (--api-keys), or start it with --insecure",
+            f"the Host header is {host[:80]!r}; this server listens on loopback without keys, and answers only to "
+            "localhost and to addresses: use one of these, require keys (--api-keys), or start it with --insecure",
         )
         return error_response(refusal, scope["path"])
 
@@ -160,7 +160,7 @@ def _required_scope(path: str) -> TenantScope:
 
 
 def _authorization_of(key: str | None) -> str | None:
-    """The header authorization that says the same as Anthropic's header x-api-key."""
+    """The authorization header that is equivalent to Anthropic's header x-api-key."""
     return f"Bearer {key}" if key else None
 
 

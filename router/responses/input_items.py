@@ -1,4 +1,4 @@
-"""The items of a response's input and output, and the chat messages that they mean."""
+"""The items of a response's input and output, and their translation to the messages of a chat."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -82,7 +82,7 @@ class WebSearchItem(Item):
 
 
 class ItemReference(Item):
-    """An item of the output of a response that is kept, by its id."""
+    """The id of an item in the output of a stored response."""
 
     type: Literal["item_reference"]
     id: str
@@ -136,7 +136,7 @@ def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
 
 
 def chat_of_parts(parts: Sequence[Part]) -> list[ChatFields]:
-    """The message of the assistant that an answer is."""
+    """The parts of an answer as one message of the assistant."""
     message: ChatFields = {"role": "assistant", "content": ""}
     for part in parts:
         match part:

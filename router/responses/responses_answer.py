@@ -20,12 +20,11 @@ OnEnd = Callable[[dict[str, Any], list[Part]], None]
 
 @dataclass(slots=True)
 class _OutputItem:
-    """An item of the output, as far as it is known. `first`: its first part; `texts`: the text, or the arguments, of
-    that part and of all further ones."""
+    """An item of the output so far. `first`: its first part. `texts`: the texts, or the arguments, of all its parts."""
 
     first: Part
     texts: list[str]
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the item's tokens, if it is a text
 
     def whole(self) -> Part:
         """The item as one part."""
@@ -36,9 +35,9 @@ class _OutputItem:
 
 
 class ResponsesAnswer:
-    """See HttpAnswer. `settings`: fields of the response that repeat the request. `on_end` gets the response and its
-    parts, each whole, when it is complete. `namespaces`: see names_in_namespaces. `has_logprobs`: the texts have
-    log-probabilities."""
+    """The HttpAnswer of one response. `settings`: fields of the response that repeat the request. When the response is
+    complete, `on_end` gets the response object and its parts, one for each item. `namespaces`: see names_in_namespaces.
+    `has_logprobs`: the texts have log-probabilities."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class ResponsesAnswer:
             case "delta":
                 parsed = self._parse(event.delta, is_last=bool(event.delta.finish_reason))
                 self._was_cut = event.delta.finish_reason == FINISH_REASON_LENGTH
-                return b"".join(self._stream(part, logprobs) for part, logprobs in parsed)
+                return b"".join(self._part_events(part, logprobs) for part, logprobs in parsed)
             case "final":
                 self._usage = event.final.usage
         return b""
@@ -124,8 +123,8 @@ class ResponsesAnswer:
         self._items[-1].logprobs += logprobs
         return begins
 
-    def _stream(self, part: Part, logprobs: Logprobs) -> bytes:
-        """The events of a part."""
+    def _part_events(self, part: Part, logprobs: Logprobs) -> bytes:
+        """The events of a part. A part of another kind ends the open item and begins the next one."""
         ended = self._end_item() if self._begins_item(part) else b""
         events = ended + (self._begin_item(part) if self._add(part, logprobs) else b"")
         place = self._last_item_fields()
@@ -186,7 +185,7 @@ class ResponsesAnswer:
         return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def _last_item_fields(self) -> dict[str, Any]:
-        """The fields of an event that name the last item."""
+        """The fields of an event that identify the last item."""
         index = len(self._items) - 1
         return {"item_id": self._item_id(index), "output_index": index}
 
@@ -201,7 +200,7 @@ class ResponsesAnswer:
         return f"{prefix}_{self._head.id.removeprefix('resp_')}_{index}"
 
     def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
-        """The item number `index` of the output, which has `part`."""
+        """Item number `index` of the output. `part`: its content."""
         item: dict[str, Any] = {"id": self._item_id(index), "status": status}
         match part:
             case ToolCallDelta(_, arguments, name, call_id):
@@ -256,7 +255,7 @@ class ResponsesAnswer:
 
 
 def _content(part: Part, logprobs: Logprobs | None = None) -> dict[str, Any]:
-    """The content part of an item that is no call."""
+    """The content part of an item. `part`: a text or reasoning."""
     assert not isinstance(part, ToolCallDelta)
     if isinstance(part, Reasoning):
         return {"type": "reasoning_text", "text": part.text}

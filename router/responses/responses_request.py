@@ -81,9 +81,9 @@ Included = Literal[
 
 
 class ResponsesRequest(RequestBody):
-    """`previous_response_id`: the chat goes on after that response. `store`: the response is kept for a while.
-    `include` asks for log-probabilities, and `top_logprobs` for how many beside each token's own. The fields from
-    `top_k` on are vLLM's."""
+    """`previous_response_id`: the chat continues after that response. `store`: the response is kept in the
+    ResponseStore. `include`: asks for log-probabilities. `top_logprobs`: how many, beside each token's own. The fields
+    from `top_k` on are vLLM's."""
 
     accepted_values: ClassVar = {
         "background": (False,),
@@ -210,7 +210,7 @@ def _named(function: NamedFunctionChoice) -> dict[str, Any]:
     return {"type": "function", "function": {"name": flat_name(function.namespace, function.name)}}
 
 
-# Fields that mean the same in a chat.
+# Fields that have the same name and meaning in a ChatRequest.
 _PASSED_ON: Final = (
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids",
     "logit_bias", "ignore_eos", "include_reasoning", "session_id",

@@ -26,7 +26,7 @@ class FunctionTool(RequestBody):
 
 class NamespaceTool(RequestBody):
     """Functions that the client groups under a name, as Codex groups those of an MCP server. The model sees each
-    function as `namespace__function`, as with vLLM; its calls have `namespace` and `name` apart."""
+    function as `namespace__function`, as with vLLM. Calls in the response have `namespace` and `name` as two fields."""
 
     type: Literal["namespace"]
     name: _Name
@@ -35,8 +35,8 @@ class NamespaceTool(RequestBody):
 
 
 class HostedTool(RequestBody):
-    """A tool that OpenAI's servers run. Agents send it with every request, beside their functions. Neither the prompt
-    nor the response's `tools` have it."""
+    """A tool that OpenAI's servers run. Agents send it with every request, beside their functions. The router leaves it
+    out of the prompt and of the response's `tools`."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -73,7 +73,7 @@ def to_chat_tools(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
 
 
 def names_in_namespaces(tools: Sequence[AnyTool]) -> dict[str, tuple[str, str]]:
-    """(namespace, name) by the name that the model sees, of the functions that are in a namespace."""
+    """For each function in a namespace: the name that the model sees -> (namespace, name)."""
     return {
         flat_name(tool.name, one.name): (tool.name, one.name)
         for tool in tools

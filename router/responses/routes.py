@@ -26,9 +26,9 @@ from coatcheck.router.responses.response_store import ResponseStore, StoredRespo
 from coatcheck.router.responses.responses_answer import ResponsesAnswer
 from coatcheck.router.responses.responses_request import ResponsesRequest
 
-_OBJECT_BYTES: Final = 1024  # of a stored response beside its fields
+_OBJECT_BYTES: Final = 1024  # memory that a stored response takes beside its fields
 _ITEM_ID: Final = re.compile(r"[a-z]{2,3}_(?P<response>[0-9a-f]{32})_(?P<index>[0-9]{1,6})")  # see ResponsesAnswer
-# The event loop encodes a response: the texts of this many tokens and their alternatives take 0.1 s.
+# Max log-probabilities of a response. The event loop encodes it, and this many take 0.1 s.
 _MAX_LOGPROBS: Final = 1 << 15
 
 
@@ -46,8 +46,8 @@ class ResponsesRoutes:
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         """Generates a response to input items, in the form of OpenAI's Responses API."""
         tenant: str = request.scope["tenant"].name
-        before = self._previous(body, tenant)
-        given = self._given(body, tenant)
+        before = self._find_previous(body, tenant)
+        given = self._input_messages(body, tenant)
         messages = [*(before.messages if before is not None else ()), *given]
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
         if body.has_logprobs:
@@ -79,8 +79,8 @@ class ResponsesRoutes:
     async def count_tokens(self, request: Request, body: ResponsesRequest) -> dict[str, Any]:
         """Counts the tokens of a response's prompt."""
         tenant: str = request.scope["tenant"].name
-        before = self._previous(body, tenant)
-        messages = [*(before.messages if before is not None else ()), *self._given(body, tenant)]
+        before = self._find_previous(body, tenant)
+        messages = [*(before.messages if before is not None else ()), *self._input_messages(body, tenant)]
         chat = await in_thread_if_long(request, lambda: body.to_chat(messages))
         return {"object": "response.input_tokens", "input_tokens": await self._chats.count_tokens(request, chat)}
 
@@ -95,9 +95,9 @@ class ResponsesRoutes:
             return _not_found(response_id)
         return AsciiJsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _given(self, body: ResponsesRequest, tenant: str) -> list[ChatFields]:
+    def _input_messages(self, body: ResponsesRequest, tenant: str) -> list[ChatFields]:
         """The messages of the body's input. Raises InvalidParameter for a reference to an item that is not kept, and
-        for a second reference to one item: a short body could make a prompt of gigabytes."""
+        for two references to one item: with many, a short body could make a prompt of gigabytes."""
         if isinstance(body.input, str):
             return [{"role": "user", "content": body.input}]
         references = [item.id for item in body.input if isinstance(item, ItemReference)]
@@ -128,7 +128,8 @@ class ResponsesRoutes:
                 "max_output_tokens", f"must be at most {most} for a response with {count} log-probabilities a token"
             )
 
-    def _previous(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
+    def _find_previous(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
+        """The response that the body continues; None if it begins a chat. Raises InvalidParameter if it is not kept."""
         if body.previous_response_id is None:
             return None
         stored = self._store.find_response(body.previous_response_id, tenant)

@@ -1,7 +1,7 @@
-"""TextLogprobs: which tokens the text of a message consists of, for their log-probabilities.
+"""TextLogprobs: the log-probabilities of the tokens that the text of a message consists of.
 
-An answer has tokens of reasoning, of markers and of calls too, and a parser holds some text back. So the parser gets
-the text of one token after another.
+An answer also has tokens of reasoning, of markers and of calls, and the parser holds some text back. So the parser gets
+the text token by token, and each token is assigned to the part that contains its text.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ Logprobs: TypeAlias = list[dict[str, Any]]  # of the tokens of a part, in OpenAI
 
 
 class TextLogprobs:
-    """Of one choice, whose `parser` it feeds."""
+    """The log-probabilities of one choice. It feeds the choice's `parser`."""
 
     def __init__(self, parser: OutputParser, formatter: LogprobsFormatter, *, skips_special_tokens: bool) -> None:
-        """`skips_special_tokens`: they are not in the text."""
+        """`skips_special_tokens`: the text does not contain special tokens."""
         self._parser = parser
         self._formatter = formatter
         self._offsets = formatter.offsets(skips_special_tokens, 0)
@@ -27,7 +27,7 @@ class TextLogprobs:
         self._held: list[tuple[str, TokenLogprob]] = []  # tokens whose text is in no part yet
 
     def feed_delta(self, delta: Delta, *, is_last: bool) -> list[tuple[Part, Logprobs]]:
-        """The parts that are certain now; texts with the log-probabilities of their tokens."""
+        """The parts that are certain now, each with the log-probabilities of its tokens if it is a text."""
         found: list[tuple[Part, Logprobs]] = []
         for text, token in self._split(delta):
             self._held.append((text, token))
@@ -48,7 +48,8 @@ class TextLogprobs:
         self._length = end
 
     def _take_logprobs(self, part: Part) -> Logprobs:
-        """The log-probabilities of the tokens that a text ends with. Tokens held before them are of markers."""
+        """The log-probabilities of the tokens of `part`, the last of the held tokens. The held tokens before them
+        belong to markers. Empty for a part that is not a text."""
         held, self._held = self._held, []
         if not isinstance(part, Content):
             return []

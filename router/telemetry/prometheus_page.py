@@ -199,8 +199,8 @@ def _add_ranks(page: _Page, groups: Sequence[GroupStatus]) -> None:
 class _ExpertCounts:
     """The tokens of each expert over all groups, so that the number of series does not grow with the groups.
 
-    The sums keep what groups counted that are lost or have restarted. A counter that falls means to Prometheus that it
-    began at 0 again: rate() would add the whole remaining sum.
+    The sums keep the counts of groups that are lost or have restarted. Without them the counter would fall. Prometheus
+    takes a fall for a restart at 0, so rate() would add the whole remaining sum.
     """
 
     def __init__(self) -> None:
