@@ -1,7 +1,7 @@
-"""Which attention backend a group takes, and why one cannot serve a model, a cache or a host. Pure; imports no torch.
+"""The choice of a group's attention backend, and its checks against model, KV pool and host. Pure; imports no torch.
 
-    triton       our Triton kernels on a GPU. The default: every model, dtype, quantised pool and card that Coatcheck
-                 serves, --deterministic, and one plan for steps that mix prompts and decodes
+    triton       Coatcheck's Triton kernels on a GPU. The default: every model, dtype, quantised pool and GPU that
+                 Coatcheck serves, --deterministic, and one plan for steps that mix prompts and decodes
     flashinfer   FlashInfer's paged prefill kernels (flashinfer-python)
     fa3          FlashAttention-3 (the package flash_attn_interface), for Hopper GPUs
 
@@ -24,15 +24,17 @@ from coatcheck.workers.core.model_spec import LayerSpec
 AttentionBackendSetting = Literal["auto", "triton", "flashinfer", "fa3"]
 Capability = tuple[int, int]  # of an NVIDIA GPU: (9, 0) for an H100
 
-MODEL_TYPES_WITH_SINKS: Final = frozenset({"gpt_oss", "mimo_v2_flash"})  # as far as config.json tells
+# The `model_type`s whose attention has sinks. For checks that know config.json alone.
+MODEL_TYPES_WITH_SINKS: Final = frozenset({"gpt_oss", "mimo_v2_flash"})
 NEVER_RUN: Final = "no GPU has run it from Coatcheck; its calls are tested against its documented interface alone"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLibrary:
-    """A library that computes attention in place of our kernels.
+    """A library that computes attention in place of Coatcheck's kernels.
 
-    `module`: the name that Python imports. `install`: how to get the library. `head_dims`, `capabilities`: for errors.
+    `module`: the name that Python imports. `install`: how to get the library. `head_dims`, `capabilities`: what
+    `fits_head_dim` and `fits_capability` accept, in words for errors.
     """
 
     module: str
@@ -72,7 +74,7 @@ def backend_name(setting: str) -> str:
 
 
 def installed_libraries() -> list[str]:
-    """The libraries of LIBRARIES that Python finds on this host. None is imported."""
+    """The keys of LIBRARIES whose module Python finds on this host. Imports none of them."""
     return [name for name, library in LIBRARIES.items() if find_spec(library.module) is not None]
 
 
@@ -85,9 +87,9 @@ def check_backend_model(
     deterministic: bool,
     has_sinks: bool,
 ) -> None:
-    """Raise InvalidConfig if a backend cannot serve these layers or this KV pool.
+    """Raise InvalidConfig if the backend of `setting` cannot serve these layers or this KV pool.
 
-    `dtype`: of the model; `kv_dtype`: of the pool; each None if it is not known yet.
+    `dtype`: of the model; None skips the checks of it. `kv_dtype`: of the KV pool; None skips the checks of it.
     """
     if (name := backend_name(setting)) == "triton":
         return
@@ -125,9 +127,10 @@ def check_backend_model(
 
 
 def check_backend_host(setting: str, *, device: str, capabilities: Sequence[Capability], is_installed: bool) -> None:
-    """Raise InvalidConfig if a backend cannot run on a host.
+    """Raise InvalidConfig if the backend of `setting` cannot run on a host.
 
-    `device`: cpu, cuda or hip (AMD). `capabilities`: of its GPUs. `is_installed`: whether Python finds the library.
+    `device`: cpu, cuda or hip (AMD). `capabilities`: of the host's GPUs. `is_installed`: whether Python finds the
+    backend's library on the host.
     """
     if (name := backend_name(setting)) == "triton":
         if setting == "triton" and device == "cpu":

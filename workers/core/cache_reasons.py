@@ -16,7 +16,7 @@ class Tier(Enum):
 
 
 class EvictionReason(Enum):
-    """Why this block was evicted and no other. The public contract uses these names."""
+    """Why the cache evicted this block rather than another. The public contract uses these names."""
 
     UNWANTED = 1  # a request said that it is not needed again
     LOWEST_VALUE = 2  # first in the order of the eviction policy

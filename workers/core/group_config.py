@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # `coatcheck plan` uses this module without gRPC
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """`kv_memory`: of each rank's KV pool. Above 1 in bytes, else a share of the free memory (see `is_share`).
+    """`kv_memory`: the size of each rank's KV pool. Up to 1: a share of the free memory. Above 1: bytes (`is_share`).
 
     `host_kv_memory`: the same for the host tier; 0 for none.
-    `state_snapshot_share`: the share of `kv_memory` for snapshots of states, of a model that keeps states.
+    `state_snapshot_share`: the share of `kv_memory` for snapshots of recurrent states. Only for models that have them.
     `gpu_memory_utilization`: the share of a GPU's memory that may be in use, the pool and everything else together.
     `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `mla_shard`: `tokens` divides the latents of a block's tokens over the ranks; `replicate` stores all on each.

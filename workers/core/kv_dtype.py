@@ -41,7 +41,7 @@ _BITS: Final = {
     KvDtype.INT4: 4,
 }
 
-# What operators write for `kv-dtype`, besides auto.
+# The values of the setting `kv-dtype`, besides auto.
 KV_DTYPES: Final = {
     "bf16": KvDtype.BFLOAT16,
     "fp16": KvDtype.FLOAT16,

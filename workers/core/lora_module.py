@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 
 class LoraModule(NamedTuple):
-    """`name`: what clients name as the model. `path`: a directory that PEFT wrote, with adapter_config.json and
-    adapter_model.safetensors."""
+    """`name`: the model name in requests for this adapter. `path`: a directory that PEFT wrote, with
+    adapter_config.json and adapter_model.safetensors."""
 
     name: str
     path: str

@@ -12,15 +12,18 @@ _MATRIX_ITEMSIZE: Final = 4  # matrices of states are float32, whatever the mode
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer, with the heads of one rank, or of all ranks together.
+    """One attention layer. The numbers of heads are those of one rank, or of all ranks together.
 
-    `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
-    values are part of the keys (MLA's latent cache), so that nothing is stored for them. `rope_head_dim`: with latent
-    attention, the last elements of a key: they are rotated, shared by all heads, and no part of the value.
-    `unpadded_v_dim`: elements of V in the model, if the pool stores V as long as K, with zeros behind; otherwise 0.
-    `token_shards`: the ranks over which the tokens of each block are divided (--mla-shard tokens); 1: every rank stores
-    every token. `token_shard`: which part is this rank's.
-    `kv_source`: the index of the earlier layer whose keys and values this layer reads (Gemma 3n and 4); None: the layer
+    `sliding_window`: in tokens; 0 for full attention.
+    `softcap`: the limit of the logit soft-capping; 0 for none.
+    `v_head_dim`: elements of V per head, as the pool stores it; None if equal to `head_dim`. 0 for latent attention
+    (MLA), whose values are part of the keys and are not stored again.
+    `rope_head_dim`: the last elements of a latent-attention key. They are rotated, shared by all heads, and no part of
+    the value. 0 for other attention.
+    `unpadded_v_dim`: elements of V in the model, if the pool pads V with zeros to the length of K; otherwise 0.
+    `token_shards`: the number of ranks that divide the tokens of each block (--mla-shard tokens). 1: every rank stores
+    every token. `token_shard`: the index of this rank's part.
+    `kv_source`: the index of the earlier layer whose keys and values this layer reads (Gemma 3n and 4). None: the layer
     stores its own.
     """
 
@@ -55,7 +58,7 @@ class LayerSpec:
 
     @property
     def output_dim(self) -> int:
-        """Elements of a head's output, of a model with keys and values of its own for every KV head."""
+        """Elements of one head's output. 0 for latent attention."""
         return self.unpadded_v_dim or self.value_dim
 
 
@@ -71,7 +74,7 @@ class StateSpec(ABC):
     @property
     @abstractmethod
     def window(self) -> tuple[int, int]:
-        """Shape of the convolution's last inputs, (inputs, channels), stored in the model's dtype."""
+        """Shape of the last inputs of the convolution, (tokens, channels), stored in the model's dtype."""
 
     @property
     @abstractmethod
@@ -142,8 +145,8 @@ class ShortConvSpec(StateSpec):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec(StateSpec):
-    """One Mamba-2 mixer. `groups`: of heads; the heads of a group share B and C. `norm_size`: elements over which the
-    gated norm takes a mean square; 0 without that norm."""
+    """One Mamba-2 mixer. `groups`: the number of groups of heads; the heads of a group share B and C. `norm_size`: the
+    number of elements whose mean square the gated norm takes; 0 without that norm."""
 
     heads: int
     head_dim: int
@@ -175,8 +178,8 @@ class ModelSpec:
     """A model as one of `tp` ranks holds it.
 
     `fingerprint`: identifies the weights, for block hashes and for failover between equal groups.
-    `layers`: those with attention. `state_layers`: those that keep a state for each sequence.
-    `num_weights`, `weight_bytes`: of this rank; the bytes with those of the adapters.
+    `layers`: the attention layers. `state_layers`: the layers that keep a state for each sequence.
+    `num_weights`: parameters on this rank. `weight_bytes`: bytes of the weights and of the LoRA adapters on this rank.
     """
 
     name: str
@@ -194,7 +197,8 @@ class ModelSpec:
     adapters: tuple[LoadedAdapter, ...] = ()
 
     def adapter_index(self, name: str) -> int:
-        """The index of an adapter in a step, from 1; 0 for "", no adapter. Raises ValueError for an unknown name."""
+        """The index that a StepPlan has for the adapter, from 1; 0 for "", no adapter. Raises ValueError for an unknown
+        name."""
         return [adapter.name for adapter in self.adapters].index(name) + 1 if name else 0
 
     @property
@@ -206,8 +210,8 @@ class ModelSpec:
     def attention_crossover(self) -> int:
         """The context length in tokens at which attention takes as long as the linears.
 
-        Per token, attention takes 4 * context * heads * head_dim FLOPs a layer (for latents: in the absorbed form), and
-        the linears 2 FLOPs a weight.
+        Per token, attention takes 4 * context * heads * head_dim FLOPs a layer (MLA: with absorbed projections), and
+        the linears take 2 FLOPs a weight.
         """
         return max(1, int(self.num_weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))
 

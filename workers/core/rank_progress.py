@@ -16,15 +16,20 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class RankProgress:
-    """`address` and the fields after it are set once the group serves.
+    """`done_bytes`, `total_bytes`: of the weights, while the rank loads.
 
-    `captured_graphs`, `total_graphs`: CUDA graphs, while the rank warms up. It captures all twice: first to measure
-    what a step needs beside the KV pool.
-    `address`: of rank 0. `max_model_len`: the longest sequence that the group accepts. `model_len`: the longest that it
-    would accept with a larger KV pool. `kernels`: those in use, as GroupStatus has them. `full_disk`: the result of
-    describe_full_disk for the rank's host; "" if there is room. `niceness`: of the rank's process, from -20 (scheduled
-    first) to 19. `numa_nodes`: of the rank's host, 1 on GPUs. `numa_node`: the one that the rank is bound to; None: it
-    is not bound.
+    `captured_graphs`, `total_graphs`: CUDA graphs, while the rank warms up. A rank captures every graph twice. The
+    first capture measures the memory that a step needs beside the KV pool.
+
+    Rank 0 sets these once the group serves:
+    `address`: host:port of rank 0's gRPC service. `num_blocks`: of the KV pool.
+    `max_model_len`: tokens of the longest sequence that the group accepts. `model_len`: the same if the KV pool set no
+    limit. `dtype`: of the model. `kernels`: the text of `GroupStatus.kernels`.
+
+    `full_disk`: the result of describe_full_disk for the rank's host; "" if there is room.
+    `niceness`: of the rank's process, from -20 (scheduled first) to 19.
+    `numa_nodes`: the number of NUMA nodes of the rank's host; 1 on GPUs. `numa_node`: the node that the rank is bound
+    to; None if it is not bound.
     """
 
     phase: Phase = Phase.STARTING

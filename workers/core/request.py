@@ -21,12 +21,12 @@ class EngineRequest:
 
     `resume[choice]`: output tokens that another group has delivered. They count as output (limits, penalties,
     positions) and are not sent again.
-    `priority`: the lowest number goes first.
+    `priority`: the lowest number is scheduled first.
     `uncached_tokens`: prompt tokens that the router expects to be computed; None for all.
-    `seconds_left`: the request must start within this time or is refused; None for no deadline.
-    `tenant`: "" if every `cache_salt` is a tenant.
+    `seconds_left`: a request that has not started within this time is refused; None for no deadline.
+    `tenant`: the owner of the request's blocks; "" if each `cache_salt` is a tenant of its own.
     `adapter`: the name of the LoRA adapter that all tokens are computed with; "" for none.
-    `pooling`: the first output of choice 0 has the prompt's embedding.
+    `pooling`: unless NONE, the first output of choice 0 has the prompt's embedding.
     """
 
     request_id: str

@@ -9,8 +9,8 @@ from coatcheck.workers.core.step_plan import StepPlan
 
 
 class PeerLost(RuntimeError):
-    """Another rank has died or did not answer a collective in time. Neither the rank that raises this nor the request
-    that it computes is at fault."""
+    """Another rank has died or did not answer a collective in time. The rank that raises this has not failed itself,
+    and no request that it computes is the cause."""
 
 
 class CopyStatus(IntEnum):
@@ -25,8 +25,8 @@ class CopyStatus(IntEnum):
 class CopyReport:
     """The progress of the copies between the tiers, over all ranks of a group.
 
-    `statuses`: of every copy that was planned and has not been reported as ended, oldest first.
-    `demote_seconds`, `restore_seconds`: recent time per block on the slowest rank; 0 if none was copied that way.
+    `statuses`: of every planned copy that no earlier report gave as CORRUPT or DONE, oldest first.
+    `demote_seconds`, `restore_seconds`: recent time per block on the slowest rank; 0 before the first such copy.
     """
 
     statuses: tuple[CopyStatus, ...]

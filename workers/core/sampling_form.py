@@ -1,11 +1,13 @@
-"""What the rows of a step ask of the sampler, and the form of the sampler that computes them. Pure.
+"""The sampling features that the rows of a step use, and the form of the sampler that computes them. Pure.
 
-If the vocabulary is divided over ranks, a step gathers the logits of all tokens on every rank, or, in the merged forms,
-each rank draws from its own tokens, and the ranks exchange what they drew. Both give the same tokens.
+If the vocabulary is divided over ranks, there are two ways to sample, which give the same tokens. Either every rank
+gathers the logits of all tokens. Or, in the merged forms, each rank draws from its own tokens, and the ranks exchange
+the drawn tokens.
 
-A form is a fixed sequence of kernels, whose inputs are tensors of the rank's slots, so a CUDA graph can hold a form.
-Other kernels need lists of the host, and are launched in every step that asks for them. Grammar masks, logit biases,
-`min_tokens`, and forbidden and forced tokens change the logits before the sampler. Log-probabilities read them.
+A form is a fixed sequence of kernels. Their inputs are tensors with a row for each slot, so a CUDA graph can capture a
+form. Other kernels read lists that the host makes for each step, and are launched outside the graph: grammar masks,
+logit biases, `min_tokens`, and forbidden and forced tokens change the logits before the sampler, and log-probabilities
+read them.
 """
 
 from collections.abc import Iterable
@@ -19,7 +21,7 @@ MAX_MERGED_TOP_K: Final = 64
 
 
 class SamplingFeature(Flag):
-    """What a sequence asks of the sampler. The features of several sequences are the union of theirs."""
+    """The sampling features that a sequence uses. Those of a step are the union over its sequences."""
 
     NONE = 0
     DRAW = auto()
@@ -33,9 +35,14 @@ class SamplingFeature(Flag):
 
 
 class SamplingForm(Enum):
-    """`GREEDY`: the largest logit of each row. `DRAWN`: filters and a draw, also for greedy rows beside drawn ones.
-    `PENALISED`: penalties before that. `MERGED`: the largest logit, or a draw without filters, of a rank's tokens.
-    `MERGED_FILTERED`: the same with top-k, top-p after top-k, and min-p."""
+    """How a step samples.
+
+    `GREEDY`: the largest logit of each row.
+    `DRAWN`: filters and a draw. Greedy rows may be among the drawn ones.
+    `PENALISED`: penalties, then as DRAWN.
+    `MERGED`: each rank takes the largest logit of its own tokens, or draws among them without filters.
+    `MERGED_FILTERED`: as MERGED, with top-k, top-p after top-k, and min-p.
+    """
 
     GREEDY = auto()
     DRAWN = auto()
@@ -67,7 +74,7 @@ _NEED_ALL_TOKENS: Final = {
 
 
 def features_of(params: SamplingParams, *, has_grammar: bool) -> SamplingFeature:
-    """What a request asks for."""
+    """The features that a request's parameters use."""
     is_drawn, few = params.temperature > 0.0, 0 < params.top_k <= MAX_MERGED_TOP_K
     many = params.top_k > MAX_MERGED_TOP_K or (params.top_p < 1.0 and not few)
     has = {

@@ -27,7 +27,8 @@ class Sequence:
     `end_token_ids`: end-of-sequence tokens (unless ignored) and the request's stop tokens.
     `num_registered`: leading blocks that are registered in the prefix cache.
     `num_restoring`: blocks that are being copied from the host tier. The sequence is in no plan until this is 0.
-    `cached_device_tokens`, `cached_host_tokens`: of the prompt, at the first admission; -1 before.
+    `cached_device_tokens`, `cached_host_tokens`: prompt tokens that the tiers had at the first admission. The first is
+    -1 before.
     `snapshot_points`: numbers of leading blocks after which the states are to be saved, ascending; a chunk ends there.
     `last_snapshot`: the number of leading blocks after which its states were last restored or saved; 0 before.
     `awaited_hash`: the last prefix block for which this sequence waited while another sequence computed it.

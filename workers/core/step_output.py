@@ -20,8 +20,9 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """`rank`: 1 for the most likely token. `top`: (token id, log-probability) of the most likely tokens, or of those
-    that the request names. `all_logprobs`: of all tokens if the request asks for them, little-endian float32 by id."""
+    """`rank`: 1 for the most likely token. `top`: (token id, log-probability) of the most likely tokens, or of the
+    tokens that the request names. `all_logprobs`: little-endian float32 [vocab_size] if the request asks for the
+    log-probabilities of all tokens, else empty."""
 
     token_id: int
     logprob: float
@@ -31,7 +32,7 @@ class TokenLogprob:
 
     @property
     def num_bytes(self) -> int:
-        """About the size of its message."""
+        """The approximate size of the protobuf message."""
         return 16 + 13 * len(self.top) + len(self.all_logprobs)
 
 
@@ -39,9 +40,9 @@ class TokenLogprob:
 class SequenceOutput:
     """New tokens of one choice.
 
-    `cached_*`, `queued_seconds`, `prefill_seconds`, `miss` and `embedding` are set with the first token only
-    (`cached_*`: else -1).
-    `prompt_logprobs` come in chunks as the prompt is computed, before or with the first token.
+    `cached_device_tokens`, `cached_host_tokens`, `queued_seconds`, `prefill_seconds`, `miss` and `embedding` are set in
+    the output with the first token, and have their defaults in all others.
+    `prompt_logprobs`: come in chunks as the prompt is computed, before or with the first token.
     """
 
     request_id: str
@@ -84,8 +85,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshotStats:
-    """Snapshots of recurrent states: `slots` and `held` at present; `saves`, `restores` and `evictions` since the
-    start."""
+    """Snapshots of recurrent states. `slots`, `held`: at present. `saves`, `restores`, `evictions`: since the start."""
 
     slots: int = 0
     held: int = 0
@@ -96,8 +96,8 @@ class StateSnapshotStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Totals since the start: `prompt_tokens` to `prefill_seconds`, `demotions` to `prefix_misses`. The others are
-    present values."""
+    """The counters from `prompt_tokens` to `prefill_seconds` and from `demotions` to `prefix_misses` are totals since
+    the start. The other fields are present values or running averages."""
 
     running: int
     waiting: int

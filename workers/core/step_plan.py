@@ -17,22 +17,24 @@ from coatcheck.proto.grammar import KINDS, Grammar
 from coatcheck.proto.sampling import ReasoningLimit, SamplingParams
 from coatcheck.workers.core.request import Pooling
 
-# The parameters that change the draw. Rank 0 handles the others, and the router stop strings.
+# The sampling parameters that every rank needs. Rank 0's engine handles the others, the router handles stop strings.
 _SAMPLING: Final = struct.Struct("=Q6f4i")
 _SAMPLING_FIELDS: Final = (
     "seed",
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_tokens", "logprobs", "prompt_logprobs"),
 )
-_NONE: Final = -2  # stands for None: -1 asks for the log-probabilities of all tokens
+_NONE: Final = -2  # encodes None; -1 is taken, it asks for the log-probabilities of all tokens
 _BIAS: Final = struct.Struct("=if")  # token, bias
 
 
 @dataclass(slots=True)
 class NewSequence:
-    """A sequence gets a slot.
+    """A sequence that gets a slot in this step. Ranks forget the sequence that had the slot before.
 
-    `stop_token_ids`: the model's and the request's end tokens, which may not be sampled before `min_tokens`.
+    `token_ids`: all known tokens, prompt and output. `prompt_len`: how many of them are the prompt.
+    `stop_token_ids`: the model's and the request's end tokens, which may not be sampled before `min_tokens`; empty
+    without `min_tokens`.
     `adapter`: the index in ModelSpec.adapters of the sequence's LoRA adapter, from 1; 0 without one.
     """
 
@@ -70,7 +72,8 @@ class StepPlan:
 
     Ranks apply the fields in this order: demotes, restores, new sequences, table writes, cow_copies, state_restores;
     then they compute all scheduled tokens in one forward pass, and apply state_saves. They report the progress of
-    demotes and restores (see CopyReport) and of grammars, which they compile beside the steps (see GrammarCompiler).
+    demotes and restores (see CopyReport). They compile the grammars in other threads, and report how many are compiled
+    (see GrammarCompiler).
     """
 
     step: int = 0
@@ -93,7 +96,7 @@ class StepPlan:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do but table writes."""
+        """Whether the plan has nothing but table writes."""
         work = self.scheduled, self.new_sequences, self.demotes, self.restores, self.dropped_grammars, self.new_grammars
         return not any(work)
 
@@ -211,7 +214,7 @@ def _take_sampling(reader: _Reader) -> SamplingParams:
 
 
 def _encode_grammar(grammar: Grammar) -> "array[int]":
-    """Kind, number of bytes of the text and of the prefix, and the bytes of both padded to int32."""
+    """[kind, bytes of the text, bytes of the prefix], then both texts as UTF-8, padded to whole int32."""
     text, prefix = grammar.text.encode(), grammar.prefix.encode()
     content = text + prefix
     return array("i", (KINDS.index(grammar.kind), len(text), len(prefix))) + array(

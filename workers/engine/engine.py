@@ -33,8 +33,8 @@ from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, G
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A launched step. `sequences`: those of `plan.scheduled`. `preemptions`: the `num_preemptions` of each when the
-    step was planned."""
+    """A launched step. `sequences`: those of `plan.scheduled`, in its order. `preemptions`: the `num_preemptions` of
+    each of `sequences` when the step was planned."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -44,10 +44,10 @@ class _StepInFlight:
 
 
 class Engine:
-    """The sequences of one group. `num_blocks`, `host_blocks`: blocks on the device and in host memory.
+    """`num_blocks`, `host_blocks`: blocks of the KV pool and of the host tier.
 
     `num_snapshots`: the runner's slots for snapshots of states. With 0, a model that keeps states has no prefix cache,
-    because its prompts start at snapshots alone.
+    because it can start a prompt only at a snapshot.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class Engine:
         self._kv_cache.reset_prefix_cache()
 
     def begin_snapshot(self) -> CacheSnapshot:
-        """Every prefix block held. Call this, and read its chunks, between two steps: then the events of all earlier
-        steps have been reported."""
+        """All prefix blocks that the group holds, to be read in chunks. Call this, and read each chunk, between two
+        steps, when the events of all earlier steps have been reported."""
         return self._kv_cache.begin_snapshot()
 
     def check(self) -> None:

@@ -1,5 +1,5 @@
-"""EngineLoop: the loop that owns an engine. Other threads reach the engine through a queue of commands, run between
-steps.
+"""EngineLoop: the loop that owns an engine. Other threads reach the engine through a queue of commands, which the loop
+runs between steps.
 
 An engine without work steps about once a second: an empty step is the group's heartbeat.
 """
@@ -16,9 +16,9 @@ from coatcheck.workers.core.step_output import EngineStats, StepOutput
 from coatcheck.workers.engine.engine import Engine
 
 HEARTBEAT_SECONDS = 1.0
-# Commands between two steps of an engine with work take this long, or as long as one command. Checking and hashing a
-# prompt takes 0.6 us a token: without a limit, 50 prompts of 32,000 tokens that arrive together delay every running
-# request by a second.
+# While the engine has work, no further command is begun after this time between two steps. Checking and hashing a
+# prompt takes 0.6 us a token: without the limit, 50 prompts of 32,000 tokens that arrive together would delay every
+# running request by a second.
 _MAX_COMMAND_SECONDS: Final = 0.01
 T = TypeVar("T")
 
@@ -26,8 +26,9 @@ T = TypeVar("T")
 class EngineLoop:
     """Call `run` in the thread that ran the warm-up.
 
-    A new thread is slower on CPUs. OpenMP keeps a team of threads for each thread that ever computed. If all teams
-    together outnumber the cores, no team spins any more, and every parallel region costs a wake-up.
+    On CPUs another thread would be slower. OpenMP keeps a team of threads for each thread that ever computed. If all
+    teams together have more threads than there are cores, no team spins any more, and every parallel region waits for
+    its threads to wake up.
 
     `on_step` and `on_death` are called in the engine's thread. `on_death` is called at most once, and last.
     """
@@ -45,7 +46,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = False
         self.last_step_at = time.monotonic()
-        self.prefill_tokens_per_second = 0.0  # measured until the last step
+        self.prefill_tokens_per_second = 0.0  # as of the last step; 0 before it is measured
 
     def submit_request(
         self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
@@ -101,8 +102,8 @@ class EngineLoop:
         self._commands.put(lambda: None)  # wakes a loop that waits for a command
 
     def _run_commands(self) -> None:
-        """Run the queued commands, as many as the time allows. If the engine has no work, wait for a command up to a
-        heartbeat."""
+        """Run queued commands for up to _MAX_COMMAND_SECONDS, or all of them while the engine has no work. Without
+        work, first wait up to HEARTBEAT_SECONDS for a command."""
         try:
             if not self._engine.has_work:
                 self._commands.get(timeout=HEARTBEAT_SECONDS)()

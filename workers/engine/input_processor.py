@@ -17,7 +17,7 @@ _MAX_KEYS: Final = 1024  # cached block keys
 
 
 class InputProcessor:
-    """`max_model_len`: the most tokens of a sequence that both the model and the KV pool can hold.
+    """`max_model_len`: the most tokens of a sequence that the settings, the model and the KV pool allow.
 
     `has_prefix_cache`: whether a prompt may start at a cached block.
     """
@@ -46,10 +46,10 @@ class InputProcessor:
 
     def make_sequences(self, request: EngineRequest, grammar_id: int | None) -> list[Sequence]:
         """One sequence for each choice. The first computes the prompt for the others, and the prefix registry records
-        the request's prefix; without a prefix cache each choice computes the prompt.
+        the request. Without a prefix cache each choice computes the prompt.
 
-        `grammar_id`: of the request's grammar, if every rank has compiled the grammar. Raises InvalidRequest, and
-        ContextLengthExceeded for more than max_model_len tokens, and then changes nothing.
+        `grammar_id`: of the request's grammar; None if it has none, or if not every rank has compiled it.
+        Raises InvalidRequest, or ContextLengthExceeded for more than max_model_len tokens, and then changes nothing.
         """
         self._check_request(request)
         if grammar_id is not None:
@@ -94,7 +94,7 @@ class InputProcessor:
             raise InvalidRequest(f"this group has no LoRA adapter {request.adapter!r}; see --lora-modules")
         wanted = prompt_len + (request.sampling.max_tokens or 1)
         if request.pooling is not Pooling.NONE and request.sampling.max_tokens == 1:
-            wanted = prompt_len  # the token beside an embedding is never computed, so it needs no place
+            wanted = prompt_len  # the one output token of an embedding request is never computed, so it needs no block
         if wanted > self._max_model_len:
             raise ContextLengthExceeded.for_limit(
                 self._max_model_len,

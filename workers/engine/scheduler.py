@@ -10,7 +10,8 @@ A cached prefix is not computed again. Blocks that only the host tier holds are 
 computing them. During its restores a sequence holds its slot and blocks but is in no plan. A sequence waits while
 another sequence computes the next block that both need.
 
-A prompt of a model with states starts at a snapshot of them. A chunk ends where a snapshot is to be saved.
+A prompt of a model with recurrent states starts at a snapshot of the states. A chunk ends where a snapshot is to be
+saved.
 
 When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. A sequence never
 preempts one that arrived before it, so the oldest sequence always finishes.
@@ -34,7 +35,8 @@ _BY_SORT_KEY: Final = attrgetter("sort_key")
 
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
-    """What a waiting sequence need not compute. `blocks`: its leading blocks, None for a restore from the host."""
+    """The part of a waiting sequence that need not be computed. `blocks`: its leading device blocks; None for a block
+    that must be restored from the host. `num_tokens`: their tokens that count as computed."""
 
     blocks: list[int | None]
     num_tokens: int
@@ -43,14 +45,14 @@ class _CachedPrefix:
 
 @dataclass(slots=True)
 class _TokenBudget:
-    """How many prompt tokens one step may still compute; `left` in tokens.
+    """How many prompt tokens one step may still compute. `left`: in tokens. `crossover`: see Scheduler.
 
-    While sequences decode, a chunk is charged for its attention over the tokens before it, in tokens of an empty
-    context, so that the last chunk of a long prompt delays the decodes no longer than the first:
+    If the step has decodes, a chunk also pays for its attention over the tokens before it, so that the last chunk of a
+    long prompt delays the decodes no longer than the first chunk:
 
         price(start, count) = count * (1 + (start + count / 2) / crossover)
 
-    In a step without decodes, price = count.
+    In a step without decodes, price(start, count) = count.
     """
 
     left: float
@@ -177,10 +179,11 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
         for sequence in list(self.running):
-            if len(scheduled) == self._max_batch_tokens:  # restores end together, so more can decode than a step has
+            # Restores that end together may leave more sequences to decode than max_batch_tokens.
+            if len(scheduled) == self._max_batch_tokens:
                 break
-            # At max_len the token in flight ends the sequence, whatever its id. A slot below 0: this loop has
-            # preempted the sequence for an older one.
+            # At max_len the token in flight ends the sequence, whatever its id. A slot below 0 means that this loop
+            # has preempted the sequence for an older one.
             if sequence.slot < 0 or sequence.num_unscheduled != 1 or sequence.num_tokens >= sequence.max_len:
                 continue
             if sequence.num_restoring:
@@ -208,7 +211,7 @@ class Scheduler:
         size = self._block_size
         start = sequence.num_scheduled
         for index in range(start // size, (start + count - 1) // size + 1):
-            is_sent = index < len(sequence.block_table)  # whether the ranks have this entry of the table
+            is_sent = index < len(sequence.block_table)  # whether the ranks' block table has this entry
             if not is_sent:
                 sequence.block_table += self.pool.allocate_blocks(1)
             elif not self.pool.is_writable(shared := sequence.block_table[index]):
@@ -216,7 +219,7 @@ class Scheduler:
                 plan.cow_copies.append((shared, sequence.block_table[index]))
                 self.pool.release_blocks([shared])
                 is_sent = False
-            # The block may still hold the KV of an evicted prefix block: save that before this step overwrites it.
+            # The block may still hold the KV of an evicted prefix block. Demote that before this step overwrites it.
             self.kv_cache.demote_evicted_block(sequence.block_table[index], plan)
             if not is_sent:
                 plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
@@ -229,7 +232,8 @@ class Scheduler:
     # Preemption.
 
     def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt until there is a block for the next token of `sequence`. False if `sequence` was preempted itself."""
+        """Preempt until there is a block for the next token of `sequence`. Return False if `sequence` itself had to be
+        preempted."""
         while self._count_missing_blocks(sequence) > self.pool.num_available:
             victim = self._cheapest_victim(sequence)
             self._preempt_sequence(victim, plan)
@@ -243,13 +247,14 @@ class Scheduler:
         table = sequence.block_table
         return int(index == len(table) or not self.pool.is_writable(table[index]))
 
-    def _cheapest_victim(self, needy: Sequence) -> Sequence:
-        """Of the sequences that arrived after `needy`, the cheapest to preempt (the latest of equals); else `needy`."""
-        later = [s for s in self.running if s.sort_key > needy.sort_key]
-        return max(later, key=lambda s: (-self.kv_cache.preemption_cost(s), s.sort_key), default=needy)
+    def _cheapest_victim(self, sequence: Sequence) -> Sequence:
+        """The cheapest sequence to preempt for `sequence`: of those that arrived later, or `sequence` if there is none.
+        Among equal costs the latest."""
+        later = [s for s in self.running if s.sort_key > sequence.sort_key]
+        return max(later, key=lambda s: (-self.kv_cache.preemption_cost(s), s.sort_key), default=sequence)
 
     def _preempt_sequence(self, victim: Sequence, plan: StepPlan) -> None:
-        # Decodes are planned oldest first and victims arrived later, so a victim is not in this plan yet.
+        # Decodes are planned oldest first, and a victim arrived later. So this plan has no token of the victim yet.
         plan.table_writes = [write for write in plan.table_writes if write.slot != victim.slot]
         self._requeue_sequence(victim)
         victim.num_preemptions += 1
@@ -344,9 +349,10 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence, *, with_decodes: bool) -> _CachedPrefix:
-        """The prompt blocks of the sequence's running `prompt_source`, else the cached blocks of both tiers.
+        """The prompt blocks of the sequence's running `prompt_source`, or else the cached blocks of both tiers.
 
-        With states only the latter: the source has those after its last token, and no longer those of its prompt."""
+        A model with states always takes cached blocks: the `prompt_source` has the states after its last token, no
+        longer those at the end of its prompt."""
         source = sequence.prompt_source
         if source is not None and source.slot >= 0 and not source.is_finished and self.kv_cache.states is None:
             shared = source.block_table[: self._count_blocks(sequence.prompt_len)]

@@ -1,4 +1,4 @@
-"""StepStatistics: an engine's counters since its start, and its measured speed. Routers route by both."""
+"""StepStatistics: an engine's counters since its start, and its measured speed. Load reports carry both to routers."""
 
 from collections import Counter
 from typing import Final
@@ -8,8 +8,8 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.straggler_signal import StragglerSignal
 
-_OLD_WEIGHT: Final = 0.9  # of a running average, per step
-_SHORTEST_PREFILL: Final = 32  # tokens; the duration of a shorter one is mostly its step's overhead
+_OLD_WEIGHT: Final = 0.9  # the weight of the old value in a running average, per step
+_SHORTEST_PREFILL: Final = 32  # tokens; a shorter prefill takes mostly the overhead of its step, and is not measured
 
 
 class StepStatistics:
@@ -30,7 +30,7 @@ class StepStatistics:
         return self._straggler.slowness
 
     def count_prompt(self, sequence: Sequence) -> None:
-        """Count the prompt of a sequence that has its first token, unless its `prompt_source` computed the prompt."""
+        """Count the prompt of a sequence that has its first token. No effect if its `prompt_source` computed it."""
         if sequence.prompt_source is None:
             self.prompt_tokens += sequence.prompt_len
             self.cached_device_tokens += max(sequence.cached_device_tokens, 0)

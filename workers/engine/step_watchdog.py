@@ -1,7 +1,7 @@
-"""StepWatchdog: ends a group whose step does not end.
+"""StepWatchdog: ends a group whose step hangs.
 
-A captured collective waits without limit for a rank that hangs or is gone, and the processes of the other ranks still
-answer their supervisor. So rank 0 watches its own steps. A group that ends is started again.
+A collective in a CUDA graph waits without limit for a rank that hangs or is gone, and the processes of the other ranks
+still answer their supervisor. So rank 0 watches its own steps. The supervisor restarts a group that has ended.
 """
 
 import threading
@@ -12,17 +12,20 @@ from typing import Final
 from coatcheck.workers.engine.engine_loop import EngineLoop
 
 _CHECK_SECONDS: Final = 1.0
-_UNMEASURED_STEP_SECONDS: Final = 60.0
+_UNMEASURED_STEP_SECONDS: Final = 60.0  # the longest step while the prefill rate is not measured
 _PREFILL_TOLERANCE: Final = 4.0  # attention over a long context makes some prefills slower than the average
 
 
 class StepHangs(Exception):
-    """No step has ended for longer than any step takes."""
+    """No step has ended for longer than the longest step may take."""
 
 
 class StepWatchdog:
-    """`limit_seconds`: returns the time after which a step hangs. `on_hang`: called at most once, in the watchdog's
-    thread, with a StepHangs. Call `start` before the loop runs, and `stop` after."""
+    """Call `start` before the loop runs, and `stop` after.
+
+    `limit_seconds`: returns the seconds after which a step counts as hung. `on_hang`: called at most once, in the
+    watchdog's thread, with a StepHangs.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class StepWatchdog:
             now = monotonic()
             if last_step_at != self._loop.last_step_at:
                 last_step_at, suspended = self._loop.last_step_at, 0.0
-            # While this process was stopped (SIGSTOP) or its host paused, the steps did not run either.
+            # While this process was stopped (SIGSTOP) or its host was suspended, no step could run either.
             suspended += max(now - woke_at - 2 * self._check_seconds, 0.0)
             woke_at = now
             age, limit = now - last_step_at - suspended, self._limit_seconds()
@@ -65,7 +68,7 @@ class StepWatchdog:
 
 
 def longest_step_seconds(prefill_tokens_per_second: float, max_batch_tokens: int) -> float:
-    """How long a step that does not hang takes at most. `prefill_tokens_per_second`: as measured; 0 before that."""
+    """The longest time in seconds that a step may take. `prefill_tokens_per_second`: 0 if not measured yet."""
     if not prefill_tokens_per_second:
         return _UNMEASURED_STEP_SECONDS
     return _PREFILL_TOLERANCE * max_batch_tokens / prefill_tokens_per_second

@@ -1,11 +1,12 @@
 """StragglerSignal: the ratio of a group's step time to the usual time of steps with the same amount of work.
 
-    work     = of a step: Σ over its sequences of tokens × (1 + context / crossover), in tokens of an empty context
-    usual    = seconds of a step of this much work, with or without prompts: by powers of two, averaged over minutes
+    work     = Σ over the sequences of a step: tokens × (1 + context / crossover)
+    usual    = the geometric mean of the seconds of steps with this much work (by powers of two), over minutes of steps.
+               Steps with prompts and steps without have means of their own
     slowness = Σ seconds / Σ usual seconds, over the last few seconds of steps
 
-Long contexts, large batches and long prompts are more work, not slowness. A slowdown that lasts becomes usual in time.
-The signal finds a machine that is throttled, swaps or has a bad link while its group still answers.
+Long contexts, large batches and long prompts are more work, not slowness. A slowdown that lasts for minutes becomes
+usual. The signal finds a machine that is throttled, swaps or has a bad link while its group still answers.
 """
 
 from math import exp, log
@@ -13,13 +14,14 @@ from typing import Final
 
 from coatcheck.workers.core.step_plan import StepPlan
 
-# Seconds of steps, not of the clock, so that an idle group is not judged by a few steps.
+# Time constants of the averages of recent and of usual steps. In seconds spent in steps, not of the clock, so that an
+# idle group is not judged by a few steps.
 _RECENT_SECONDS: Final = 4.0
 _USUAL_SECONDS: Final = 600.0
-_FEWEST_STEPS: Final = 20  # before the usual seconds of an amount of work are known
+_FEWEST_STEPS: Final = 20  # steps with an amount of work before its usual seconds are known
 # A longer step counts as this many seconds, unless such steps usually take longer: a single pause is no slowness.
 _LONGEST_PAUSE: Final = 2.0
-_IDLE_SECONDS: Final = 10.0  # a longer pause resets the slowness
+_IDLE_SECONDS: Final = 10.0  # a longer time without a step resets the slowness
 
 
 class StragglerSignal:
@@ -33,7 +35,7 @@ class StragglerSignal:
 
     @property
     def slowness(self) -> float:
-        """Over the last few seconds of steps. 1 is usual; also 1 while too little is known."""
+        """Recent step time over usual step time. 1 is usual. Also 1 until there were enough recent steps."""
         return self._spent / self._expected if self._spent > _RECENT_SECONDS / 2 else 1.0
 
     def record_step(self, plan: StepPlan, seconds: float, now: float) -> None:

@@ -1,8 +1,8 @@
 """Limits of this process's cgroup, version 1 or 2: memory and processor time.
 
-A container shares the host's counts of cores and memory. Its limits stand in its cgroup and in the cgroups above that
-one, and the lowest limit holds. Inside a container without a cgroup namespace /proc/self/cgroup has the host's path,
-which does not exist there; the mounted root is then the container's own cgroup.
+In a container the system calls report the cores and memory of the host. The container's limits are those of its cgroup
+and of that cgroup's parents; the lowest limit holds. In a container without a cgroup namespace /proc/self/cgroup has a
+path of the host that does not exist in the container. The mounted root is then the container's own cgroup.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class _MemoryFiles:
-    """Names of a cgroup's files, and of the line of memory.stat with the inactive page cache. `kills`: the file that
-    counts the processes that the kernel has killed for lack of memory."""
+    """Names of a cgroup's files. `inactive`: the line of memory.stat with the inactive page cache. `kills`: the file
+    that counts the processes that the kernel has killed for lack of memory."""
 
     limit: str
     used: str
@@ -42,8 +42,8 @@ def free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None
 
 
 def memory_kills(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> dict[int, int]:
-    """How many processes of this process's cgroups the kernel has killed for lack of memory, since the cgroups exist.
-    By the cgroup's memory limit in bytes; cgroups without a limit are left out."""
+    """{memory limit in bytes: processes killed for lack of memory} of this process's cgroups, since they were created.
+    Leaves out cgroups without a limit."""
     kills: dict[int, int] = {}
     for folder in _folders("memory", root, membership):
         for files in _MEMORY:
@@ -54,7 +54,7 @@ def memory_kills(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> dict[int
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
-    """Cores whose time this process may use at once by the quotas of its cgroups; None without a quota."""
+    """The lowest CPU quota of this process's cgroups, in cores; None without a quota."""
     quotas = [_quota(folder) for folder in _folders("cpu", root, membership)]
     return min((cores for cores in quotas if cores is not None), default=None)
 
@@ -67,7 +67,7 @@ def _folders(controller: str, root: Path, membership: Path) -> Iterator[Path]:
         lines = []
     paths = {names: path for _, names, path in (line.split(":", 2) for line in lines if line.count(":") >= 2)}
     first = root / controller
-    # Version 1 has a folder for each controller. In version 2 that may be the name of a cgroup.
+    # Version 1 has a folder for each controller. In version 2 a folder of that name may be a cgroup.
     if first.is_dir() and not (root / "cgroup.controllers").exists():
         path = next((path for names, path in paths.items() if controller in names.split(",")), "/")
         top = first

@@ -1,11 +1,10 @@
 """CrashRecord: a file on a rank's host that says why the rank ended.
 
 The file holds the error that the rank raised, or the signal that Python's fault handler caught (SIGSEGV, SIGBUS,
-SIGFPE, SIGILL, SIGABRT). The file of a rank that was killed, or that only lost another rank, is empty. From these files
-a group's next incarnation tells whether a request may have crashed the last one.
+SIGFPE, SIGILL, SIGABRT). The file is empty if the rank was killed by SIGKILL, or ended because it lost another rank.
+From these files the next incarnation of a group tells whether a request may have crashed the previous one.
 
-All records are in a folder that only this user can enter, because the folder above is Ray's, where every user may
-write.
+All records are in a folder that only this user can enter. Its parent is Ray's folder, where every user may write.
 """
 
 import faulthandler
@@ -26,8 +25,8 @@ _log = logging.getLogger(__name__)
 class CrashRecord:
     """The record of one rank of one incarnation of a group.
 
-    `base`: the common start of the paths of that incarnation's records; "" for no records. Its folder is created if it
-    is missing, and used only if it is private (see PrivateFolder).
+    `base`: the common start of the paths of that incarnation's records; "" for no records. The folder of `base` is
+    created if it is missing, and used only if it is private (see PrivateFolder).
     """
 
     def __init__(self, base: str, rank: int, tp: int) -> None:
@@ -71,9 +70,9 @@ class CrashRecord:
 
 
 def read_crash(base: str, ranks: list[int], tp: int) -> str | None:
-    """How an incarnation ended, by the records of `ranks` on this host.
+    """A description of the first crash among `ranks` of an incarnation, by their records on this host.
 
-    The first crash in words; "" if none of the ranks crashed; None if that is unknown, because records are missing.
+    "" if none of the ranks crashed. None if records are missing, so that it is unknown.
     """
     crash, is_complete = _find_crash(base, ranks, tp)
     return crash if crash or is_complete else None
@@ -94,7 +93,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _find_crash(base: str, ranks: list[int], tp: int) -> tuple[str, bool]:
-    """(the first crash among `ranks`, or ""; whether all records before it could be read)."""
+    """(the first crash among `ranks`, or ""; whether the records suffice to say so)."""
     is_complete = True
     for rank in ranks:
         folder_path, name = _folder_and_name(base, rank)

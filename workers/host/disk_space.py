@@ -1,7 +1,7 @@
 """Detects a full disk under Ray's folder.
 
-A Ray process first opens its log files. If the disk is full it ends at once without a message, and Ray reports only
-that it died.
+A Ray process first opens its log files. If the disk is full, the process ends at once without a message, and Ray
+reports only that the process died.
 """
 
 import os
@@ -15,7 +15,7 @@ _FULL_BYTES: Final = 1 << 20  # a starting process writes a few hundred KiB of l
 def describe_full_disk(logs: str | Path) -> str:
     """A clause for an error message if the disk of `logs`, a Ray session's log folder, is full; else "".
 
-    A disk without free inodes is full, too. A disk that cannot be checked counts as not full.
+    A disk without free inodes counts as full, too. A disk that cannot be checked counts as not full.
     """
     try:
         about = os.statvfs(logs)

@@ -1,9 +1,9 @@
 """Binds a rank on CPUs to a NUMA node, so that it reads weights and KV blocks from the memory of its own node.
 
-A host with several sockets has several nodes, and a core reads memory of another node more slowly. With at least as
-many ranks on a host as nodes, each rank runs on the cores of one node; consecutive ranks, which exchange tensors, share
-a node or are on neighbours. Linux allocates a page on the node whose core touches it first, so binding the cores also
-places the memory. With fewer ranks than nodes a rank needs the cores of several nodes, and none is bound.
+A host with several sockets has several nodes. A core reads the memory of another node more slowly. With at least as
+many ranks on a host as nodes, each rank runs on the cores of one node. Consecutive ranks, which exchange tensors, are
+on the same node or on consecutive nodes. Linux allocates a page on the node whose core touches it first, so binding the
+cores also places the memory. With fewer ranks than nodes a rank needs the cores of several nodes, and no rank is bound.
 """
 
 import os
@@ -21,7 +21,7 @@ _NODES: Final = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True)
 class NumaNode:
-    """`cores`: its logical CPUs that this process may use; at least one."""
+    """`cores`: the logical CPUs of the node that this process may use; at least one."""
 
     number: int
     cores: frozenset[int]
@@ -29,8 +29,8 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class NumaBinding:
-    """`num_nodes`: of the host. `node`: the one that the rank is bound to; None: it is not bound. `sharing_ranks`: the
-    ranks that are bound to that node."""
+    """`num_nodes`: the number of NUMA nodes of the host. `node`: the node that the rank is bound to; None if it is not
+    bound. `sharing_ranks`: the number of ranks that are bound to `node`."""
 
     num_nodes: int = 1
     node: NumaNode | None = None
@@ -44,7 +44,8 @@ class NumaBinding:
 def bind_rank(config: GroupConfig, rank_on_host: int, ranks_on_host: int) -> tuple[GroupConfig, NumaBinding]:
     """Bind this process to the node that `choose_binding` chooses, if the group runs on CPUs.
 
-    Returns the settings with the threads that the rank then has, and the binding.
+    Returns the settings with `threads` set to the rank's share of the node's cores (unless the operator set it), and
+    the binding.
     """
     if config.device != "cpu":
         return config, NumaBinding()
@@ -61,7 +62,8 @@ def bind_rank(config: GroupConfig, rank_on_host: int, ranks_on_host: int) -> tup
 
 
 def _threads() -> list[int]:
-    """The threads of this process. Ray runs an actor's methods in threads that exist before the actor does."""
+    """The ids of this process's threads. All must be bound, because Ray runs an actor's methods in threads that it
+    started before the actor."""
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 

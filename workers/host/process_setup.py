@@ -1,6 +1,6 @@
-"""The environment that a rank's process needs before torch is imported, and its immediate end after a failure.
+"""The environment that a rank's process needs before torch is imported, and the end of the process after a failure.
 
-OpenMP reads its environment once, when torch loads it. This module therefore imports no torch.
+OpenMP reads its environment once, when torch loads OpenMP. This module therefore imports no torch.
 """
 
 import logging
@@ -18,11 +18,12 @@ def set_thread_environment(*, threads: int, host: str) -> None:
 
     `threads`: OpenMP threads of this rank. `host`: the address on which the ranks connect.
     """
-    # Two thread pools that spin on shared cores stall each other for milliseconds.
+    # The threads of all ranks together must not outnumber the cores: two thread pools that spin on the same cores stall
+    # each other for milliseconds.
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # A thread that waits at a barrier sleeps after this many spins (about 0.1 ms). By default a thread spins on, and
-    # wastes its core while the thread it waits for has lost its own core to the router. A step takes 7.9 ms instead of
-    # 8.3, though the noise was as large (bench/LOG.md, 2026-11-21).
+    # A thread that waits at a barrier sleeps after this many spins (about 0.1 ms). By default it keeps spinning, and
+    # wastes its core while the thread that it waits for has lost its core to the router. With the limit a step took
+    # 7.9 ms, without it 8.3 ms; the noise was as large (bench/LOG.md, 2026-11-21).
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     if host in ("127.0.0.1", "localhost"):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -31,7 +32,8 @@ def set_thread_environment(*, threads: int, host: str) -> None:
 def divide_cores(threads: int, ranks_on_host: int) -> int:
     """Intra-op threads of one rank: `threads` if set, else an equal share of this process's cores.
 
-    A container's quota is rounded down: the kernel stops threads that exceed it for the rest of each 0.1 s.
+    A container's CPU quota is rounded down, because the kernel stops threads that exceed the quota for the rest of each
+    period of 0.1 s.
     """
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     if quota is not None:
@@ -47,9 +49,10 @@ def exit_process(name: str, error: BaseException) -> NoReturn:
 
 
 def show_assigned_gpus(assigned: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Make only this process's GPUs visible if Ray was told not to do so. Call this before CUDA starts.
+    """Make only this process's GPUs visible if Ray was told not to (RAY_EXPERIMENTAL_NOSET_…_VISIBLE_DEVICES).
 
-    `assigned`: the ids that Ray gave the process. Without this every rank of a host would take the first GPU.
+    Otherwise every rank of a host would take the first GPU. Call this before CUDA starts. `assigned`: the ids of the
+    GPUs that Ray gave the process.
     """
     for vendor in ("CUDA", "HIP"):
         if assigned and environment.get(f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES", "") not in ("", "0"):

@@ -1,16 +1,16 @@
 """BlockLayout: the byte offsets of each layer's keys and values inside one block of the KV pool.
 
-A rank's pool is uint8 [num_blocks, bytes_per_block]. A block holds `block_size` tokens of every layer in one piece, so
-that one copy moves it:
+A rank's pool is uint8 [num_blocks, bytes_per_block]. A block is contiguous and holds `block_size` tokens of every
+layer, so one copy moves it:
 
     elements of each layer     K [kv_heads, block_size, head_dim], V [kv_heads, block_size, value_dim]
     scales of each layer       K [kv_heads, block_size], V the same; float16, only if the elements are quantised
 
-Layers may differ in heads and head_dim. With latent attention (MLA), K is the latent [1, block_size, kv_lora_rank], and
-in place of V stands the rotary key [1, block_size, qk_rope_head_dim]. Each has scales of its own, because the latent is
-normalised and the rotary key is not. With --mla-shard tokens a rank's block holds block_size / token_shards of the
-block's tokens. A layer that reads the keys and values of an earlier layer has that layer's offsets, and takes no room.
-`kv_memory.py` makes tensors of the offsets.
+The elements of all layers come first, then the scales of all layers. Layers may differ in heads and head_dim. With
+latent attention (MLA), K is the latent [1, block_size, kv_lora_rank], and V is the rotary key [1, block_size,
+qk_rope_head_dim]. Each has its own scales, because the latent is normalised and the rotary key is not. With --mla-shard
+tokens a rank's block holds block_size / token_shards of the block's tokens. A layer that reads the keys and values of
+an earlier layer has that layer's offsets, and takes no bytes. `kv_memory.py` makes tensors from the offsets.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.kv_dtype import SCALE_BYTES, KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 
-_ALIGNMENT = 64  # a cache line; of every block and every K and V
-_SCALES_ALIGNMENT = 16
+_ALIGNMENT = 64  # bytes, a cache line: of every block, every K and every V
+_SCALES_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOffsets:
-    """Byte offsets of one layer inside a block. Those of scales have no meaning without quantisation."""
+    """Byte offsets of one layer inside a block. `k_scales`, `v_scales`: only of a quantised pool."""
 
     spec: LayerSpec
     k: int
@@ -46,8 +46,11 @@ class BlockLayout:
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec], block_size: int, kv_dtype: KvDtype) -> Self:
-        """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements, and for a block whose
-        tokens cannot be divided."""
+        """The layout of a rank's blocks for the attention layers `specs`.
+
+        Raises InvalidConfig if int4 meets an odd head_dim (a byte holds two elements), or if a layer's token_shards
+        does not divide `block_size`.
+        """
         element_bytes, scale_bytes = list[int](), list[int]()  # of K and V of each layer that stores its own
         stored = {index: spec for index, spec in enumerate(specs) if spec.kv_source is None}
         for index, spec in stored.items():
@@ -78,7 +81,7 @@ class BlockLayout:
 
     @property
     def scale_bytes_per_token(self) -> float:
-        """The part of `bytes_per_token` that scales take."""
+        """The part of `bytes_per_token` that scales take; 0 without quantisation."""
         scale_bytes = self.bytes_per_block - self.layers[0].k_scales
         return scale_bytes / self.block_size if self.kv_dtype.is_quantised else 0.0
 

@@ -1,9 +1,9 @@
 """BlockPool: reference counts of the KV pool's blocks, and which blocks hold which prefix.
 
-A block is *used* (reference count above 0), *cached* (no reference, but its prefix can be found and may be evicted) or
-*free*. Callers release the blocks of a sequence together, so that its last block becomes evictable first. The KV of an
-evicted prefix stays in its block until the block's next owner writes to it; until then the host tier can still copy it.
-The snapshot of states at an evicted block is dropped at once: no prompt can start there without the KV.
+A block is *used* (reference count above 0), *cached* (no reference; prompts find its prefix, and it can be evicted) or
+*free*. Callers release all blocks of a sequence in one call, so that its last block becomes evictable first. The KV of
+an evicted prefix stays in its block until the block's next owner writes to it. Until then the block can be demoted to
+the host tier. The snapshot of states at an evicted block is dropped at once: no prompt can start there without the KV.
 """
 
 from collections import Counter, OrderedDict
@@ -17,7 +17,7 @@ from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
 
 class BlockPool:
-    """Blocks 0 to `num_blocks` - 1. `states`: snapshots after these blocks, of a model that keeps states; else None."""
+    """Blocks 0 to `num_blocks` - 1. `states`: the snapshots at these blocks; None unless the model keeps states."""
 
     def __init__(self, num_blocks: int, evictor: Evictor, states: StateSnapshots | None = None) -> None:
         self.num_blocks = num_blocks
@@ -47,7 +47,7 @@ class BlockPool:
         return [self._allocate_block() for _ in range(count)]
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
-        """The block that holds this prefix, used or not, or None."""
+        """The block that holds this prefix, used or cached. None if there is none."""
         return self._by_hash.get(block_hash)
 
     def is_unused(self, block: int) -> bool:
@@ -69,7 +69,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def release_blocks(self, blocks: Iterable[int]) -> None:
-        """Drop one reference from each. `blocks` are in the order of their sequence."""
+        """Drop one reference from each. `blocks`: in the order of the block table of their sequence."""
         for block in reversed(list(blocks)):
             assert self._ref_counts[block] > 0, f"block {block} released but not held"
             self._ref_counts[block] -= 1
@@ -82,7 +82,8 @@ class BlockPool:
     def register_block(
         self, block: int, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = ""
     ) -> int:
-        """Make a full, computed block findable. Return the block that holds this prefix: the first registered."""
+        """Add a full, computed block to the prefix cache. Return the block that holds this prefix: `block`, or the
+        block that was registered for `block_hash` before. `depth`: the number of blocks before it in the prompt."""
         assert self._prefixes[block] is None, f"block {block} already has a prefix"
         known = self._by_hash.setdefault(block_hash, block)
         if known == block:
@@ -91,7 +92,7 @@ class BlockPool:
         return known
 
     def requeue_block(self, block_hash: bytes) -> None:
-        """Queue the block for eviction again after its retention claims have changed. No effect on used blocks."""
+        """Queue a cached block for eviction again, after its retention claims have changed. No effect on others."""
         block = self._by_hash.get(block_hash)
         if block is not None and (prefix := self._prefixes[block]) is not None:
             self.evictor.requeue_block(prefix)
@@ -120,7 +121,7 @@ class BlockPool:
         return list(self._by_hash)
 
     def stored_events(self, hashes: Iterable[bytes]) -> list[KvEvent]:
-        """A stored event for each of these prefix blocks that is here."""
+        """A stored event for each of these prefix blocks that the pool still has."""
         blocks = (self._by_hash.get(block_hash) for block_hash in hashes)
         prefixes = (self._prefixes[block] for block in blocks if block is not None)
         return [KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.DEVICE) for prefix in prefixes if prefix]

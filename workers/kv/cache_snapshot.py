@@ -1,9 +1,8 @@
 """CacheSnapshot: the prefix blocks of both tiers and the snapshots of states, read in chunks.
 
-The caches change between two chunks. A subscriber applies chunks and KV events in the order in which they were made.
-After each of them it has only blocks that are held, and after the last chunk all blocks that are held. A chunk leaves
-out a block that has been evicted since the snapshot began. A block that is stored after that is reported by its own
-event.
+The caches change between two chunks. A subscriber applies chunks and KV events in the order in which they were made. It
+then never knows a block that the tiers lack, and after the last chunk it knows every block that they have. A chunk
+leaves out the blocks that were evicted since the snapshot began. A block that was stored since then has an event.
 """
 
 from coatcheck.workers.core.step_output import KvEvent
@@ -13,11 +12,11 @@ from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
 
 class CacheSnapshot:
-    """Begin it and read each chunk between two steps, when every event has been drained. Otherwise an event that
-    follows could be older than the chunk, and a subscriber would have more blocks than fit."""
+    """Create it, and read each chunk, between two steps, when all KV events have been drained. Otherwise an event older
+    than a chunk could follow the chunk, and a subscriber would count blocks that have been evicted."""
 
     def __init__(self, *tiers: BlockPool | HostPool | StateSnapshots) -> None:
-        # Only hashes are copied here: the events of all blocks would stop the engine's next step for long.
+        # Copies only the hashes: to make the events of all blocks at once would delay the engine's next step.
         listed = [(tier, tier.prefix_hashes()) for tier in tiers]
         self._unread = [(tier, hashes) for tier, hashes in listed if hashes]
         self._position = 0  # in the first list
@@ -28,8 +27,8 @@ class CacheSnapshot:
         return not self._unread
 
     def read_chunk(self, max_blocks: int) -> list[KvEvent]:
-        """Stored events of the next `max_blocks` blocks, as far as they are still held. A parent is read before its
-        children."""
+        """Stored events of up to `max_blocks` further blocks, without those evicted meanwhile. Parents come before
+        their children. Empty once complete."""
         if self.is_complete:
             return []
         pool, hashes = self._unread[0]

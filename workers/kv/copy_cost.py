@@ -1,8 +1,8 @@
-"""CopyCost: the measured time to copy a block between the tiers, against the time to compute it again.
+"""CopyCost: compares the measured time to copy a block between the tiers with the time to compute it again.
 
-The scheduler uses it to choose between restoring and recomputing a prefix, between demoting and dropping an evicted
-block, and the cheapest sequence to preempt; and to limit the copies of a step. A copy that has not been measured (0)
-counts as free, so that the first copies are made and measured.
+It decides whether to restore or recompute a prefix, whether to demote or drop an evicted block, which sequence is the
+cheapest to preempt, and how many blocks a step copies. A copy that has not been measured (0) counts as free, so that
+the first copies are made and measured.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from typing import Final
 
 from coatcheck.workers.core.runner_protocol import CopyReport
 
-# The share of a decode step's time that copies may take. 15% raises the p99 of inter-token latency by 1.4 times, 25%
-# by 1.5 (bench/LOG.md).
+# The share of a decode step's time that copies may take. 15% raises the p99 of the inter-token latency 1.4 times, 25%
+# raises it 1.5 times (bench/LOG.md).
 _SHARE_BESIDE_DECODES: Final = 0.15
-# Without decodes, the seconds of copies in a step. A longer step would delay a request that arrives meanwhile.
+# The seconds of copies in a step without decodes. A longer step would delay a request that arrives meanwhile.
 _MAX_SECONDS_ALONE: Final = 0.02
 _UNMEASURED_BLOCKS_PER_STEP: Final = 8
 
 
 @dataclass(slots=True)
 class CopyCost:
-    """Seconds, 0 if not measured: `demote` and `restore` of one block on the slowest rank, `prefill` of one token,
-    `step` of a decode step."""
+    """All times are in seconds; 0 if not measured. `demote`, `restore`: of one block on the slowest rank. `prefill`: of
+    one token. `step`: of a decode step."""
 
     block_size: int
     demote: float = 0.0
@@ -30,14 +30,16 @@ class CopyCost:
     step: float = 0.0
 
     def update(self, copy_report: CopyReport | None, *, tokens_per_second: float, step: float) -> None:
-        """Record how fast ranks copy, prefill and decode. `copy_report`: None without a new measurement."""
+        """Record how fast ranks copy, prefill (`tokens_per_second`) and decode (`step`, in seconds). `copy_report`:
+        None without a new measurement."""
         self.prefill = 1 / tokens_per_second if tokens_per_second else 0.0
         self.step = step
         if copy_report is not None:
             self.demote, self.restore = copy_report.demote_seconds, copy_report.restore_seconds
 
     def is_restore_faster(self, num_blocks: int, *, num_queued: int, with_decodes: bool) -> bool:
-        """Whether restoring `num_blocks`, after `num_queued` restores, takes less time than computing them."""
+        """Whether restoring `num_blocks` blocks, after the `num_queued` queued ones, takes less time than computing
+        them."""
         if not self.prefill:
             return True
         seconds = (num_queued + num_blocks) * self.restore

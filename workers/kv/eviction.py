@@ -1,9 +1,10 @@
 """Evictor: which evictable block of a tier is evicted next.
 
-A block is *evictable* while no sequence and no copy uses it. Each tier (device pool, host pool) has an evictor. A block
-is evicted only after the blocks that follow it in the same prompt, because a suffix is useless without its prefix. So
-only *leaves*, evictable blocks without evictable children, are queued. A snapshot of states is of use without those
-before it, so in Tier.STATE every block is a leaf. There are four queues, emptied in this order:
+A block is *evictable* while no sequence and no copy uses it. Each tier (device pool, host pool, snapshots of states)
+has an evictor. A block is evicted only after the blocks that follow it in the same prompt, because a suffix is useless
+without its prefix. So only *leaves* are queued: evictable blocks without evictable children. A snapshot of states can
+be used without the snapshots before it, so in Tier.STATE every block is a leaf. There are four queues. The evictor
+empties them in this order:
 
     unwanted    a request said that it is not needed again (retention priority 0); oldest first
     ordinary    all others, in the order of an `EvictionPolicy`
@@ -28,7 +29,7 @@ PROTECTED_SHARE: Final = 0.5
 PROTECTION_SECONDS: Final = 600.0
 # The share of a tier's blocks that requests can retain. Beyond it the lowest priorities become ordinary.
 RETAINED_SHARE: Final = 0.25
-# Protections and retentions that have ended are looked for this often, and when no ordinary block is left.
+# `evict_block` looks for ended protections and retentions this often, and whenever no ordinary block is left.
 _REFRESH_SECONDS: Final = 1.0
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ T = TypeVar("T")
 class Evictor:
     """The evictable blocks of a tier of `capacity` blocks.
 
-    Operations take amortised O(log) of their number, apart from a scan of the protected and the retained blocks each
-    time that protections and retentions are looked through.
+    With n evictable blocks, an operation takes O(log n), amortised. Every _REFRESH_SECONDS `evict_block` also scans the
+    protected and the retained blocks.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Evictor:
         return prefix
 
     def check(self, evictable: Iterable[PrefixBlock]) -> None:
-        """Raises AssertionError unless the blocks here are `evictable`, and the candidates are their leaves."""
+        """Raises AssertionError unless the evictor has exactly the blocks `evictable`, and their leaves are queued."""
         expected = {prefix.block_hash: prefix for prefix in evictable}
         actual = {block_hash: candidate.prefix for block_hash, candidate in self._candidates.items()}
         assert expected == actual, "other blocks"
@@ -126,17 +127,17 @@ class Evictor:
         assert all(self._next_expiry <= until for _, until in self._claims.values()), "a retention never ends"
 
     def _parent_hash(self, prefix: PrefixBlock) -> bytes:
-        """The block that is evicted only after `prefix`; b"" if there is none."""
+        """The hash of the block that is evicted only after `prefix`; b"" if there is none."""
         return b"" if self._tier is Tier.STATE else prefix.parent_hash
 
     def _pop_candidate(self) -> tuple[PrefixBlock, EvictionReason]:
         while (candidate := self._unwanted.pop()) is not None:
             if candidate.prefix.claims.is_unwanted(self.registry.now):
                 return candidate.prefix, EvictionReason.UNWANTED
-            self._queue_leaf(candidate)  # requested again since
+            self._queue_leaf(candidate)  # a later request asked for it, so it is no longer unwanted
         reason = EvictionReason.LOWEST_VALUE
         while (candidate := self._ordinary.pop()) or self._end_expired_retentions() or self._end_protections():
-            if candidate is None:  # blocks have become ordinary just now, or unwanted
+            if candidate is None:  # the condition has just queued blocks as ordinary or unwanted
                 if (candidate := self._unwanted.pop()) is not None:
                     return candidate.prefix, EvictionReason.UNWANTED
                 continue
@@ -170,8 +171,8 @@ class Evictor:
         return self._num_blocks_of[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < PROTECTION_SECONDS
 
     def _end_protections(self) -> bool:
-        """If a candidate in `_protected` is not protected any more, make all of them ordinary: those that still are
-        come back when the policy picks them. Return whether there was one."""
+        """If any candidate in `_protected` is no longer protected, move all of them to `_ordinary`, and return True.
+        The others return to `_protected` when the policy picks them."""
         self._protected = deque(candidate for candidate in self._protected if candidate.is_queued)
         if all(self._is_protected(candidate.prefix.tenant) for candidate in self._protected):
             return False
@@ -188,7 +189,8 @@ class Evictor:
             self._next_expiry = min(self._next_expiry, claim[1])
 
     def _end_expired_retentions(self) -> bool:
-        """Queue the blocks anew whose claim in force has expired. Return whether there were any."""
+        """Replace or end the retention claims that have expired, and queue their leaves again. Return whether any had
+        expired."""
         if self.registry.now < self._next_expiry:
             return False
         expired = [block_hash for block_hash, (_, until) in self._claims.items() if until <= self.registry.now]
@@ -201,7 +203,8 @@ class Evictor:
         return bool(expired)
 
     def _limit_retained(self) -> None:
-        """End the retentions of lowest priority beyond the limit: of a leaf and its parents of no higher priority."""
+        """While more blocks are retained than the limit allows, end the retention of the leaf with the lowest priority,
+        and of its ancestors up to one with a higher priority."""
         while len(self._claims) > self._max_retained and (leaf := self._retained.pop()) is not None:
             priority, _ = self._claims[leaf.prefix.block_hash]
             candidate: EvictionCandidate | None = leaf

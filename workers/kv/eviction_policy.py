@@ -39,10 +39,10 @@ class EvictionPolicy(Protocol):
 
 
 class CandidateHeap:
-    """Candidates ordered by key, then by `order`. If all have the same key, the heap is the policy LRU.
+    """Candidates ordered by key, then by `order`. With equal keys the heap is an LRU policy.
 
-    The keys of one heap are all numbers or all tuples. Candidates that are no longer queued are removed when they may
-    be half of all.
+    The keys of one heap are all numbers or all tuples. Candidates that are no longer queued are removed whenever the
+    heap has doubled.
     """
 
     def __init__(self) -> None:
@@ -74,15 +74,15 @@ class CandidateHeap:
 
 
 class ExpectedSavingPolicy:
-    """The block that is expected to save the least computing time goes first.
+    """Evicts the block first that is expected to save the least computing time.
 
-    A block saves its reuse rate times the time to compute it again, which doubles at a depth of `crossover` blocks,
-    where attention costs as much as all else. The reuse rate alone finds twice the blocks of LRU on Mooncake's
-    conversation trace (`bench/kv.py hits`). Counting the computing time lowers the mean TTFT on the synthetic trace by
-    up to 66% more, and changes it by at most 3% on the conversation trace (`bench/kv.py ttft`).
+    A block's expected saving is its reuse rate times the time to compute it again. That time doubles at a depth of
+    `crossover` blocks, where attention costs as much as all else. On Mooncake's conversation trace the reuse rate alone
+    has twice the hits of LRU (`bench/kv.py hits`). Counting the computing time too lowers the mean TTFT on the
+    synthetic trace by up to 66% more, and changes it by at most 3% on the conversation trace (`bench/kv.py ttft`).
 
-    Candidates of one kind, age band and cost class save the same and share a heap, ordered by the time of the last
-    request. The heaps are sorted again whenever the table has new rates.
+    Candidates of one kind, age band and cost class have the same expected saving and share a heap, ordered by the time
+    of the last request. The heaps are sorted again whenever the table has new rates. `table`: the reuse rates.
     """
 
     def __init__(self, table: ReuseTable, crossover: float) -> None:
@@ -90,7 +90,7 @@ class ExpectedSavingPolicy:
         self._crossover = crossover
         self._heaps: dict[tuple[int, int, int], CandidateHeap] = {}  # by kind, age band and cost class
         self._sorted: list[tuple[int, int, int]] = []  # keys of `_heaps`, lowest saving first
-        self._version = -1  # of the table's rates that `_sorted` follows
+        self._version = -1  # the `table.version` whose rates sorted `_sorted`; -1 to sort at the next `pop`
 
     def push(self, candidate: EvictionCandidate) -> None:
         if (cohort := candidate.prefix.cohort) is None:  # the registry has dropped the time of the last request
@@ -141,7 +141,7 @@ class ExpectedSavingPolicy:
 def create_policy(name: str, table: ReuseTable, crossover: float = math.inf) -> EvictionPolicy:
     """The policy of the operator's setting `eviction`: "cost" (expected saving) or "lru".
 
-    `crossover`: the depth in blocks at which a block takes twice as long to compute as the first; infinite to count
-    the reuse rate alone.
+    `crossover`: the depth in blocks at which a block takes twice as long to compute as the first block of a prompt.
+    Infinite: every block takes as long as the first.
     """
     return ExpectedSavingPolicy(table, crossover) if name == "cost" else CandidateHeap()

@@ -3,9 +3,10 @@
 A host block is a block of host memory, with the same number on every rank. It is
 
     free
-    demoting    a device block is being copied into it. Restores may be queued: copies of one host block run in order
-    held        every rank has its part of the prefix block, and routers get a stored event
-    corrupt     the checksum did not match; it becomes free when the last restore that reads it has ended
+    demoting    a device block is being copied into it. A restore may be planned already: the copies of one host block
+                run in order
+    held        every rank has copied its part of the prefix block, and a stored event was sent to routers
+    corrupt     a checksum did not match. The block becomes free when the last copy that uses it has ended
 
 A host block that a restore reads is *pinned* and cannot be evicted.
 """
@@ -20,8 +21,8 @@ from coatcheck.workers.kv.prefix_registry import PrefixBlock
 
 
 class HostPool:
-    """Host blocks 0 to `num_blocks` - 1; none without a host tier. `num_demotions`, `num_restores`, `num_corrupt`:
-    copies that have ended, and those whose checksum did not match."""
+    """Host blocks 0 to `num_blocks` - 1; none without a host tier. `num_demotions`, `num_restores`: copies that have
+    ended. `num_corrupt`: restores whose checksum did not match."""
 
     def __init__(self, num_blocks: int, evictor: Evictor) -> None:
         self.num_blocks = num_blocks
@@ -44,7 +45,7 @@ class HostPool:
         return block_hash in self._by_hash
 
     def begin_demotion(self, prefix: PrefixBlock) -> int | None:
-        """Reserve a host block for a prefix block that the pool lacks. Return None if copies use every host block."""
+        """Reserve a host block for a prefix block that is not in this pool. None if copies use every host block."""
         assert prefix.block_hash not in self._by_hash, "the block is here already"
         host_block = self._allocate_block()
         if host_block is not None:
@@ -62,7 +63,7 @@ class HostPool:
         self._release_block(host_block)
 
     def begin_restore(self, block_hash: bytes) -> int:
-        """Return the host block of a prefix block that the pool has. It is pinned until `end_restore`."""
+        """Pin and return the host block of a prefix block that is in this pool. `end_restore` unpins it."""
         host_block = self._by_hash[block_hash]
         prefix = self._prefixes[host_block]
         assert prefix is not None
@@ -83,7 +84,7 @@ class HostPool:
         self._release_block(host_block)
 
     def requeue_block(self, block_hash: bytes) -> None:
-        """Queue a block that the pool has for eviction again, as just used and with its present retention claims."""
+        """Queue a block of this pool for eviction again, as just used and with its present retention claims."""
         if (prefix := self._prefixes[self._by_hash[block_hash]]) is not None:
             self.evictor.requeue_block(prefix)
 

@@ -1,11 +1,12 @@
 """KVCacheManager: the device's block pool, the host pool, and the copies between them.
 
-    evicted from the device -> its KV stays in the block -> demoted before the block is written, or earlier if a step
-    has time for it
-    found in the host pool -> a device block is allocated -> queued -> restored by a plan -> reported by every rank
+A prefix block's way to the host and back:
 
-A restore holds a reference to its device block, so the block stays allocated even if the sequence ends meanwhile. The
-manager decides which plan contains which copies. The ranks copy.
+    demotion   evicted from the device pool -> its KV stays in the device block -> demoted before a step writes to the
+               device block, or earlier if a step has time for it
+    restore    found in the host pool -> device block allocated -> queued -> in a plan -> reported by every rank
+
+A restore in progress holds a reference to its device block, so the block stays allocated even if its sequence ends.
 """
 
 from collections import Counter, deque
@@ -28,18 +29,18 @@ from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 from coatcheck.workers.kv.state_snapshots import StateSnapshots
 
-# Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
-# because no copy would be measured again.
+# Every 31st copy that costs too much is made nonetheless. Otherwise no copy would be measured again, and a cost that
+# was measured in a bad moment would never change.
 _TRIAL_EVERY: Final = 31
-# Rolling snapshots that a step saves, so that many sequences of one length do not delay each other: a save is two
-# kernels for each layer with a state. A sequence that is left out tries again at the end of its next block.
+# A save is two kernels for each layer with a state, so many sequences that end a block together would make one step
+# long. A sequence that is left out tries again at the end of its next block.
 _MAX_ROLLING_SAVES_PER_STEP: Final = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Restore:
-    """A copy from a host block to a device block. `sequence`: has `block` at `index` of its block table; None once the
-    sequence has given `block` up."""
+    """A copy from a host block to a device block. `sequence`: the sequence with `block` at `index` of its block table;
+    None once it has given up the block."""
 
     sequence: Sequence | None
     index: int
@@ -48,8 +49,8 @@ class _Restore:
 
 
 class KVCacheManager:
-    """`host`: without blocks if there is no host tier. `pool.states`: None unless the model keeps states; then a prompt
-    starts after a cached block with a snapshot, and there is no host tier.
+    """`host`: has no blocks if there is no host tier. `pool.states`: None unless the model keeps states. A model with
+    states has no host tier, and starts a prompt only after a cached block with a snapshot.
 
     A block is *pending* while a running sequence is going to compute or restore it. Another sequence that needs the
     block waits instead of computing it twice.
@@ -79,11 +80,12 @@ class KVCacheManager:
     # Which blocks of a prompt are cached.
 
     def count_cacheable_blocks(self, sequence: Sequence) -> int:
-        """Leading full blocks that may come from the cache. At least one token must be computed, for its logits."""
+        """The number of leading full blocks that may come from the cache. At least one token must be computed, because
+        the next token needs its logits."""
         return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self.block_size)
 
     def find_cached_blocks(self, sequence: Sequence, *, with_decodes: bool) -> list[int | None]:
-        """The leading blocks that need not be computed: device blocks, None for one to restore."""
+        """The leading blocks that need not be computed: their device blocks; None for a block to restore."""
         if sequence.computes_whole_prompt:
             return []
         found: list[int | None] = []
@@ -123,8 +125,9 @@ class KVCacheManager:
         return False
 
     def add_pending(self, sequence: Sequence) -> None:
-        """Mark the blocks as pending that an admitted sequence will register, unless they are pending already."""
-        if self.states is not None:  # others can start after these blocks, once their snapshots are held
+        """Mark the blocks that an admitted sequence will register as pending, unless they are pending already. With
+        states only the blocks where it saves a snapshot: other sequences can start only there."""
+        if self.states is not None:
             hashes = [sequence.block_hashes[count - 1] for count in sequence.snapshot_points]
         else:
             hashes = sequence.block_hashes[sequence.num_registered : self.count_cacheable_blocks(sequence)]
@@ -132,16 +135,16 @@ class KVCacheManager:
             self._pending.setdefault(block_hash, sequence)
 
     def remove_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
-        """Unmark blocks that `sequence` has registered or given up. Those pending by another sequence stay pending."""
+        """Unmark blocks that `sequence` has registered or given up, unless another sequence marked them."""
         for block_hash in hashes:
             if self._pending.get(block_hash) is sequence:
                 del self._pending[block_hash]
 
     def record_cached_tokens(self, sequence: Sequence, num_cached: int, missing: int | None) -> None:
-        """At admission, record in `sequence` how much of its prompt was cached, and why block `missing` was not.
+        """At admission, record in `sequence` how many prompt tokens were cached, and why block `missing` was not.
 
-        `missing`: None if the cache was not searched. No effect at a later admission, unless a restore of the earlier
-        one found a corrupt block.
+        `num_cached`: tokens that need not be computed. `missing`: the index of the first block that was not found; None
+        if the cache was not searched. No effect at a later admission, unless a restore found a corrupt block since.
         """
         if sequence.cached_device_tokens >= 0:
             return
@@ -160,7 +163,8 @@ class KVCacheManager:
         sequence.cached_device_tokens = cached - sequence.cached_host_tokens
 
     def requeue_blocks(self, hashes: list[bytes]) -> None:
-        """Apply the changed retention claims of this chain now, even if the request that changed them waits."""
+        """Queue the blocks of this chain for eviction again, because a request has changed their retention claims. The
+        claims then count even while the request waits."""
         for block_hash in reversed(hashes):
             self.pool.requeue_block(block_hash)
             if block_hash in self.host:
@@ -182,7 +186,8 @@ class KVCacheManager:
             plan.state_restores.append((slot, sequence.slot))
 
     def set_snapshot_points(self, sequence: Sequence, num_cached: int) -> None:
-        """At admission, choose where the sequence saves its states. It starts after its first `num_cached` blocks."""
+        """At admission, choose after which blocks the sequence saves its states. `num_cached`: its leading blocks that
+        need not be computed."""
         if self.states is None:
             return
         sequence.last_snapshot = num_cached
@@ -195,8 +200,8 @@ class KVCacheManager:
             block_size=self.block_size,
             num_choices=sequence.request.sampling.n,
         )
-        # A prompt that is computed whole passes snapshots at which others start. The last tokens of an answer are not
-        # hashed before they are computed.
+        # A prompt that is computed whole leaves out the points whose snapshot is held already. The points in an answer
+        # whose blocks are not computed yet have no hash.
         sequence.snapshot_points = [p for p in points if p <= len(hashes) and hashes[p - 1] not in self.states]
 
     def plan_state_save(self, sequence: Sequence, plan: StepPlan) -> None:
@@ -215,20 +220,20 @@ class KVCacheManager:
             plan.state_saves.append((sequence.slot, slot))
 
     def end_state_saves(self, sequence: Sequence) -> None:
-        """The sequence gives up its blocks: plan no more snapshots of it, and hold those at registered blocks."""
+        """Plan no more snapshots of a sequence that gives up its blocks (see StateSnapshots.end_sequence)."""
         sequence.snapshot_points = []
         if self.states is not None:
             self.states.end_sequence(sequence)
 
     def _is_rolling_save_due(self, sequence: Sequence, num_blocks: int, plan: StepPlan) -> bool:
-        """Whether to replace the rolling snapshot of a sequence that decodes, so that neither the next turn nor a
-        preemption computes its answer again."""
+        """Whether to replace the rolling snapshot of a sequence that decodes. With the snapshot neither the next turn
+        of the chat nor a preemption computes its answer again."""
         decodes = sequence.num_output_placeholders > 0 and sequence.num_scheduled > sequence.prompt_len
         num_new_tokens = (num_blocks - sequence.last_snapshot) * self.block_size
         return decodes and num_new_tokens >= MIN_SNAPSHOT_TOKENS and len(plan.state_saves) < _MAX_ROLLING_SAVES_PER_STEP
 
     def _count_blocks_on_device(self, hashes: list[bytes]) -> int:
-        """The leading blocks of the chain `hashes` whose KV is on the device."""
+        """The number of leading blocks of the chain `hashes` whose KV is on the device."""
         missing = (index for index, block in enumerate(hashes) if self.pool.get_cached_block(block) is None)
         return next(missing, len(hashes))
 
@@ -241,7 +246,8 @@ class KVCacheManager:
         sequence.num_restoring += 1
 
     def demote_evicted_block(self, block: int, plan: StepPlan) -> None:
-        """Before the plan writes to `block`, demote the evicted prefix block whose KV is still there, if worthwhile."""
+        """Demote the evicted prefix block whose KV is still in `block`, if copying pays. Call this before the plan
+        writes to `block`."""
         prefix = self.pool.pop_evicted_block(block)
         if prefix is None or not self.host.num_blocks:
             return
@@ -253,7 +259,8 @@ class KVCacheManager:
             plan.demotes.append((block, host_block))
 
     def plan_copies(self, plan: StepPlan, *, with_decodes: bool) -> None:
-        """Add as many queued restores, then demotions, as the step has time for. Call this last for each plan."""
+        """Add as many queued restores, and then demotions, as the step has time for; at least one copy if there is one.
+        Call this last for each plan."""
         if not self.host.num_blocks:
             return
         left = max(self.copy_cost.max_blocks_per_step(with_decodes=with_decodes) - len(plan.demotes), 1)
@@ -272,7 +279,7 @@ class KVCacheManager:
         self._in_progress += [*(host_block for _, host_block in plan.demotes), *restores]
 
     def record_copies(self, report: CopyReport) -> list[tuple[Sequence, int | None]]:
-        """Take the ranks' report on the oldest copies in progress.
+        """Apply the ranks' report on the oldest copies in progress.
 
         Return the sequences whose last restore has ended, each with the index of its first corrupt block, or None.
         """
@@ -304,7 +311,8 @@ class KVCacheManager:
         sequence.num_restoring = 0
 
     def preemption_cost(self, sequence: Sequence) -> float:
-        """Seconds to get back the blocks that only `sequence` holds; their number of tokens if nothing is measured."""
+        """The cost of getting the blocks back that only `sequence` holds: seconds with a host tier and a measured
+        prefill rate, otherwise their number of tokens."""
         num_shared = sum(self.pool.is_shared(block) for block in sequence.block_table)
         num_tokens = max(sequence.num_scheduled - num_shared * self.copy_cost.block_size, 0)
         if not self.host.num_blocks or not self.copy_cost.prefill:
@@ -312,7 +320,8 @@ class KVCacheManager:
         return self.copy_cost.recovery_seconds(num_tokens)
 
     def drain_events(self) -> list[KvEvent]:
-        """The events of both tiers, or of the device and of snapshots, since the last call; in order within each."""
+        """The events since the last call: of the device pool, then of the host pool or of the snapshots of states. In
+        order within each."""
         other = self.host if self.states is None else self.states
         return self.pool.drain_events() + other.drain_events()
 
@@ -321,8 +330,8 @@ class KVCacheManager:
         return CacheSnapshot(self.pool, self.host, *([] if self.states is None else [self.states]))
 
     def check(self, running: Iterable[Sequence] = ()) -> list[list[int]]:
-        """Raises AssertionError unless sequences, restores, pending blocks and snapshots agree. Returns the blocks that
-        restores hold. `running`: all running sequences."""
+        """Raises AssertionError unless sequences, restores, pending blocks and snapshots agree. Returns the device
+        block of each restore in progress, as a list of one. `running`: all running sequences."""
         running = {*running}
         assert {*self._pending.values()} <= running, "a block is pending by a sequence that does not run"
         for sequence in running:
@@ -371,15 +380,15 @@ def build_kv_cache(
     attention_crossover: int,
     snapshot_slots: range = range(0),
 ) -> KVCacheManager:
-    """An empty cache of two tiers, or of one if `host_blocks` is 0. `snapshot_slots`: see StateSnapshots; empty for a
-    model without states.
+    """An empty cache of two tiers, or of one if `host_blocks` is 0.
 
-    `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`.
+    `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`. `snapshot_slots`: see
+    StateSnapshots; empty for a model without states.
     """
     registry = PrefixRegistry(choose_max_ghosts(num_blocks + host_blocks))
 
     def make_evictor(capacity: int, tier: Tier) -> Evictor:
-        # Each tier has a policy of its own; the reuse rates that both use are shared.
+        # Each tier has its own policy. The policies share the reuse rates.
         policy = create_policy(eviction, registry.reuse_table, attention_crossover / block_size)
         return Evictor(registry, policy, capacity, tier)
 

@@ -1,6 +1,6 @@
-"""The number of blocks of a rank's KV pool and host pool, and of snapshots, from bytes or a share of the free memory.
+"""Sizes of a rank's KV pool, host pool and snapshots of states, from bytes or a share of the free memory.
 
-Every rank computes its own number, and the group uses the smallest.
+Every rank computes its own numbers, and the group uses the smallest.
 """
 
 from coatcheck.proto.errors import InvalidConfig
@@ -17,11 +17,13 @@ def choose_num_blocks(
     max_model_len: int | None,
     snapshot_bytes: int = 0,
 ) -> int:
-    """`kv_memory`: bytes for this rank, or a share of `free_bytes` (see `is_share`), divided among `sharing_ranks`.
+    """The number of blocks of this rank's KV pool.
 
+    `kv_memory`: bytes for this rank, or a share of `free_bytes` that `sharing_ranks` ranks divide (see `is_share`).
     `max_model_len`: the operator's setting, or None. `snapshot_bytes`: the part of `kv_memory` that snapshots of states
     take (see `choose_num_snapshots`).
-    Raises InvalidConfig if the pool exceeds `free_bytes`, or cannot hold one block or a sequence of `max_model_len`.
+    Raises InvalidConfig if the pools of the sharing ranks exceed `free_bytes`, or if the pool cannot hold one block or
+    a sequence of `max_model_len` tokens.
     """
     pool_bytes = _pool_bytes(kv_memory, free_bytes, sharing_ranks)
     if pool_bytes * sharing_ranks > free_bytes:
@@ -55,10 +57,10 @@ def choose_num_snapshots(
     block_size: int,
     max_model_len: int | None,
 ) -> int:
-    """The snapshots of states, of `state_bytes` each, that fit into `share` of `kv_memory`; 0 without states.
+    """The number of snapshots of states, of `state_bytes` each, that fit into `share` of `kv_memory`; 0 without states.
 
-    Fewer, perhaps none, if the remaining bytes would hold less than one block, a sequence of `max_model_len`, or as
-    many blocks as snapshots. The other parameters are those of `choose_num_blocks`.
+    Fewer, perhaps 0, so that the remaining bytes hold at least one block, a sequence of `max_model_len`, and as many
+    blocks as there are snapshots. The other parameters are those of `choose_num_blocks`.
     """
     if not state_bytes:
         return 0
@@ -69,8 +71,11 @@ def choose_num_snapshots(
 
 
 def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:
-    """`host_kv_memory`: as `kv_memory`; 0 for no host tier. Raises InvalidConfig if the memory exceeds `free_bytes` or
-    cannot hold one block."""
+    """The number of blocks of this rank's host pool.
+
+    `host_kv_memory`: as `kv_memory` of `choose_num_blocks`; 0 for no host tier. Raises InvalidConfig if the host pools
+    of the sharing ranks exceed `free_bytes`, or if the pool cannot hold one block.
+    """
     if not host_kv_memory:
         return 0
     host_bytes = int(host_kv_memory * free_bytes / sharing_ranks if is_share(host_kv_memory) else host_kv_memory)

@@ -1,8 +1,8 @@
 """PrefixRegistry: one record for each known prefix block: its parent, tenant, reuse history and retention.
 
-All tiers share the record of a block. After the last tier has evicted the block the record stays for a while (a
-*ghost*), so that a block which comes back is recognised. Every request is recorded as it arrives, hit or miss; the
-`ReuseTable` learns from these.
+All tiers share the record of a block. After the last tier has evicted the block, the record stays for a while as a
+*ghost*, so that the reuse of an evicted block counts too. Every request is recorded when it arrives, whether it hits or
+misses the cache. The `ReuseTable` learns from these records.
 """
 
 import math
@@ -34,10 +34,12 @@ def choose_max_ghosts(num_blocks: int) -> int:
 class RetentionClaims:
     """The retention that requests have asked for one block.
 
-    Requests of one salt share blocks. The highest priority that has not expired is in force, so no request undoes what
-    another asked. Priority 0 (not needed again) counts only without a claim, and until the next request.
+    Requests of one salt share blocks. The claim in force is the one with the highest priority that has not expired, so
+    no request undoes the claim of another. Priority 0 (not needed again) counts only if no claim is in force, and only
+    until the next request for the block.
 
-    `claims`: (priority, until), highest priority first. Each lasts longer than those before it.
+    `claims`: (priority, until), highest priority first. Each lasts longer than those before it. `unwanted_until`: when
+    priority 0 expires. Times are in seconds of the engine's clock.
     """
 
     claims: tuple[tuple[int, float], ...] = ()
@@ -57,7 +59,7 @@ class RetentionClaims:
         return replace(self, claims=tuple(claims), unwanted_until=0.0)
 
     def in_force(self, now: float) -> tuple[int, float]:
-        """(priority, until) of the claim that counts; (0, 0.0) if there is none."""
+        """(priority, until) of the claim in force; (0, 0.0) if there is none."""
         return next((claim for claim in self.claims if claim[1] > now), (0, 0.0))
 
     def is_unwanted(self, now: float) -> bool:
@@ -70,12 +72,13 @@ NO_CLAIMS: Final = RetentionClaims()
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PrefixBlock:
-    """The record of one full block; its hash covers all blocks before it.
+    """The record of one full block. `block_hash` covers all blocks before it.
 
-    `depth`: number of blocks before it. `tenant`: the tenant whose share of the cache holds the block.
-    `num_requests`: how many requests asked for the block. `cohort`: the blocks last requested together with it; None if
-    forgotten. `eviction`: how it left the last tier. `is_corrupt`: its checksum in the host tier did not match.
-    `content`: hash of its tokens and all before them, without the salt; 0 if no request asked for the block.
+    `depth`: the number of blocks before it. `tenant`: whose share of the cache the block counts towards.
+    `num_requests`: how many requests asked for the block. `cohort`: the blocks last requested together with it; None
+    once the registry has forgotten its history. `eviction`: when and why it left the last tier; None while a tier holds
+    it. `is_corrupt`: its checksum in the host tier did not match.
+    `content`: the hash of its tokens and all before them, without the salt (`content_chain`); 0 if unknown.
     """
 
     block_hash: bytes
@@ -91,7 +94,7 @@ class PrefixBlock:
 
 
 class PrefixRegistry:
-    """`max_ghosts`: records kept of blocks that no tier holds, the most recently requested or computed ones."""
+    """`max_ghosts`: how many of the records that were last requested or computed stay alive without a tier."""
 
     def __init__(self, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
@@ -106,7 +109,7 @@ class PrefixRegistry:
 
     @property
     def now(self) -> float:
-        """Seconds, as of the last `advance_clock`."""
+        """The time of the last `advance_clock`, in seconds."""
         return self.reuse_table.now
 
     def advance_clock(self, now: float) -> None:
@@ -121,7 +124,7 @@ class PrefixRegistry:
     ) -> None:
         """Record that a request asks for the chain of blocks `hashes`. Call this once for each request.
 
-        `contents`: the `content_chain` of the same blocks, or nothing.
+        `contents`: the `content_chain` of the same blocks, or empty.
         """
         self._last_request_at[tenant] = self.now
         self._last_request_at.move_to_end(tenant)
@@ -147,7 +150,8 @@ class PrefixRegistry:
             parent_hash = block_hash
 
     def record_computed(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> PrefixBlock:
-        """The record of a block that was just computed. A block that no request asked for counts as generated."""
+        """Record that a block was just computed, and return its record. A block that no request asked for counts as
+        generated."""
         record = self._get_or_create(block_hash, parent_hash, depth, tenant)
         record.eviction, record.is_corrupt = None, False
         if not record.num_requests:
@@ -160,7 +164,7 @@ class PrefixRegistry:
         return record
 
     def find_block(self, block_hash: bytes) -> PrefixBlock | None:
-        """The record of a block that a tier holds; of others as long as it is remembered."""
+        """The record of a block that a tier holds, or of a ghost; None for other blocks."""
         return self._records.get(block_hash)
 
     def explain_miss(self, block_hash: bytes, index: int) -> PrefixMiss:
@@ -180,7 +184,7 @@ class PrefixRegistry:
         return self.now - self._last_request_at.get(tenant, -math.inf)
 
     def check(self) -> None:
-        """Raises AssertionError unless ghosts are bounded and cohorts have the size that their blocks say."""
+        """Raises AssertionError unless ghosts are within their limit and each cohort's `size` is right."""
         assert len(self._recent) <= self.max_ghosts, "too many ghosts"
         assert all(self._records[name] is record for name, record in self._recent.items()), "two records"
         sizes = Counter(id(record.cohort) for record in self._records.values() if record.cohort is not None)

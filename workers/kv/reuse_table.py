@@ -1,8 +1,8 @@
 """ReuseTable: the rate at which prefix blocks are requested again, learned from all requests.
 
-Blocks requested together form a *cohort*. For each kind of cohort (how often its blocks had been requested before) and
-each band of ages, the table counts how many blocks reached that age and how many were requested again within it. It
-counts evicted blocks too, so eviction does not bias the counts. A block's reuse rate is Gittins' index,
+Blocks requested together form a *cohort*. The *kind* of a cohort says how often its blocks have been requested. For
+each kind and each band of ages the table counts how many blocks reached that age, and how many were requested again
+within it. Evicted blocks count too, so eviction does not bias the counts. A block's reuse rate is the Gittins index,
 
     max over horizons h of  P(requested within h | age) / E(seconds held until requested or until h | age)
 
@@ -19,7 +19,7 @@ BANDS: Final = 13
 _BAND_ENDS: Final = tuple(float(2**band) for band in range(BANDS))
 # The pooled counts of all kinds weigh as much as this many blocks of the kind itself.
 _PRIOR_BLOCKS: Final = 8.0
-# Beyond this many blocks a kind's counts are halved, so that the table follows a load that changes.
+# When a kind has counted this many blocks, its counts are halved, so that the table follows a load that changes.
 _MAX_COUNTED_BLOCKS: Final = 1 << 20
 
 
@@ -105,7 +105,8 @@ class ReuseTable:
 
 
 def _gittins_index(hazards: list[float], band: int) -> float:
-    """The index at the start of `band`. `hazards[b]`: the share of blocks reaching band b that are reused within it."""
+    """The index at the start of `band`. `hazards[b]`: of the blocks that reach band b, the share that is requested
+    again within it."""
     best = hits = seconds_held = 0.0
     remaining = 1.0
     for later in range(band, BANDS):

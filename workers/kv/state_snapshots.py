@@ -1,11 +1,11 @@
-"""StateSnapshots: copies of a model's recurrent states after prefix blocks, where a prompt with this prefix can start.
+"""StateSnapshots: copies of a model's recurrent states at the ends of prefix blocks. A prompt can start at a snapshot.
 
 Each rank has slots for snapshots after the slots of running sequences. A snapshot is
 
-    planned   a plan copies a sequence's states to the slot, and the block that ends there is not registered yet
-    rolling   of a sequence that decodes: its next snapshot overwrites this one. Held once the sequence gives up its
-              blocks
-    held      the block is registered, so prompts can start after it. Dropped when its KV leaves the device
+    planned   a plan copies a sequence's states to the slot. The block that ends there is not registered yet
+    rolling   the one snapshot of a sequence that decodes. The sequence's next snapshot overwrites it. It becomes held
+              when the sequence gives up its blocks
+    held      the block is registered, so prompts can start after it. Dropped when the block's KV leaves the device
 
 Ranks execute plans in order. In a plan they restore states before the forward pass and save them after it. So a held
 snapshot can be evicted and its slot reused at once, even if a plan in flight, or the same plan, restores it.
@@ -30,7 +30,7 @@ class _Snapshot:
 
 
 class StateSnapshots:
-    """`slots`: the ranks' slots for snapshots. `evictor`: contains exactly the held snapshots, by their blocks."""
+    """`slots`: the ranks' slots for snapshots. `evictor`: has exactly the blocks of the held snapshots."""
 
     def __init__(self, slots: range, evictor: Evictor) -> None:
         self.num_saves = self.num_restores = 0
@@ -60,11 +60,11 @@ class StateSnapshots:
         )
 
     def count_restorable_blocks(self, hashes: list[bytes]) -> int:
-        """The most leading blocks of the chain `hashes` after which a prompt can start; 0 if there is no snapshot."""
+        """The number of leading blocks of the chain `hashes` up to its last held snapshot; 0 if there is none."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._held), 0)
 
     def plan_restore(self, block_hash: bytes) -> int:
-        """The slot of a held snapshot, which becomes the most recently used one."""
+        """Return the slot of a held snapshot, and make the snapshot the most recently used one."""
         self.requeue_block(block_hash)
         self.num_restores += 1
         return self._held[block_hash].slot
@@ -76,14 +76,16 @@ class StateSnapshots:
             self.evictor.requeue_block(snapshot.prefix)
 
     def plan_prompt_save(self, sequence: Sequence, index: int) -> int | None:
-        """A slot for the sequence's states after its block `index`. None if no slot is free and no snapshot is held."""
+        """Reserve a slot for the sequence's states after its block `index`. None if no slot is free and no snapshot is
+        held, so that none can be evicted."""
         if (slot := self._take_slot()) is not None:
             self._planned.setdefault(sequence, {})[index] = slot
         return slot
 
     def plan_rolling_save(self, sequence: Sequence, index: int) -> int | None:
-        """The slot of the sequence's rolling snapshot, for its states after its block `index`. None if the sequence has
-        none and can get none: rolling snapshots take at most half of the slots, and leave the others to prompts."""
+        """Reserve the slot of the sequence's rolling snapshot for its states after its block `index`. None if the
+        sequence has no slot and can get none. Rolling snapshots take at most half of the slots, so that prompts have
+        the others."""
         slot, _ = self._rolling.get(sequence, (None, 0))
         if slot is not None:
             self.num_saves += 1
@@ -93,7 +95,8 @@ class StateSnapshots:
         return slot
 
     def record_registered(self, sequence: Sequence, index: int, block_hash: bytes) -> None:
-        """The sequence's block `index` is registered: hold the snapshot that was planned there, if there is one."""
+        """Hold the snapshot planned after the sequence's block `index`, if there is one: the block is now
+        registered."""
         planned = self._planned.get(sequence, {})
         if (slot := planned.pop(index, None)) is None:
             return
@@ -102,8 +105,8 @@ class StateSnapshots:
         self._hold(block_hash, slot)
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """The sequence gives up its blocks. Hold its rolling snapshot if the block there is registered, and free the
-        slots of its other snapshots that are not held."""
+        """Drop the planned snapshots of a sequence that gives up its blocks. Hold its rolling snapshot if the block
+        there is registered, else drop it too."""
         self._free.extend(self._planned.pop(sequence, {}).values())
         if (rolling := self._rolling.pop(sequence, None)) is None:
             return
@@ -149,7 +152,7 @@ class StateSnapshots:
             assert min(slots) >= sequence.num_registered, "a snapshot is planned at a block that is registered already"
 
     def _take_slot(self) -> int | None:
-        """A slot to save states in. None if no slot is free and no snapshot is held."""
+        """A free slot, or the slot of an evicted snapshot. None if no slot is free and no snapshot is held."""
         if not self._free:
             if not self._held:
                 return None
@@ -158,8 +161,8 @@ class StateSnapshots:
         return self._free.pop()
 
     def _hold(self, block_hash: bytes, slot: int) -> None:
-        """Hold the block's snapshot in `slot`, or free `slot` if another snapshot of the block is held. Either becomes
-        the most recently used one."""
+        """Hold the block's snapshot in `slot`, or free `slot` if the block has a held snapshot. The block's snapshot
+        becomes the most recently used one."""
         if block_hash in self._held:
             self.requeue_block(block_hash)
             self._free.append(slot)

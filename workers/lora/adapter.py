@@ -1,7 +1,7 @@
-"""Adapter: a LoRA adapter's config and the header of its weights file, checked against the base model. No torch.
+"""Adapter: a LoRA adapter's config and weights header, checked against the base model. Imports no torch.
 
-`adapter_model.safetensors` has for each adapted linear two tensors: base_model.model.NAME.lora_A.weight [rank, in] and
-base_model.model.NAME.lora_B.weight [out, rank].
+An adapted linear computes  y = x W^T + scaling · (x A^T) B^T. `adapter_model.safetensors` has two tensors for it:
+base_model.model.NAME.lora_A.weight, A [rank, in], and base_model.model.NAME.lora_B.weight, B [out, rank].
 """
 
 import hashlib
@@ -27,8 +27,8 @@ _FLOAT_BYTES: Final = 4  # A and B are held as float32
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """A and B of one linear of the base model. `a_name`, `b_name`: of the tensors in the file. `scaling`: the factor of
-    the product of B and A."""
+    """A and B of one linear of the base model. `a_name`, `b_name`: the tensors' names in the file. `scaling`: the
+    factor of (x A^T) B^T."""
 
     a_name: str
     b_name: str
@@ -40,7 +40,7 @@ class AdaptedModule:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`file`: the weights. `modules`: by the name of the linear in a text checkpoint of the base model, without
+    """`file`: the weights. `modules`: by the name of the linear in a checkpoint of the text model alone, without
     ".weight"."""
 
     name: str
@@ -98,7 +98,7 @@ class Adapter:
                 )
 
     def fingerprint(self) -> str:
-        """A hash of all weights and scalings, for block hashes: adapters with equal ones compute the same."""
+        """A hash of all weights and scalings, for block hashes. Adapters with equal fingerprints compute the same."""
         digest = hashlib.blake2b(digest_size=16)
         scalings = {name: module.scaling for name, module in self.modules.items()}
         digest.update(json.dumps(scalings, sort_keys=True).encode())
@@ -108,8 +108,8 @@ class Adapter:
         return digest.hexdigest()
 
     def rank_bytes(self, tp: int, kv_ranks: int) -> int:
-        """Bytes of A and B, as float32, on each of `tp` ranks. `kv_ranks`: into how many parts the KV heads are
-        divided; fewer than `tp` if ranks hold copies of a head."""
+        """Bytes of A and B, as float32, on each of `tp` ranks. `kv_ranks`: the number of parts into which the KV heads
+        are divided; less than `tp` if several ranks hold the same head."""
         total = 0
         for name, module in self.modules.items():
             leaf, out, width = name.rpartition(".")[2], module.out_features, module.in_features

@@ -1,6 +1,6 @@
-"""AdapterConfig: adapter_config.json of a LoRA adapter, as PEFT writes it. No torch.
+"""AdapterConfig: adapter_config.json of a LoRA adapter, as PEFT writes it. Imports no torch.
 
-A field that asks for more than plain LoRA is refused by name.
+A field whose value makes the adapter more than plain LoRA is refused by name.
 """
 
 import math
@@ -36,9 +36,9 @@ _INITS_THAT_KEEP_THE_BASE: Final = (None, True, False, "gaussian", "eva", "ortho
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """`rank_pattern`, `alpha_pattern`: rank and alpha of the modules whose name matches the key, a regular expression
-    for the whole name or for its end behind a dot. The first key that matches counts. `rank`, `alpha`: of all other
-    modules."""
+    """`rank_pattern`, `alpha_pattern`: {regular expression: rank or alpha of the modules that match}. The expression
+    must match the whole name of a module, or its end behind a dot. The first match counts. `rank`, `alpha`: of all
+    other modules."""
 
     rank: float
     alpha: float
@@ -47,12 +47,11 @@ class AdapterConfig:
     alpha_pattern: dict[str, float]
 
     def rank_of(self, module: str) -> float:
-        """`module`: its name in the model that the adapter was trained on."""
+        """The rank of a module. `module`: its name in the model that the adapter was trained on."""
         return _first_match(self.rank_pattern, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """The factor of the product of B and A: alpha / rank, with rsLoRA alpha / sqrt(rank). `module`: as of
-        `rank_of`."""
+        """The factor of (x A^T) B^T: alpha / rank, or alpha / sqrt(rank) with rsLoRA. `module`: see `rank_of`."""
         rank = self.rank_of(module)
         return _first_match(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
 

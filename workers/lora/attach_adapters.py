@@ -1,7 +1,7 @@
 """attach_adapters(): gives the linears of a rank's model the slices of every adapter.
 
 A and B are sharded as their linear is. For a column-parallel linear a rank holds all of A and its rows of B. For a
-row-parallel linear it holds its columns of A and all of B, and what it adds is a part of the sum over ranks.
+row-parallel linear it holds its columns of A and all of B, and its (x A^T) B^T is one term of the sum over ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from coatcheck.workers.lora.adapter import Adapter
 
 @dataclass(frozen=True, slots=True)
 class LoraTarget:
-    """A linear that can have adapters. It is the output features [column, column + features) of `linear`, which may be
-    several linears merged."""
+    """A linear that can have adapters. `linear`: the packed linear that computes it, which may be several linears
+    merged. `column`, `features`: its output features are [column, column + features) of `linear`."""
 
     linear: PackedLinear
     column: int
@@ -58,7 +58,7 @@ def attach_adapters(
                 parts = parts_of.setdefault(target.linear, [[] for _ in adapters])
                 parts[index].append(LoraPart(a, b, target.column))
     num_bytes = 0
-    while parts_of:  # LoraLinear copies A, so the copies here are freed one linear at a time
+    while parts_of:  # LoraLinear copies A. To hold few copies at once, each linear's own are freed after it
         linear, by_adapter = parts_of.popitem()
         linear.lora = LoraLinear(step, by_adapter, linear.weight_shape, linear.dtype)
         num_bytes += linear.lora.num_bytes

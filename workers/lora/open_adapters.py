@@ -1,5 +1,5 @@
-"""open_adapters() checks the adapters of --lora-modules against the model, load_fingerprints() those of all ranks
-against each other. Both run before weights are read."""
+"""open_adapters() checks the adapters of --lora-modules against the model. load_fingerprints() checks that all ranks
+have the same adapters. Both run before weights are read."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,7 +20,7 @@ def open_adapters(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Adapter]:
-    """`shapes`, `text_name`: as of Adapter.check_base and Adapter.open.
+    """The adapters of `modules`, in order. `shapes`: see Adapter.check_base. `text_name`: see Adapter.open.
 
     Raises InvalidConfig if adapters cannot be served on `device` in `dtype`, InvalidModel for an adapter that cannot be
     served, or that does not fit the model.
@@ -29,8 +29,8 @@ def open_adapters(
         return []
     if device.type != "cpu":
         raise InvalidConfig(
-            "lora-modules: adapters are served on CPUs alone, because the CUDA graphs of a step have none; use "
-            "--device cpu, or merge the adapter into its base model"
+            "lora-modules: adapters are served on CPUs alone, because CUDA graphs do not compute them; use --device "
+            "cpu, or merge the adapter into its base model"
         )
     if dtype not in native.TYPES or native.library() is None:
         raise InvalidConfig(
@@ -44,8 +44,11 @@ def open_adapters(
 
 
 def load_fingerprints(adapters: Sequence[Adapter], communicator: Communicator) -> tuple[LoadedAdapter, ...]:
-    """Every rank of a group calls it with its own files, at once. Raises InvalidModel if they differ: each host reads
-    its own directory, and slices of two versions of an adapter would give wrong tokens."""
+    """The adapters with their fingerprints. A collective: every rank of a group calls it with its own files.
+
+    Raises InvalidModel if the files of two ranks differ. Each host reads its own directory, and slices of two versions
+    of an adapter would give wrong tokens.
+    """
     loaded = tuple(LoadedAdapter(adapter.name, adapter.fingerprint()) for adapter in adapters)
     for adapter, own in zip(adapters, loaded, strict=True):
         everyone = communicator.all_gather_json({"fingerprint": own.fingerprint})

@@ -18,7 +18,7 @@ from coatcheck.proto.grammar import Grammar, describe_matcher_error
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# CPU time for following the tokens of `resume`. With 300 optional properties a token takes 0.2 ms.
+# CPU time to match the tokens of `resume`. In a schema with 300 optional properties a token takes 0.2 ms.
 _MAX_RESUME_SECONDS: Final = 1.0
 _TOKENS_PER_CLOCK_CHECK: Final = 8
 
@@ -69,8 +69,8 @@ class GrammarBackend:
             matcher = LLMatcher(tokenizer, grammar.to_llguidance(), log_level=0)
             if matcher.is_error():
                 raise grammar.compile_error(matcher.get_error())
-            # The first mask of a large grammar takes milliseconds too, and copies of the matcher inherit its result.
-            # It also finds a grammar that allows no first token, which is refused before a step depends on it.
+            # Computing the first mask of a large grammar takes milliseconds. Copies of the matcher inherit the result.
+            # A grammar that allows no first token is refused here, before a step depends on it.
             bits = allocate_token_bitmask(1, tokenizer.vocab_size)
             fill_next_token_bitmask(matcher, bits)
             if matcher.is_error() or not bits.any():
@@ -104,14 +104,15 @@ class GrammarBackend:
         matcher, ends_at = self.create_matcher(grammar_id), time.thread_time() + _MAX_RESUME_SECONDS
         start, count = 0, len(token_ids)
         while start < count:
-            # A matcher at the end of its grammar refuses the end token alone, but not behind the token before.
+            # A matcher whose grammar is complete refuses an end token that comes alone, but accepts it behind another
+            # token of the same call. So the last token shares its call with the one before it.
             end = count if count - start <= _TOKENS_PER_CLOCK_CHECK + 1 else start + _TOKENS_PER_CLOCK_CHECK
             _consume(matcher, token_ids[start:end])
             start = end
             if time.thread_time() > ends_at:
                 raise InvalidRequest(
-                    f"to follow the structured output through the {len(token_ids)} tokens of resume takes over "
-                    f"{_MAX_RESUME_SECONDS:g} s of a processor; make its grammar simpler"
+                    f"matching the {len(token_ids)} tokens of resume against the structured output's grammar takes "
+                    f"over {_MAX_RESUME_SECONDS:g} s of CPU time; make the grammar simpler"
                 )
 
 
@@ -124,4 +125,6 @@ def _convert_tokenizer(model: Path) -> str:
 
 def _consume(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
     if token_ids and not matcher.consume_tokens(list(token_ids)):
-        raise InvalidRequest("resume holds tokens that the structured output cannot have; send those delivered")
+        raise InvalidRequest(
+            "resume has tokens that the structured output's grammar does not allow; send the tokens that were delivered"
+        )

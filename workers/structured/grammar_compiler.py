@@ -1,9 +1,9 @@
-"""GrammarCompiler: compiles grammars on one rank beside its steps, and reports how many are compiled on all ranks.
+"""GrammarCompiler: compiles grammars on one rank in the background, and reports how many are compiled on all ranks.
 
     start_compiling(plan)   ... the step is computed ...   report_compiled()
 
 A large grammar takes as long as many steps, and the steps of other requests must not wait. So each compile queue (see
-grammar_registry.py) has a thread, and a request is scheduled once every rank has compiled its grammar.
+grammar_registry.py) has a thread. A request is scheduled once every rank has compiled its grammar.
 """
 
 import os
@@ -18,19 +18,21 @@ from coatcheck.workers.structured.grammar_backend import CompiledGrammar, Gramma
 from coatcheck.workers.structured.grammar_registry import MAX_COMPILING, compile_queue_of
 
 _IDLE_WAIT_SECONDS = 0.001
-# Niceness of the compile threads. Eight chats beside a schema of 500 properties: at nice 4 steps of 13.7 ms (median)
-# and the grammar after 162 ms; at nice 10 13.9 ms and 887 ms; at nice 0 12.2 ms and 91 ms, but p99 48 ms
-# (bench/LOG.md, "What somebody's new grammar costs").
+# Niceness of the compile threads. Measured with eight chats while a schema of 500 properties compiles (bench/LOG.md,
+# "What somebody's new grammar costs"): the median step, and the time until the grammar is compiled.
+#     nice 0     12.2 ms,  91 ms, but the p99 of the steps is 48 ms
+#     nice 4     13.7 ms, 162 ms
+#     nice 10    13.9 ms, 887 ms
 _NICE = 4
 # llguidance recurses over rules that refer to rules, and a stack overflow ends the process. The router refuses a
-# grammar that overflows 2 MiB (router/event_loop/grammar_validator.py). A thread's default stack has at most 2 MiB if
-# the stack limit (ulimit -s) is unlimited, and less if the limit is low.
+# grammar that overflows 2 MiB (router/event_loop/grammar_validator.py). The default stack of a thread has at most 2 MiB
+# if the stack limit (ulimit -s) is unlimited, and less if the limit is low.
 _STACK_BYTES = 16 << 20
 
 
 class GrammarCompiler:
-    """Stores compiled grammars in `grammars`, in the thread that steps. `all_reduce_min`: the least of each number on
-    any rank."""
+    """Stores compiled grammars in `grammars`, in the thread that steps. `all_reduce_min`: returns the element-wise
+    minimum of a list over all ranks."""
 
     def __init__(self, grammars: GrammarBackend, all_reduce_min: Callable[[list[int]], list[int]]) -> None:
         self._grammars = grammars

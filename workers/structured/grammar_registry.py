@@ -4,9 +4,9 @@ Rank 0 numbers the grammars and sends compile and drop orders with the step plan
 Ranks compile in threads beside the steps (see GrammarCompiler). A request waits here, outside the scheduler, until
 every rank has compiled its grammar.
 
-Small and large grammars have separate compile queues, so that a small one never waits for a large one. Within a queue,
-tenants take turns. A grammar stays compiled while a live sequence uses it. Of the unused grammars the most recently
-used ones are kept.
+Small and large grammars have separate compile queues, so that a small grammar never waits for a large one. Within a
+queue, tenants take turns (round-robin). A grammar stays compiled while a live sequence uses it. Of the unused grammars
+the most recently used ones are kept.
 """
 
 from collections import Counter, deque
@@ -18,8 +18,8 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan
 
 MAX_CACHED_GRAMMARS: Final = 256
-# How many grammars of the small and of the large queue ranks compile at once. A low limit keeps tenants' turns fair:
-# a grammar that was sent to the ranks cannot be overtaken.
+# How many grammars of the small and of the large queue may be sent to the ranks and not compiled yet. A low limit keeps
+# the tenants' turns fair, because a grammar that was sent to the ranks cannot be overtaken.
 MAX_COMPILING: Final = (4, 1)
 # A JSON schema of 3,000 characters compiles in 8 ms on one core. One of 33,000, the largest that routers let pass,
 # takes 0.4 s.
@@ -98,7 +98,8 @@ class GrammarRegistry:
         return False
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """Remove an ended sequence. A grammar for which no other sequence waits is not sent to be compiled."""
+        """Remove an ended sequence. If it was the last that waits for a grammar, the grammar is not compiled any more,
+        unless it was sent already."""
         grammar = sequence.request.sampling.structured
         if grammar is None:
             return
@@ -111,7 +112,8 @@ class GrammarRegistry:
     def mark_failed(self, sequence: Sequence) -> None:
         """Record that a sequence failed because of its grammar. Ranks drop the grammar once no sequence uses it.
 
-        The parser state of a grammar that is too hard takes up to 90 MB on each rank; a cache of 256 would take 23 GB.
+        The parser state of a grammar that exceeds the parser's limits takes up to 90 MB on each rank. A full cache of
+        256 such grammars would take 23 GB.
         """
         if sequence.request.sampling.structured in self._ready:
             self._failed.add(sequence.request.sampling.structured)
@@ -147,7 +149,7 @@ class GrammarRegistry:
         return released
 
     def check(self, scheduled: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless every grammar of the `scheduled` sequences is ready or waited for."""
+        """Raises AssertionError unless the records agree, and every grammar of the `scheduled` sequences is ready."""
         in_scheduler = {sequence.request.sampling.structured for sequence in scheduled} - {None}
         assert in_scheduler <= self._ready.keys(), "a scheduled sequence has a grammar that is not ready"
         assert len(set(self._ids.values())) == len(self._ids), "two grammars have one id"

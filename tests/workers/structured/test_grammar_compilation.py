@@ -210,7 +210,7 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
     engine = make()
     for sampling, resume, words in (
         (params(Grammar("regex", "("), n=2), {}, "cannot be compiled"),
-        (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume holds tokens"),
+        (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume has tokens"),
     ):
         request = EngineRequest("r", PROMPT, sampling, resume)  # type: ignore[arg-type]
         engine.submit_request(request)
@@ -281,7 +281,7 @@ def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make, monkeypat
     delivered = byte_level_tokenizer().encode("ab" * 90).ids
     engine.submit_request(EngineRequest("r", PROMPT, params(AMBIGUOUS, max_tokens=200), {0: tuple(delivered)}))
     ((name, error),) = refusals(engine)
-    assert name == "r" and "tokens of resume takes over 0.2 s" in str(error)
+    assert name == "r" and "tokens of resume against the structured output's grammar takes over 0.2 s" in str(error)
 
 
 def test_a_grammar_that_fits_no_text_is_refused_before_a_step(make: Make) -> None:

@@ -115,7 +115,7 @@ def test_a_finished_choice_of_any_length_can_be_resumed(model: Model) -> None:
     for length in range(1, 20):
         grammars.store(length, grammars.compile_grammar(Grammar("regex", f"a{{{length}}}")))
         grammars.check_resume(length, [letter] * length + [EOS])
-        with pytest.raises(InvalidRequest, match="send those delivered"):
+        with pytest.raises(InvalidRequest, match="send the tokens that were delivered"):
             grammars.check_resume(length, [letter] * (length - 1) + [EOS])
 
 
