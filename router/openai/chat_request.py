@@ -24,8 +24,8 @@ from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 
 class TextPart(RequestBody):
-    """A content part of text, under each name that the APIs have for it. Parts of the types "thinking" and "reasoning"
-    are reasoning. Other fields, such as `cache_control`, have no effect."""
+    """A content part with text, in each form that the APIs have. Parts of the types "thinking" and "reasoning" are
+    reasoning. Other fields, such as `cache_control`, have no effect."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -237,9 +237,10 @@ class ChatRequest(SamplingFields):
         *,
         shows_tools: bool,
     ) -> GenerateRequest:
-        """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what may stand before structured output.
+        """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what may come before structured output.
         `special_ids`: the ids of special tokens by their text. `shows_tools`: whether the chat template shows tools. If
-        not, tools are left out of the prompt of a required call, whose form the grammar gives. Raises InvalidRequest.
+        it does not, a required or named call is still possible: the grammar gives its form, and the prompt has no
+        tools. Raises InvalidRequest.
         """
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")

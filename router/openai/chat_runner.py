@@ -1,5 +1,5 @@
-"""ChatRunner: runs a chat for every API that has chats. Each translates its body into a ChatRequest, and makes its
-response from the parts of the answer."""
+"""ChatRunner: runs the chats of all HTTP APIs. Each API translates its body into a ChatRequest, and makes its response
+from the parts of the answer."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from coatcheck.router.tool_grammars.call_grammar import named_call_grammar
 
 _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
 
-MakeAnswer = Callable[[ParsingPlan, list[int]], HttpAnswer]  # from the plan, and the prompt's token ids if asked for
+MakeAnswer = Callable[[ParsingPlan, list[int]], HttpAnswer]  # takes the plan, and the prompt's token ids or []
 
 
 class ChatRunner:
@@ -46,7 +46,7 @@ class ChatRunner:
         self._responder = responder
 
     async def run(self, request: Request, body: ChatRequest, make_answer: MakeAnswer) -> Response:
-        """Generates for the chat and responds with what `make_answer` makes of it."""
+        """Generates an answer to the chat, and responds in the form of the HttpAnswer that `make_answer` returns."""
         plan = self._make_plan(body)
         message = await self._translate(request, body, plan)
         if body.max_reasoning_tokens is not None:
@@ -82,7 +82,7 @@ class ChatRunner:
         return self._generation.model.max_model_len if self._generation.model else 0
 
     def response_head(self, response_id: str, asked: str) -> ResponseHead:
-        """`asked`: the model that the request names."""
+        """The head of a response to a request that names the model `asked`."""
         model, config = self._generation.model, self._generation.config
         fingerprints = [] if model is None else [model.fingerprint]
         if model is not None and (adapter := config.adapter_of(asked)):

@@ -15,9 +15,9 @@ Prompt = str | list[int]
 
 
 def check_prompt_items(prompt: Any) -> Any:
-    """Returns `prompt` unchanged. Raises ValueError for more than MAX_PROMPTS prompts, or, naming the first wrong item,
-    for a list that mixes kinds of items or has items other than integers, texts, or lists of integers; true and 5.0 are
-    not integers here."""
+    """Returns `prompt` unchanged. Raises ValueError for more than MAX_PROMPTS prompts, for a list that mixes kinds of
+    items, and for items other than integers, texts, or lists of integers. The error names the first wrong item. true
+    and 5.0 are not integers here."""
     if not isinstance(prompt, list) or not prompt:
         return prompt
     kind = type(prompt[0])

@@ -57,8 +57,8 @@ class CompletionResponse(OpenAIResponse):
         return self._write_chunk(self._choice(prompt_index, delta))
 
     def _first_chunk(self, prompt_index: int, delta: Delta) -> "_FirstChunk":
-        """The first chunk of a choice, which shows the prompt. Moves this response on as if it had made the chunk
-        itself: the next chunks continue the choice's offsets and length."""
+        """The first chunk of a choice, with the echo of the prompt. A copy of this response makes the chunk. This
+        response updates the choice's offsets and length, so that its next chunks continue there."""
         prompt = self._prompts[prompt_index]
         writer = copy(self)
         writer._prompts, writer._offsets, writer._lengths = {prompt_index: prompt}, {}, {}
@@ -77,7 +77,7 @@ class CompletionResponse(OpenAIResponse):
         return choice
 
     def _usage(self) -> dict[str, Any]:
-        """Without the token that is generated if only the prompt is scored."""
+        """As in the base class. If only the prompt is scored, the one generated token is not counted."""
         usage = super()._usage()
         if self._request.scores_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
@@ -129,7 +129,7 @@ class CompletionResponse(OpenAIResponse):
 
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
-    """See LargeChunk. The first chunk of a choice. `response`: a copy that makes this chunk alone."""
+    """The first chunk of a choice, as a LargeChunk. `response`: a copy that makes only this chunk."""
 
     response: CompletionResponse
     prompt_index: int

@@ -38,7 +38,8 @@ class ChoiceLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsChunk:
-    """See LargeChunk. `chunk`: the event of one choice, with null as its `logprobs`. `logprobs`: the choice's."""
+    """A LargeChunk. `chunk`: the event of one choice, with null as its `logprobs`. `logprobs`: what replaces the
+    null."""
 
     chunk: bytes
     logprobs: ChoiceLogprobs

@@ -1,6 +1,6 @@
 """LogprobsFormatter: tokens and their log-probabilities in the forms of OpenAI's and vLLM's APIs.
 
-A token need not be whole characters: `bytes` is exact, and its text shows what can be decoded.
+A token may end inside of a character. Its `bytes` are exact; its text shows what can be decoded.
 """
 
 import math
@@ -99,8 +99,8 @@ def _top_logprobs(token: TokenLogprob, text: str, text_of: Callable[[int], str])
 
 
 def _ranked(token: TokenLogprob) -> Iterable[tuple[int, float]]:
-    """(token id, log-probability) of what is reported beside the token's own. All tokens come in descending order,
-    equal ones by ascending id."""
+    """(token id, log-probability) of the tokens that are reported beside the token itself. If these are all tokens,
+    they are in descending order of log-probability; equal ones in ascending order of id."""
     if not token.all_logprobs:
         return [(top.token_id, top.logprob) for top in token.top]
     values = np.frombuffer(token.all_logprobs, dtype="<f4")

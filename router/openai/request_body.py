@@ -1,4 +1,4 @@
-"""BodyRoute: an endpoint whose JSON body is parsed and validated here; a long body is in a side process.
+"""BodyRoute: an endpoint whose JSON body is parsed and validated here; a side process does so with a long body.
 
 Parsing JSON is one call of C code that holds the GIL, 0.1 s for a million numbers, and validating it takes up to 20
 microseconds per object. So the bytes of a long body go to a side process, which returns the validated model.
@@ -27,21 +27,21 @@ from coatcheck.router.openai.sampling_fields import ACCEPTED_VALUES, UNIMPLEMENT
 _SHORT_BYTES: Final = 256 << 10
 _SHORT_OBJECTS: Final = 1024
 _SHORT_VALUES: Final = 8192
-# How many lists and objects may be within one another. Python's own limit, about 900 at this place, is lower where the
-# values are encoded again.
+# Max depth of nested lists and objects. Python's own limit is about 900 when it parses here, but lower when the values
+# are encoded again.
 _MAX_DEPTH: Final = 256
 # Limit on the values of a body outside of _PROMPT_FIELDS: messages, tools and schemas. Each is visited several times.
 _MAX_VALUES: Final = 1 << 17
 _PROMPT_FIELDS: Final = frozenset({"prompt", "tokens"})
-_SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
+_SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, lone or in a pair
 
 _TOO_DEEP: Final = "the body is nested too deeply; send fewer lists and objects within one another"
 _NO_OBJECT: Final = "the body must be a JSON object, sent with content-type application/json"
-# Why a parameter is not served, and what to send in its place, where clients of other servers often send it.
+# Why a parameter is not supported, and what to send instead, for parameters that clients of other servers often send.
 _REASONS: Final = {
     **dict.fromkeys(
         ("use_beam_search", "length_penalty", "early_stopping"),
-        "beams are not searched: ask for n choices with logprobs, and rank them",
+        "there is no beam search: ask for n choices with logprobs, and rank them",
     ),
     "kv_transfer_params": "a group computes prompt and answer itself, and takes no KV from elsewhere",
     "background": "only the router's memory would hold the response until it is read: wait for it, or stream it",
@@ -140,7 +140,7 @@ def validate_body(kind: type[RequestBody], body: bytes, *, is_long: bool) -> Req
 
 
 def validate_fields(kind: type[_Body], value: object) -> _Body:
-    """The body that a parsed JSON value is. Raises InvalidBody."""
+    """Validates a parsed JSON value as a body of type `kind`. Raises InvalidBody."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -177,8 +177,9 @@ def _explain(error: ValidationError, kind: type[RequestBody], value: object) -> 
 
 
 def _field_path(loc: Sequence[int | str], value: object, *, is_missing: bool) -> str:
-    """The path of a field in the body `value`. `loc` also names the branches of unions, by their types, which mean
-    nothing to a client. `is_missing`: the body does not have the last part, or has null there."""
+    """The path of a field in the body `value`, from pydantic's `loc`. The parts of `loc` that name branches of unions
+    are left out, because they mean nothing to a client. `is_missing`: the body lacks the last part, or has null
+    there."""
     path: list[str] = []
     for part in loc[:-1] if is_missing else loc:
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)

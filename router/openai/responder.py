@@ -31,7 +31,8 @@ class Responder:
     async def respond(
         self, request: Request, messages: Sequence[GenerateRequest], answer: HttpAnswer, *, stream: bool
     ) -> Response:
-        """Generates for all messages; cancels the generation if the client disconnects."""
+        """Generates for all messages, and responds in the form of `answer`: an SSE stream with `stream`, else one JSON
+        object. Cancels the generation if the client disconnects."""
         trace_context = {name: request.headers[name] for name in TRACE_CONTEXT_HEADERS if name in request.headers}
         options = CallOptions(request.scope["tenant"], trace_context)
         self._check_logprobs(messages, stream=stream)

@@ -53,7 +53,7 @@ class ResponseHead:
 @dataclass(slots=True)
 class EchoedPrompt:
     """What a response shows of a prompt. `echo`: the prompt's text if the request asks for it. `token_ids`: its tokens
-    if the response needs them. `is_text`: the client sent a text. `logprobs`: of the tokens after the first."""
+    if the response needs them. `is_text`: the client sent a text. `logprobs`: those of the tokens after the first."""
 
     echo: str = ""
     token_ids: Sequence[int] = ()
@@ -71,7 +71,7 @@ class OpenAIResponse(ABC):
 
     kind: ClassVar[str]  # the field `object` of a response
     chunk_kind: ClassVar[str]  # the field `object` of a chunk
-    # The JSON of a plain chunk's choice between the choice's index and its text, and behind the text.
+    # The JSON of a plain chunk's choice between the choice's index and its text, and after the text.
     plain_choice: ClassVar[tuple[bytes, bytes]]
 
     def __init__(

@@ -1,7 +1,7 @@
-"""How responses are sent: in slices, as server-sent events, and made in a side process if they have many values.
+"""Sends responses: JSON in slices, or server-sent events. A side process encodes responses of many values.
 
-A JSON object of a million values takes seconds of Python, and a thread that encodes it holds the GIL for up to 0.2 s at
-a time. The side process gets the protobuf messages and returns bytes.
+Making a JSON object of a million values takes seconds of Python, and encoding it holds the GIL for up to 0.2 s at a
+time, also in a thread. The side process gets the protobuf messages and returns bytes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _Packed = tuple[list[bytes], bytes, bytes]
 
 
 class HttpAnswer(Protocol):
-    """What an API makes of the generation for a request: one JSON object, or a stream of events. It can be pickled
+    """The form that an API gives to the answer to a request: one JSON object, or a stream of events. It can be pickled
     before its first method is called."""
 
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
 
 class LargeResponses:
-    """Makes responses in the processes of `side` if they are large, else on the event loop."""
+    """Encodes large responses in the processes of `side`, and all others on the event loop."""
 
     def __init__(self, side: SideProcesses) -> None:
         self._side = side

@@ -173,8 +173,8 @@ class OpenAIRoutes:
         return {"server_load": self._admin.open_requests}
 
     async def reset_prefix_cache(self, request: Request) -> dict[str, list[str]]:
-        """Has every group evict the cached blocks that no running request uses. Returns the groups' names. Refuses web
-        pages, because a browser lets any page send this."""
+        """Makes every group evict the cached blocks that no running request uses. Returns the groups' names. Refuses
+        requests of web pages, because a browser lets any page send this request."""
         if "origin" in request.headers:
             raise PermissionDenied("web pages must not reset caches; send the request without the header origin")
         return {"groups": self._admin.reset_prefix_caches()}
@@ -205,7 +205,7 @@ class OpenAIRoutes:
         return (await self._generation.detokenize(message)).text
 
     def _add_usage(self, body: SamplingFields) -> None:
-        """If the setting says so, asks for the usage in every chunk of a stream, whatever the request asks for."""
+        """With `forces_usage`, asks for the usage in every chunk of a stream, whatever the request asks for."""
         if self._forces_usage and body.stream:
             body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
@@ -242,8 +242,8 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 
 def _hint(request: Request) -> str:
-    """The endpoint that a client with a wrong base URL means: one too short, or with a slash too many. Or the setting
-    that the endpoint needs."""
+    """A hint for a client whose base URL lacks /v1, has it twice, or has a slash too many: the endpoint that it means.
+    For an endpoint that is off: the flag that turns it on. Else ""."""
     path = "/" + "/".join(filter(None, request.url.path.split("/")))
     if path == "/tokenizer_info":
         return "; it needs serve --enable-tokenizer-info-endpoint"

@@ -1,8 +1,8 @@
-"""The fields that chat completions and text completions have in common, and the base class of all request bodies.
-Fields for structured output come in OpenAI's form and in vLLM's and SGLang's; all become one Grammar.
+"""SamplingFields: the fields that chat and text completions have in common. RequestBody: the base of all bodies.
 
 A field that would change the response is implemented, or refused by its name. A field that cannot change the response
-is accepted and dropped. Any other field is refused, because it may be a misspelt name.
+is accepted and dropped. Any other field is refused, because its name may be misspelt. Structured output can be asked
+for by the fields of OpenAI, vLLM and SGLang; each becomes a Grammar.
 """
 
 import dataclasses
@@ -174,9 +174,9 @@ class TagStructure(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`; "text" does not constrain. "structural_tag" is vLLM's and SGLang's: any text, in
-    which what follows one of `triggers` fits the structure that begins with the trigger. `schema` is llama.cpp's and
-    Together's: of a JSON object, or in place of `json_schema`."""
+    """OpenAI's `response_format`; "text" does not constrain. "structural_tag" is vLLM's and SGLang's: any text, but
+    after one of `triggers` comes the rest of a structure that begins with this trigger. `schema` is llama.cpp's and
+    Together's: the schema of a "json_object", or one in place of `json_schema`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -274,8 +274,8 @@ class SamplingFields(RequestBody):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def to_grammar(self) -> Grammar | None:
-        """The grammar of the fields for structured output, or None. Raises InvalidRequest if several differ: guidance
-        sends the same grammar under the names of old and new vLLM."""
+        """The grammar of the fields for structured output; None if none is set. Several fields may ask for the same
+        grammar (guidance sends the names of old and new vLLM). Raises InvalidRequest if they differ."""
         found = _make_grammars(self)
         outputs, wanted = self.structured_outputs, self.response_format
         if outputs is not None:
@@ -312,8 +312,8 @@ class SamplingFields(RequestBody):
     def to_sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
     ) -> SamplingMessage:
-        """The SamplingParams message; fields that the body leaves out stay unset, and the router fills in the model's
-        defaults. Raises InvalidRequest."""
+        """The SamplingParams message. Fields of _MODEL_HAS_DEFAULTS that the body leaves out stay unset: the router
+        fills in the model's defaults later. Raises InvalidRequest."""
         if self.best_of not in (None, self.n):
             raise InvalidParameter("best_of", f"is {self.best_of}; choices are not ranked: remove it, or set it to n")
         if self.stream_options is not None and not self.stream:

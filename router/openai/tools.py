@@ -1,5 +1,7 @@
-"""The functions that a model may call, as the body of a chat has them. tool_grammars makes the grammars of their calls,
-and tool_parser.py finds the calls in the generated text.
+"""The functions that a model may call, as fields of a chat's body.
+
+The folder tool_grammars makes the grammars of their calls, and the parsers of the folder parsing find the calls in the
+generated text.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

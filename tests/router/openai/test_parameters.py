@@ -110,7 +110,7 @@ async def test_a_refusal_says_what_to_send_instead(start_http_router: StartHttpR
     """Beam search, background responses and KV from elsewhere are refused with the reason, under the name that was
     sent."""
     router = await start_http_router(FakeGroup(), tokenizer=tools)
-    beams = "(beams are not searched: ask for n choices with logprobs, and rank them); remove it"
+    beams = "(there is no beam search: ask for n choices with logprobs, and rank them); remove it"
     bodies: list[tuple[str, dict[str, Any], str, str]] = [
         (path, LEAST[path] | {name: value}, name, beams)
         for path in (CHAT, TEXT)
