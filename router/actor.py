@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What the supervisor asks a router regularly.
+    """The state of a router, which the supervisor reads regularly.
 
-    `heartbeat`: whether its event loop makes progress. `groups`: the version of its list of groups. `missing`: names of
-    the groups that serve, as the supervisor has said, and to which the router is not connected. `is_draining`: it
-    refuses new requests, or will soon.
+    `heartbeat`: whether the event loop makes progress. `groups`: the version of the router's list of groups. `missing`:
+    names of the groups that the list has as serving and that are not attached. `is_draining`: the router refuses new
+    requests, or will soon.
     """
 
     heartbeat: Heartbeat
@@ -41,7 +41,7 @@ class RouterReport:
 
 @ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]  # absent from Ray's stubs
 class RouterActor:
-    """Created, given its groups and stopped by the supervisor."""
+    """The supervisor creates this actor, sends it the list of groups, and stops it."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config

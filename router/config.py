@@ -1,4 +1,4 @@
-"""RouterConfig: the settings of a router, validated. The groups are not among them; Router.set_groups changes those."""
+"""RouterConfig: the settings of a router, validated. The list of groups is no setting: Router.set_groups changes it."""
 
 import math
 import re
@@ -31,17 +31,17 @@ class RouterConfig:
     port: int = 0  # 0: any free port
     http_host: str = "127.0.0.1"
     http_port: int | None = None  # None: no HTTP
-    # How long a new request waits for any group to serve, and a running request for another group after its own is
-    # lost. All groups may be lost together, so move_wait_seconds should be at least the start time of a group
-    # (GroupConfig.startup_timeout_seconds).
+    # How long a new request waits while no group serves.
     admission_wait_seconds: float = 0.0
+    # How long a request that has lost its group waits for another one. All groups may be lost together, so this should
+    # be at least the start time of a group (GroupConfig.startup_timeout_seconds).
     move_wait_seconds: float = 600.0
     # How long a request waits for the causes of its groups' failures, if they decide whether it is retried. A group's
     # next incarnation reports the cause once its processes are up.
     cause_wait_seconds: float = 3.0
     # Length of the admission queue; further requests are refused.
     max_queued: int = 1024
-    # Max log-probabilities that a request may ask for at a position; -1: any number, and all tokens.
+    # Max log-probabilities that a request may ask for at a position; -1: any number, up to the whole vocabulary.
     max_logprobs: int = MAX_LOGPROBS
     routing: Routing = "prefix-aware"  # see router/routing/routing_policy.py
     # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
@@ -50,9 +50,9 @@ class RouterConfig:
     lora_modules: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: name -> directory
     # "auto": the format in which the model's chat template writes tool calls.
     tool_parser: ToolParserName = "auto"
-    # A group reports its load at least once a second. One that has sent nothing for silence_seconds is lost if its host
-    # accepts no connection for it: the host or the network is gone. One whose host does may be slow, suspended or
-    # swapped out; it is lost after hang_seconds. Both are checked five times in silence_seconds.
+    # A group reports its load at least once a second. If it has sent nothing for silence_seconds, the router tries to
+    # connect to its host. If the host accepts no connection, the host or the network is gone, and the group is lost.
+    # Else the group may be slow, suspended or swapped out; it is lost after hang_seconds of silence.
     silence_seconds: float = 4.0
     hang_seconds: float = 15.0
     tokenizer_threads: int = 2
@@ -61,8 +61,8 @@ class RouterConfig:
     tls_key: str | None = None
     tls_client_ca: str | None = None
     key_file: str | None = None  # None: no keys are required
-    cors_origins: tuple[str, ...] = ()  # whose web pages may call the HTTP API; "*" for any
-    root_path: str = ""  # where a proxy has the HTTP API, such as /llm; requests may have this prefix or not
+    cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the HTTP API; "*" for any
+    root_path: str = ""  # the path at which a proxy serves the HTTP API, such as /llm; requests may begin with it
     enable_force_include_usage: bool = False  # every chunk of a stream has the usage so far
     trust_request_chat_template: bool = False  # requests may bring their own chat template
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info

@@ -1,8 +1,8 @@
 """ConnectHandlers: the service Generation for clients of the Connect protocol, on the HTTP port.
 
-A unary call is a POST with a message as the body, in JSON or in protobuf. The request of a streaming call, and each
-message of its response, is in an envelope: a byte of flags, and the length in four bytes. gRPC's port does not speak
-this protocol. Specification: https://connectrpc.com/docs/protocol
+A unary call is a POST with a message as the body, in JSON or in protobuf. In a streaming call the request, and each
+message of the response, is in an envelope: one byte of flags, four bytes of length (big-endian), then the message. The
+gRPC port does not speak this protocol. Specification: https://connectrpc.com/docs/protocol
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class ConnectHandlers:
     def __init__(self, app: FastAPI, generation: GenerateService, embedding: EmbedService, side: SideProcesses) -> None:
         self._side = side
         self._stream = generation.generate_stream
-        unary: dict[str, Any] = {
+        endpoints: dict[str, Any] = {
             "Generate": self._unary(pb.GenerateRequest, generation.generate),
             "Embed": self._unary(pb.EmbedRequest, embedding.embed),
             "Tokenize": self._unary(pb.TokenizeRequest, lambda message, _: generation.tokenize(message)),
@@ -52,7 +52,7 @@ class ConnectHandlers:
             "GetModel": self._unary(pb.GetModelRequest, lambda message, _: generation.get_model(message)),
             "GenerateStream": self._generate_stream,
         }
-        for name, endpoint in unary.items():
+        for name, endpoint in endpoints.items():
             app.add_api_route(
                 f"{CONNECT_PATH}{name}", endpoint, methods=["POST"], response_model=None, include_in_schema=False
             )
@@ -66,8 +66,8 @@ class ConnectHandlers:
                 return Response(status_code=415)
             try:
                 message = await self._parse(kind, await _read_body(request), subtype)
-                made = await while_connected(request.receive, _awaited(method(message, _options(request))))
-                return Response(await self._encode(made, subtype), media_type=f"application/{subtype}")
+                response = await while_connected(request.receive, _as_coroutine(method(message, _options(request))))
+                return Response(await self._encode(response, subtype), media_type=f"application/{subtype}")
             except ClientDisconnected:
                 raise
             except Exception as error:
@@ -76,7 +76,7 @@ class ConnectHandlers:
         return handle
 
     async def _generate_stream(self, request: Request) -> Response:
-        """The streaming call. Its errors are in its last message, because its status is always 200."""
+        """GenerateStream. The HTTP status is always 200, so an error is in the last message."""
         subtype = _codec(request, "application/connect+")
         if subtype is None:
             return Response(status_code=415)
@@ -122,12 +122,12 @@ async def _read_body(request: Request) -> bytes:
         raise ClientDisconnected from None
 
 
-async def _awaited(made: Awaitable[Message]) -> Message:
-    return await made
+async def _as_coroutine(response: Awaitable[Message]) -> Message:
+    return await response
 
 
 def _codec(request: Request, prefix: str) -> str | None:
-    """The codec of the content type: json or proto; None for another."""
+    """The codec in the content type, "json" or "proto"; None for any other content type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     subtype = kind.removeprefix(prefix)
     return subtype if kind.startswith(prefix) and subtype in ("json", "proto") else None
@@ -144,7 +144,7 @@ def _options(request: Request) -> CallOptions:
 
 
 def _open_envelope(body: bytes) -> bytes:
-    """The only message of a streaming call. Raises InvalidRequest."""
+    """The message in the one envelope of a streaming call's request. Raises InvalidRequest for anything else."""
     if len(body) < _HEADER.size:
         raise InvalidRequest("the call ended without its message; send one")
     flags, length = _HEADER.unpack_from(body)

@@ -63,7 +63,7 @@ class GrpcHandlers:
         self._slow_reader_seconds = slow_reader_seconds
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers all methods; the third argument of a handler is the scope that a caller's role must have."""
+        """Registers all methods. The last argument of `_unary` and `_streaming` is the scope that a caller needs."""
         generation, admin = self._generation, self._admin
         generation_methods = {
             "Generate": self._unary(

@@ -1,9 +1,10 @@
 """add_small_services(): gRPC's own health and reflection services, limited to messages of a few kilobytes.
 
-The server accepts messages as long as a long prompt. grpcio's implementation of these services parses its messages on
-the event loop before anything is checked, and reflection sends them back. A real message holds only a name.
+The gRPC server accepts messages of tens of megabytes, for long prompts. grpcio's health and reflection services parse
+each message on the event loop before anything is checked, and reflection sends the message back. A genuine message
+holds only a name, so a longer one is refused unparsed.
 
-Reflection is served as v1 and as v1alpha. Their messages are the same; grpcio has code only for v1alpha.
+Reflection is served as v1 and as v1alpha. The messages of both are the same; grpcio has code only for v1alpha.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -39,7 +40,7 @@ class _TooLong:
 
 
 class _BoundedServer:
-    """Has the methods that the generated add_..._to_server functions call."""
+    """Wraps each handler that the generated add_..._to_server functions register, to limit its messages."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server

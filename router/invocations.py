@@ -1,4 +1,4 @@
-"""POST /invocations, which Amazon SageMaker calls: a request to one of the other endpoints, which its fields tell."""
+"""POST /invocations, which Amazon SageMaker calls. The fields of the body select the endpoint that answers."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,7 +16,7 @@ from coatcheck.router.openai.completion_request import CompletionRequest
 from coatcheck.router.openai.routes import OpenAIRoutes
 from coatcheck.router.openai.sampling_fields import RequestBody
 
-# Which field of a body tells its kind. The first that the body has counts.
+# Field -> type of the body. The first of these fields that the body has decides.
 _KINDS: Final[dict[str, type[RequestBody]]] = {
     "messages": ChatRequest,
     "prompt": CompletionRequest,
@@ -27,12 +27,12 @@ _KINDS: Final[dict[str, type[RequestBody]]] = {
 
 
 class Invocation(RequestBody):
-    """Validates to a body of the kind that the fields tell; there are no objects of this class."""
+    """Validates a body as the type that its fields select. No object of this class itself is made."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _validate_kind(cls, value: Any, _: Callable[[Any], Any]) -> Any:
-        """Raises InvalidRequest if no field tells the kind."""
+        """Raises InvalidRequest if the body has none of the fields in _KINDS."""
         if isinstance(value, RequestBody):  # validated already: see BodyRoute
             return value
         if not isinstance(value, dict):
@@ -40,7 +40,8 @@ class Invocation(RequestBody):
         kind = next((kind for name, kind in _KINDS.items() if value.get(name) is not None), None)
         if kind is None:
             raise InvalidRequest(
-                "the body has no messages, prompt, input, query or text_1, which tell what /invocations does; add one"
+                "the body has none of messages, prompt, input, query and text_1, by which /invocations selects an "
+                "endpoint; add one"
             )
         return kind.model_validate(value)
 
@@ -51,13 +52,13 @@ class InvocationRoutes:
     def __init__(self, openai: OpenAIRoutes, embeddings: EmbeddingRoutes) -> None:
         self._openai = openai
         self._embeddings = embeddings
-        # /openapi.json has the bodies at the endpoints that they belong to.
+        # Not in /openapi.json, which has each body at its own endpoint.
         openai.app.add_api_route(
             "/invocations", self.invoke, methods=["POST"], response_model=None, include_in_schema=False
         )
 
     async def invoke(self, request: Request, body: Invocation) -> Response:
-        """Responds as the endpoint that `body` belongs to."""
+        """Responds as the endpoint whose body `body` is."""
         given: RequestBody = body
         match given:
             case ChatRequest():

@@ -176,11 +176,11 @@ class Router:
         await self.groups.set_endpoints(groups)
 
     async def update_groups(self, update: GroupListUpdate) -> GroupListVersion:
-        """Changes the groups as a supervisor says; see GroupRegistry.apply_update."""
+        """Applies a change of the supervisor's list of groups; see GroupRegistry.apply_update."""
         return await self.groups.apply_update(update)
 
     def set_configuration(self, text: str) -> None:
-        """The status says `text` from now on; see StatusResponse.configuration."""
+        """Sets StatusResponse.configuration to `text`."""
         self.admin.configuration = text
 
     async def status(self) -> StatusResponse:

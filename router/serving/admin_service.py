@@ -96,8 +96,8 @@ class AdminService:
         return DrainResponse(drained=drained, remaining_streams=len(connection.submissions) if connection else 0)
 
     def announce_drain(self) -> None:
-        """Has health and status say "draining". New requests are still accepted, so that load balancers have time to
-        stop sending them here."""
+        """Makes the status "draining" and gRPC health NOT_SERVING. New requests are still accepted, so that load
+        balancers have time to stop sending them."""
         self._traffic.will_drain = True
         self._groups.notify()
 
@@ -109,7 +109,7 @@ class AdminService:
         return self._traffic.is_draining and not self._traffic.active
 
     def reset_prefix_caches(self) -> list[str]:
-        """Tells all attached groups to evict the blocks that no running request uses; returns their names."""
+        """Tells all attached groups to evict the blocks that no running request uses. Returns the groups' names."""
         attached = [connection for connection in self._groups.connections if connection.is_attached]
         for connection in attached:
             connection.reset_prefix_cache()

@@ -92,7 +92,7 @@ class AdmissionQueue:
 
     def __init__(self, max_size: int) -> None:
         self._queue: FairQueue[QueuedAttempt] = FairQueue(max_size)
-        # When the queue was last empty, and when it granted requests since: the last of these times.
+        # The time when the queue last became non-empty, then the times of its grants; the last ones of these.
         self._grant_times: deque[float] = deque(maxlen=1 + _MAX_GRANTS)
         self._answer_tokens = GUESSED_ANSWER_TOKENS
         self._last_wait = (0.0, 0.0)  # (time of the last grant, seconds that the request had waited)

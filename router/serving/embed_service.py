@@ -1,4 +1,4 @@
-"""EmbedService: embeddings of prompts, each by a request that generates one token beside it."""
+"""EmbedService: embeddings of prompts. A generate request with max_tokens 1 computes each, and its token is dropped."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ class EmbedService:
     """One for each router."""
 
     def __init__(self, generation: GenerateService, directory: Path | None) -> None:
-        """`directory`: of the model's files; None if it has none."""
+        """`directory`: the model's files; None if there are none."""
         self._generation = generation
         self._default = _read_pooling(directory) if directory is not None else POOLING_LAST
         # What sentence-transformers puts before a text, by the kind of the text, such as "query".

@@ -73,9 +73,9 @@ _MAX_TOKENIZED: Final = 1 << 18
 class CallOptions:
     """What a call to generate brings besides its message.
 
-    `trace_context`: the client's, as headers. `deadline`: when the client gives up, in the event loop's time; a request
-    that cannot begin by then is refused. `on_admitted` is called once the request is valid, before it waits for a
-    group, and `on_decision` at the end with the last routing decision.
+    `trace_context`: the client's headers of W3C trace context. `deadline`: when the client gives up, in the event
+    loop's time; a request that cannot begin by then is refused. `on_admitted` is called once the request is valid,
+    before it waits for a group. `on_decision` is called at the end with the last routing decision.
     """
 
     tenant: Tenant = ANONYMOUS
@@ -334,8 +334,8 @@ class GenerateService:
     def _make_text_stages(
         self, message: GenerateRequest, request: Request
     ) -> tuple[Callable[[], Detokenizer], OutputSplitter | None]:
-        """What makes a choice's text of its tokens, and what splits the text, if the client asks for that. Tokens of
-        the model's markers are text for the splitter."""
+        """The function that makes a choice's detokenizer, and the splitter of its text (None without split_output). If
+        the splitter finds its markers by special tokens, the detokenizer does not skip them."""
         splits = message.chat.split_output
         shows_markers = splits and self._planner.output_format.shows_special_tokens
         skip = request.sampling.skip_special_tokens and not shows_markers

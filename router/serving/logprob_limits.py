@@ -1,4 +1,7 @@
-"""The limits of log-probabilities: how many a request may ask for, and how many values are in a part of an answer."""
+"""Limits of log-probabilities: how many a request may ask for, and how many a router returns at once.
+
+An answer is *wide* if it has more than MAX_LOGPROBS log-probabilities at a position.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +14,8 @@ from coatcheck.router.groups.request import Request
 
 # Max log-probabilities of prompt tokens in one answer; more take seconds to encode.
 MAX_PROMPT_LOGPROBS: Final = 1 << 20
-# Answers with more than MAX_LOGPROBS at a position: of one request, and of all open ones, in units of 4 bytes. All open
-# ones are half of what a group lets a router leave unread.
+# Max memory of wide answers, in units of 4 bytes: of one request, and of all open requests together. The second is half
+# of what a group lets a router leave unread.
 _MAX_WIDE: Final = 1 << 22
 _MAX_OPEN: Final = 1 << 23
 
@@ -49,8 +52,7 @@ def check_answer_size(sampling: SamplingParams, prompt_length: int, max_tokens: 
 
 
 def wide_weight(sampling: SamplingParams, prompt_length: int, max_tokens: int, vocab_size: int) -> int:
-    """The most memory that the log-probabilities take of parts of the answer that have more than MAX_LOGPROBS at a
-    position, in units of 4 bytes."""
+    """Max memory of the wide parts of an answer (its prompt, its output), in units of 4 bytes. 0 if neither is wide."""
     total = 0
     if _is_wide(sampling.prompt_logprobs):
         total += prompt_length * num_values(sampling.prompt_logprobs, vocab_size) * _weight(sampling.prompt_logprobs)
@@ -61,8 +63,8 @@ def wide_weight(sampling: SamplingParams, prompt_length: int, max_tokens: int, v
 
 
 class WideAnswers:
-    """The open requests of a router with more than MAX_LOGPROBS log-probabilities at a position. Their answers may wait
-    unread in the router, and in the groups' outboxes, which disconnect a router that leaves too much unread."""
+    """The memory of a router's open wide answers. They may wait unread in the router, and in the groups' outboxes. A
+    group disconnects a router that leaves too much unread there."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -82,7 +84,7 @@ class WideAnswers:
 
 
 def num_values(count: int | None, vocab_size: int) -> int:
-    """Log-probabilities at a position for which `count` are asked beside the token's own."""
+    """Number of log-probabilities at a position if `count` are asked for: the token's own is added. 0 for None."""
     if count is None:
         return 0
     return 1 + (vocab_size if count == ALL_LOGPROBS else count)

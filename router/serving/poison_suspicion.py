@@ -80,7 +80,7 @@ class PoisonSuspicion:
         """Why the request is refused; "" if it is sent to another group."""
         losses = self._losses_in_a_row
         if self._is_guilty(FailureCause.CRASH):
-            count, happened = _count(self._losses, FailureCause.CRASH), "ended by themselves"
+            count, happened = _count(self._losses, FailureCause.CRASH), "crashed"
         elif len(losses) >= _MAX_LOSSES and losses[-1].was_only_suspect:
             count, happened = len(losses), "were lost"
         else:

@@ -101,7 +101,7 @@ class Relay:
                 if now - full_since > self._config.move_wait_seconds:
                     raise
                 submission.close(finished=False)
-                # Without output any group may answer it; else only one whose answer would go on the same.
+                # Before its first output any group may run the request, later only a compatible one.
                 submission = await self._admit(submission if self._response.has_output else None)
                 continue
             full_since = None

@@ -51,10 +51,10 @@ async def test_streams_and_long_bodies(start_http_router: StartHttpRouter) -> No
 
 @pytest.mark.parametrize("body", [{}, {"model": "tiny"}, {"prompt": None}, [], "hello", 5])
 async def test_a_body_of_no_kind(start_http_router: StartHttpRouter, body: object) -> None:
-    """The error names the fields that would tell, or says that the body must be an object."""
+    """The error names the fields that select an endpoint, or says that the body must be an object."""
     router = await start_http_router(FakeGroup())
     message = (await router.expect_refusal("/invocations", body))["message"]
-    assert ("messages, prompt, input, query or text_1" if isinstance(body, dict) else "a JSON object") in message
+    assert ("messages, prompt, input, query and text_1" if isinstance(body, dict) else "a JSON object") in message
 
 
 async def test_keys_need_the_scope_of_the_endpoint(start_http_router: StartHttpRouter, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_loss_beside_another_suspect_refuses_no_request() -> None:
     suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, was_only_suspect=False)
     assert not suspicion.refusal and suspicion.level == 2
     suspicion.record_loss(GroupLost(loss(FailureCause.CRASH), was_only_suspect=True))
-    assert suspicion.refusal.startswith("4 groups in a row ended by themselves")
+    assert suspicion.refusal.startswith("4 groups in a row crashed")
 
 
 def test_a_cause_that_becomes_known_later_counts() -> None:
@@ -69,7 +69,7 @@ def test_a_cause_that_becomes_known_later_counts() -> None:
     assert not suspicion.refusal and failures.explained == {FailureCause.CRASH: 1}
     failures.record_cause("b", 3, "rank 0: Segmentation fault")
     assert suspicion.refusal == (  # type: ignore[comparison-overlap]
-        "2 groups in a row ended by themselves while they ran this request (rank 0: Segmentation fault)"
+        "2 groups in a row crashed while they ran this request (rank 0: Segmentation fault)"
     )
     failures.record_cause("b", 3, "")  # reported twice
     assert failures.counts == {FailureCause.UNKNOWN: 2} and failures.explained == {FailureCause.CRASH: 2}
@@ -123,7 +123,7 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
         suspicion.record_loss(GroupLost(third, was_only_suspect=True))
         assert not suspicion.refusal and suspicion.undecided == ([third] if crash else [])
         failures.record_cause("c", 0, "rank 0: Segmentation fault")
-        assert suspicion.refusal.startswith("3 groups in a row ended by themselves") == bool(crash)
+        assert suspicion.refusal.startswith("3 groups in a row crashed") == bool(crash)
         assert not suspicion.undecided
 
 
