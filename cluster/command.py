@@ -1,4 +1,6 @@
-"""Readable help (PROMPT instead of Typer's `{prompt}`, flags without `<bool>`), and error lines with exit codes.
+"""CommandGroup and Command: Typer's classes with readable help, error messages of one line, and exit codes.
+
+Help shows PROMPT instead of Typer's `{prompt}`, and flags without `<bool>`.
 
 A command that fails prints one line on stderr that begins with `error: `. Its exit code:
 
@@ -28,7 +30,7 @@ _CLICK_ERROR: Final[Any] = typer.BadParameter.__base__
 # Errors that the user must correct, found by this process or by the server.
 _USAGE_ERRORS: Final = (InvalidConfig, InvalidModel, InvalidRequest, NotFound)
 
-# difflib's ratio of an unknown flag and the flags of ours that are suggested for it, at least. Click's own 0.6 suggests
+# Min similarity (difflib's ratio) between an unknown flag and a flag that is suggested for it. Click's own 0.6 suggests
 # --router-resource for --trust-remote-code.
 _NEAR_MISS: Final = 0.8
 _NEVER_SUGGESTED: Final = frozenset({"--insecure"})
@@ -51,9 +53,9 @@ class Command(TyperCommand):
 
 
 def repeat_flag(flag: str, arguments: Sequence[str]) -> list[str]:
-    """`arguments` with `flag` in front of each of its values, as Typer wants it: `--flag a=x b=y` has two.
+    """`arguments` with `flag` before each of its values, as Typer requires: `--flag a=x b=y` has two values.
 
-    Further values are the words behind the first one that contain = or begin with {. So MODEL may follow.
+    After the first value, the words that contain = or begin with { are further values. So MODEL may follow them.
     """
     words: list[str] = []
     for index, word in enumerate(arguments):
@@ -109,7 +111,7 @@ def _usage_message(error: Any) -> str:
     message = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
     if (value := _refused_value(error)) is not None:
         is_nan = isinstance(value, str) and value.strip().lower().lstrip("+-") == "nan"  # fails any bound
-        message = re.sub("Input should .*", f"{value} is no number", message) if is_nan else message
+        message = re.sub("Input should .*", f"{value} is not a number", message) if is_nan else message
         message = message.replace("Input should", f"{value!r} should")
     command = f"{error.ctx.command_path} --help" if error.ctx else "coatcheck --help"
     return f"{message[:1].lower()}{message[1:]}; see `{command}`"

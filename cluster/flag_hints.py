@@ -67,7 +67,7 @@ SERVE_HINTS: Final[dict[str, str]] = {
     "--guided-decoding-backend": _GRAMMARS,
     "--grammar-backend": _GRAMMARS,
     "--distributed-executor-backend": f"{NOT_NEEDED}Ray starts all ranks, or with --no-ray `serve` itself",
-    "--scheduling-policy": f"{NOT_NEEDED}the field `priority` of a request always counts",
+    "--scheduling-policy": f"{NOT_NEEDED}the field `priority` of a request always applies",
     "--disable-log-requests": _REQUEST_LOGS,
     "--no-enable-log-requests": _REQUEST_LOGS,
     "--disable-log-stats": f"{NOT_NEEDED}statistics are at /metrics, not in the logs",

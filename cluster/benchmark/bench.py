@@ -44,10 +44,10 @@ _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
 def bench(
     address: RouterAddresses = None,
     concurrency: Annotated[
-        int | None, _LOAD(min=1, help="Clients in a closed loop (default 1); in an open loop, most at once.")
+        int | None, _LOAD(min=1, help="Closed loop: clients (default 1). Open loop: max requests at once.")
     ] = None,
     num_requests: Annotated[
-        int | None, _LOAD(min=1, help="Requests to send. Default: 10 a client, or the whole trace.")
+        int | None, _LOAD(min=1, help="Requests to send. Default: 10 per client, or the whole trace.")
     ] = None,
     rate: Annotated[float | None, _LOAD(min=0.001, help="Open loop: requests a second, Poisson.")] = None,
     trace: Annotated[

@@ -65,7 +65,7 @@ class LatencyPercentiles:
 class Report:
     """One run. `goodput`: requests per second that met every objective; None without objectives.
 
-    `unfinished`: requests that were running or not yet sent when the run was interrupted. No other count has them.
+    `unfinished`: requests that were running or not yet sent when the run was interrupted. No other field counts them.
     """
 
     requests: int

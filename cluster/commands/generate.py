@@ -32,13 +32,13 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     address: RouterAddresses = None,
     max_tokens: Annotated[
-        int | None, _LENGTH(help="Most tokens to generate; default: the model's own, else what fits.")
+        int | None, _LENGTH(help="Max tokens to generate; default: the model's own, else what fits the context.")
     ] = None,
-    min_tokens: Annotated[int | None, _LENGTH(help="Fewest tokens to generate.")] = None,
+    min_tokens: Annotated[int | None, _LENGTH(help="Min tokens to generate.")] = None,
     temperature: Annotated[float | None, _SAMPLING(help="0 is greedy; default: the model's own, else 1.")] = None,
-    top_k: Annotated[int | None, _SAMPLING(help="Number of likeliest tokens to sample from; 0 is off.")] = None,
+    top_k: Annotated[int | None, _SAMPLING(help="Number of most likely tokens to sample from; 0 is off.")] = None,
     top_p: Annotated[float | None, _SAMPLING(help="Probability mass to sample from, in (0, 1].")] = None,
-    min_p: Annotated[float | None, _SAMPLING(help="Least probability, as a share of the highest.")] = None,
+    min_p: Annotated[float | None, _SAMPLING(help="Min probability, as a share of the highest.")] = None,
     repetition_penalty: Annotated[float | None, _SAMPLING(help="Over prompt and output; 1 is off.")] = None,
     presence_penalty: Annotated[float | None, _SAMPLING(help="In [-2, 2].")] = None,
     frequency_penalty: Annotated[float | None, _SAMPLING(help="In [-2, 2].")] = None,

@@ -44,7 +44,7 @@ def _add_key(file: Path, name: str, hashed: str, role: str | None) -> None:
         tenants = yaml.safe_load(file.read_text())["tenants"]
     entry = next((entry for entry in tenants if entry["name"] == name), None)
     if entry is not None and role is not None and role != entry.get("role", "user"):
-        raise InvalidConfig(f"{name!r} is there with the role {entry.get('role', 'user')}; change it in {file}")
+        raise InvalidConfig(f"{name!r} has the role {entry.get('role', 'user')} already; change it in {file}")
     if entry is None:
         Tenant(name, role=role or "user")  # raises if the name or the role is invalid
         entry = {"name": name, "role": role or "user", "keys": []}

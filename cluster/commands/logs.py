@@ -29,7 +29,8 @@ def logs(
 ) -> None:
     """Print the logs of this host's ranks, routers and supervisor, also of those that have ended.
 
-    Without --follow, file by file; with it, in the order in which lines come, and the folder may come later.
+    Without --follow, one file after another. With --follow, lines in the order in which they are written; the folder
+    need not exist yet.
     """
     reader = LogFolder(folder)
     if not follow and not reader.files():
@@ -47,7 +48,7 @@ def logs(
 
 
 class LogFolder:
-    """Reads what is new in the log files of a folder. The folder may not exist yet, and a link to it may change."""
+    """Reads new lines of the log files in a folder. The folder need not exist yet, and may be a link that changes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,7 +60,7 @@ class LogFolder:
             yield from self._read_file(file, whole)
 
     def files(self) -> list[Path]:
-        """The log files, by name. A Ray that starts again has another folder behind the same link."""
+        """The log files, by name. When Ray starts again, the link leads to another folder."""
         folder = self._folder.resolve()
         return sorted(file for pattern in _PATTERNS for file in folder.glob(pattern))
 

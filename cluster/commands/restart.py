@@ -57,8 +57,8 @@ def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_sec
 
 
 def _restart_supervisor(supervisor: "SupervisorHandle") -> None:
-    """Return once the new supervisor has adopted all processes, or after 30 s. A fault that remains then shows in
-    the restart of a group."""
+    """Return once the new supervisor has adopted all processes, or after 30 s. If it still fails then, the restart of
+    the first group reports the error."""
     import ray
     from ray.exceptions import RayError
 

@@ -44,7 +44,7 @@ coatcheck serve meta-llama/Llama-3.1-8B --kv-dtype fp8 --host-kv-memory 64GiB
 
 coatcheck serve MODEL --groups 8 --tp 4 --ray-address auto
 
-`coatcheck plan MODEL` says beforehand what fits.
+`coatcheck plan MODEL` shows what fits.
 """
 
 
@@ -55,8 +55,8 @@ def serve(
         bool,
         typer.Option(
             "--apply",
-            help="With --ray-address: give a cluster that runs already these settings, and again whenever the --config "
-            "file changes. Groups and routers that need it start again, one after another.",
+            help="With --ray-address: apply these settings to a cluster that runs already, and again whenever the "
+            "--config file changes. Groups and routers that need it restart one after another.",
         ),
     ] = False,
     ready_file: Annotated[

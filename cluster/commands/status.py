@@ -18,6 +18,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -121,9 +122,20 @@ def describe_age(seconds: float) -> str:
 
 def _print(answer: pb.StatusResponse) -> None:
     from rich.console import Console
-    from rich.text import Text
 
     console = Console()
+    _print_router(console, answer)
+    console.print(_group_table(answer.groups))
+    for group in answer.groups:
+        if group.reason:
+            console.print(f"{group.name}: {group.reason}", highlight=False, soft_wrap=True)
+        if group.version != answer.version and group.version and answer.version:
+            console.print(f"{group.name}: coatcheck {group.version}, the router {answer.version}", highlight=False)
+    _print_ranks(console, [(group.name, rank) for group in answer.groups for rank in group.ranks])
+
+
+def _print_router(console: "Console", answer: pb.StatusResponse) -> None:
+    """Print the router's model and settings, latencies, queue, and how its last requests ended."""
     model = answer.model
     console.print(
         f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} "
@@ -155,11 +167,16 @@ def _print(answer: pb.StatusResponse) -> None:
     if answer.outcomes:
         ended = ", ".join(f"{one.count} {one.outcome}" for one in answer.outcomes)
         console.print(f"requests of the last 5 min: {ended}", highlight=False, soft_wrap=True)
+
+
+def _group_table(groups: Iterable[pb.GroupStatus]) -> "Table":
+    """A row for each group."""
+    from rich.text import Text
+
     columns = ("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "up", "restarts")
-    groups = make_table(*columns, left=["state"])
+    table = make_table(*columns, left=["state"])
     rows = []
-    for group in answer.groups:
-        total = max(group.blocks_total, 1)
+    for group in groups:
         cached_tokens = group.cached_device_tokens + group.cached_host_tokens
         cells = (
             group.name,
@@ -167,21 +184,19 @@ def _print(answer: pb.StatusResponse) -> None:
             str(group.running),
             str(group.waiting),
             f"{group.blocks_used}/{group.blocks_total}",
-            f"{group.blocks_cached / total:.0%}",
+            f"{group.blocks_cached / max(group.blocks_total, 1):.0%}",
             f"{cached_tokens / max(group.prompt_tokens, 1):.1%}",
             f"{group.step_seconds * 1000:.1f} ms",
             describe_age(group.uptime_seconds),
             str(group.restarts),
         )
         rows.append(cells)
-    add_rows(groups, rows)
-    console.print(groups)
-    for group in answer.groups:
-        if group.reason:
-            console.print(f"{group.name}: {group.reason}", highlight=False, soft_wrap=True)
-        if group.version != answer.version and group.version and answer.version:
-            console.print(f"{group.name}: coatcheck {group.version}, the router {answer.version}", highlight=False)
-    ranks = [(group.name, rank) for group in answer.groups for rank in group.ranks]
+    add_rows(table, rows)
+    return table
+
+
+def _print_ranks(console: "Console", ranks: "Sequence[tuple[str, pb.RankStatus]]") -> None:
+    """Print a table of (name of the group, rank); only the unhealthy ones if there are more than _MAX_RANK_ROWS."""
     if len(ranks) > _MAX_RANK_ROWS:
         unhealthy = [(group, rank) for group, rank in ranks if not rank.healthy]
         console.print(

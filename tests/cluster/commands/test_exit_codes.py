@@ -60,7 +60,7 @@ def test_an_unknown_flag_is_2(command: str) -> None:
         (["generate", "x", "--tls-ca", "/nowhere.pem"], "/nowhere.pem: No such file or directory"),
         (["status", "--tls-ca", f"{MODEL}/config.json"], "config.json holds no certificate in PEM"),
         (["drain", "group-0", "--timeout", "-1"], "'--timeout': '-1' should be greater than or equal to 0"),
-        (["drain", "group-0", "--timeout", "nan"], "'--timeout': nan is no number"),
+        (["drain", "group-0", "--timeout", "nan"], "'--timeout': nan is not a number"),
         (["top", "--every", "0"], "--every"),
         (["explain", "x", "--max-tokens", "-1"], "max_tokens is -1; it must be at least 1"),
         (["explain", "x", "--max-tokens", "4294967296"], "max_tokens is 4294967296, which its field cannot hold"),
