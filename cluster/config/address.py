@@ -21,7 +21,7 @@ _HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[\w.-]+):(?P<port>\d{1,5})
 
 
 def split_address(written: str, example: str = DEFAULT_ADDRESS) -> tuple[str, int]:
-    """(host, port). An IPv6 host stands in brackets. Raise InvalidConfig with `example` for anything else."""
+    """(host, port). An IPv6 host must be in brackets. Raise InvalidConfig with `example` for anything else."""
     if "://" in written:
         raise InvalidConfig(f"{written} has a scheme; write only HOST:PORT, such as {example}")
     match = _HOST_PORT.fullmatch(written)

@@ -1,15 +1,15 @@
-"""compare_configs(): what a running cluster has to do to get other settings. Pure; ConfigRollout does it.
+"""compare_configs(): what a running cluster must do to change its settings. Pure; ConfigRollout carries it out.
 
-Every setting has one effect:
+A change of a setting has one effect:
 
     LIVE      the supervisor uses the new value from now on
     SCALE     groups are added or removed
     GROUPS    each group starts again, one after another
     ROUTERS   each router starts again, one after another
     BOTH      groups, then routers
-    NEVER     only another cluster can have it: streams could not continue on a group that has the new value, or
-              processes would have to be placed or certified anew
-    OWN       it concerns `coatcheck serve` itself
+    NEVER     refused: streams could not continue on a group with the new value, or processes would have to be placed
+              or certified again
+    OWN       none on the cluster: the setting is for `coatcheck serve` itself
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 
 
 class Effect(Enum):
-    """What a change of a setting needs."""
+    """The effect of a change of a setting; see above."""
 
     LIVE = auto()
     SCALE = auto()
@@ -43,12 +43,13 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     **dict.fromkeys(("cors_origins", "trust_request_chat_template", "enable_tokenizer_info_endpoint"), Effect.ROUTERS),
     **dict.fromkeys(("root_path", "enable_force_include_usage"), Effect.ROUTERS),
     **dict.fromkeys(("log_format", "otlp_endpoint"), Effect.BOTH),
-    # A stream continues only on a group whose answer would be the same, and prefixes are found by blocks of one size.
+    # A stream continues only on a group that would give the same answer. Prefixes are matched by blocks of one size.
     **dict.fromkeys(("model", "served_model_name", "dtype", "kv_dtype", "block_size", "deterministic"), Effect.NEVER),
     **dict.fromkeys(("quantization", "activation_quantization", "device", "tp"), Effect.NEVER),
     **dict.fromkeys(("expert_parallel", "mla_shard", "lora_modules"), Effect.NEVER),
     **dict.fromkeys(("router_resource", "router_per_node"), Effect.NEVER),
-    # Where clients find the routers, and which files these read. Whether the cluster has certificates depends on them.
+    # The addresses at which clients find routers, and files that routers read. These decide whether the cluster has
+    # certificates of its own.
     **dict.fromkeys(("grpc_host", "grpc_port", "http_host", "http_port"), Effect.NEVER),
     **dict.fromkeys(("api_keys", "tls_cert", "tls_key", "tls_client_ca", "insecure"), Effect.NEVER),
     **dict.fromkeys(("ray_address", "ray_start_timeout", "no_ray"), Effect.OWN),
@@ -57,9 +58,9 @@ EFFECTS: Final[Mapping[str, Effect]] = {
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """The settings that differ, by what they need; names are those of the flags, without dashes in front.
+    """The settings that differ, by effect. Names are those of the flags, without the leading dashes.
 
-    `refusal`: why the change is impossible as a whole; "" if it is possible.
+    `refusal`: why none of the changes is made; "" if they can be made.
     """
 
     live: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class ConfigChange:
 
 
 def compare_configs(applied: ServeConfig, wanted: ServeConfig) -> ConfigChange:
-    """What changes a cluster that has the settings `applied` into one that has `wanted`."""
+    """The change from the settings `applied` to the settings `wanted`."""
     by_effect: dict[Effect, list[str]] = {effect: [] for effect in Effect}
     for name in ServeConfig.model_fields:
         if getattr(applied, name) != getattr(wanted, name):

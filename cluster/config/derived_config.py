@@ -10,7 +10,7 @@ from coatcheck.workers.core.group_config import GroupConfig
 def group_config(
     config: ServeConfig, name: str, device: str, certificate: ClusterCertificate | None = None
 ) -> GroupConfig:
-    """`device`: "cpu" or "cuda"."""
+    """The settings of the group `name`. `device`: "cpu" or "cuda"."""
     return GroupConfig(
         name=name,
         model=config.model_source,
@@ -46,6 +46,7 @@ def group_config(
 def router_config(
     config: ServeConfig, name: str, port: int, certificate: ClusterCertificate | None = None
 ) -> RouterConfig:
+    """The settings of the router `name`, which listens for gRPC at `port`."""
     return RouterConfig(
         model=config.model_source,
         served_model_name=config.model_name,

@@ -24,8 +24,8 @@ from coatcheck.proto.errors import InvalidConfig
 def setting(panel: str, description: str, default: Any, *, in_words: str = "", metavar: str = "", **bounds: Any) -> Any:
     """A field of Settings.
 
-    panel: the heading in --help. in_words: the default in --help and docs/settings.md, where str(default) is not clear.
-    metavar: of a flag that takes several values, what --help shows for them; the field gets their list.
+    panel: the heading in --help. in_words: the default in --help and docs/settings.md, if str(default) is not clear.
+    metavar: for a flag that takes several values: what --help shows for them. The field gets a list.
     """
     extra: dict[str, Any] = {"panel": panel, "in_words": in_words, "metavar": metavar}
     return Field(default, description=description, json_schema_extra=extra, **bounds)
@@ -64,7 +64,7 @@ class Settings(BaseModel):
         switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
         for name, value in settings.items():
             if isinstance(value, bool) and name in cls.model_fields.keys() - switches:
-                raise ValueError(f"{name.replace('_', '-')} is {value}; it is no switch: give it a value")
+                raise ValueError(f"{name.replace('_', '-')} is {value}; it is not a switch: give it a value")
         return settings
 
 
@@ -176,7 +176,7 @@ def _suggest(name: str, known: list[str]) -> str:
 
 
 def _describe_error(item: Any) -> str:
-    """One of pydantic's errors, with the setting's name as its flag has it."""
+    """The message for one of pydantic's errors. The setting has the name of its flag."""
     message = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
     if not item["loc"]:
         return message

@@ -136,8 +136,8 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("groups: true", "groups is True; it is no switch"),
-        ("tp: yes", "tp is True; it is no switch"),
+        ("groups: true", "groups is True; it is not a switch"),
+        ("tp: yes", "tp is True; it is not a switch"),
         ("kv_memory: true", "kv-memory is True"),
         ("host_kv_memory: on", "host-kv-memory is True"),
         ("http_port: true", "http-port is True"),
