@@ -1,7 +1,7 @@
-"""ConfigRollout: gives a running cluster other settings, one group and one router at a time.
+"""ConfigRollout: gives a running cluster new settings by restarting one group or one router at a time.
 
-The settings, and the groups and routers that still have the former ones, are in Ray's key-value store. So a restarted
-supervisor has the newest settings, and goes on where the last one stopped.
+Ray's key-value store holds the new settings, and the names of the groups and routers that still have the former ones.
+So a restarted supervisor continues the rollout.
 """
 
 import asyncio
@@ -52,8 +52,9 @@ class Routers(Protocol):
 
 @dataclass
 class Pending:
-    """What still has the former settings. `groups`: the number of each group's start that has them, by name.
-    `routers`: gRPC addresses. `scale`: the number of groups is another one. `reasons`: the settings that changed."""
+    """The rest of a rollout. `groups`: each group that must be restarted, with the number of its start that has the
+    former settings. `routers`: gRPC addresses of the routers that must be restarted. `scale`: whether the number of
+    groups must change. `reasons`: names of the settings that require a restart."""
 
     groups: dict[str, int] = field(default_factory=dict)
     routers: list[str] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class StoredRollout:
-    """What Ray's key-value store has."""
+    """The rollout as stored in Ray's key-value store."""
 
     config: ServeConfig
     pending: Pending
@@ -86,28 +87,28 @@ def read_rollout() -> StoredRollout | None:
 
 
 class ConfigRollout:
-    """`config` are the newest settings. `obstacle`: why the last step towards them was not possible, or "".
-    `use_live` is called with settings whose live part changed."""
+    """`config`: the newest settings. `obstacle`: why a step of the last round failed, or "". `apply_live` is called
+    with the new settings if a setting with Effect.LIVE or the number of groups has changed."""
 
     def __init__(
         self,
         stored: StoredRollout,
         groups: Groups,
         routers: Routers,
-        use_live: Callable[[ServeConfig], None],
+        apply_live: Callable[[ServeConfig], None],
     ) -> None:
         self.config = stored.config
         self._pending = stored.pending
         self._groups = groups
         self._routers = routers
-        self._use_live = use_live
+        self._apply_live = apply_live
         self._refusal = ""
         self.obstacle = ""
         self._has_work = asyncio.Event()
 
     @property
     def status(self) -> str:
-        """What keeps the cluster from the settings that were last wanted; "" if it has them."""
+        """Why the cluster does not have the settings that were last wanted; "" if it has them."""
         if self._refusal:
             return f"refused: {self._refusal}"
         waits = []
@@ -119,8 +120,7 @@ class ConfigRollout:
         return f"waits for {' and '.join(waits)}{because}" if waits else ""
 
     def apply(self, wanted: ServeConfig) -> str:
-        """Begin to give the cluster the settings `wanted`. Returns why that is impossible, or "". A change that is
-        refused changes nothing."""
+        """Begin a rollout of the settings `wanted`. Returns why they are refused, or "". A refusal changes nothing."""
         change = compare_configs(self.config, wanted)
         self._refusal = change.refusal
         if not change.refusal:
@@ -132,13 +132,13 @@ class ConfigRollout:
             self._groups.set_config(wanted)
             self._routers.set_config(wanted)
             if change.live or change.scale:
-                self._use_live(wanted)
+                self._apply_live(wanted)
         self._publish()
         self._has_work.set()
         return change.refusal
 
     async def run_forever(self) -> None:
-        """Do what is pending, step by step. Retry after 5 s what was not possible."""
+        """Carry out the pending steps. Retry failed steps after 5 s."""
         self._publish()
         while True:
             if self._pending.is_empty:
@@ -154,7 +154,7 @@ class ConfigRollout:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> str:
-        """Why the step was not possible; "" if it was."""
+        """Run a step. Returns why it failed; "" if it succeeded."""
         try:
             await step()
         except (CoatcheckError, RayError) as error:
@@ -213,6 +213,6 @@ class ConfigRollout:
         ]
 
     def _publish(self) -> None:
-        """Store what is pending, and let routers say it in their status."""
+        """Store the pending steps, and send their description to the routers, which report it in their status."""
         StoredRollout(self.config, self._pending).write()
         self._routers.set_configuration(self.status)

@@ -18,6 +18,5 @@ class PollInterval:
         self._shortest_seconds = shortest_seconds
 
     def next_wait(self) -> float:
-        """Seconds until the next call of one actor, spread by a quarter so that the calls of many are not all due at
-        the same time."""
+        """Seconds until the next call of one actor, with 25% jitter so that the calls of many actors are spread out."""
         return max(self._shortest_seconds, self.actors / _CALLS_PER_SECOND) * random.uniform(0.75, 1.25)

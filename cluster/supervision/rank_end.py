@@ -1,4 +1,4 @@
-"""RankEnded: how one rank of a group has ended, in words for `serve` and `status`. Imports no Ray."""
+"""RankEnded: raised when a rank has ended or hangs; makes its message for `serve` and `status`. Imports no Ray."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ class RankEnded(Exception):
 
 
 def describe_end(rank: int, what: str, log: str, *, show_tail: bool) -> str:
-    """The message of RankEnded: `what` has happened, the rank's log file, and with `show_tail` its last lines."""
+    """The message of RankEnded: the event `what`, the path of the rank's log file and, with `show_tail`, its last 3
+    lines."""
     tail = read_log_tail(log) if show_tail else ""
     last_lines = f"; its last lines: {tail}" if tail else ""
     return f"rank {rank} has ended: {what} (log: {log}{last_lines})"

@@ -78,7 +78,7 @@ class RouterSupervisor:
 
     @property
     def state(self) -> RouterState:
-        """What `serve` says of the router."""
+        """The router's state, for ClusterState."""
         if self.address:
             state, reason = "draining" if self._is_draining else "serving", ""
         else:
@@ -86,7 +86,7 @@ class RouterSupervisor:
         return RouterState(self._config.name, state, self.address, reason, self._restarts, self._last_failure)
 
     def restore_ports(self) -> None:
-        """Have the router listen at the ports that it chose under a former supervisor."""
+        """Make the next start listen at the ports that the router chose under a former supervisor."""
         grpc_port = ray_kv.read_number(ray_kv.grpc_port_key(self._config.name))
         http_port = ray_kv.read_number(ray_kv.http_port_key(self._config.name))
         if grpc_port and not self._config.port:
@@ -128,7 +128,7 @@ class RouterSupervisor:
             await asyncio.sleep(_RESTART_SECONDS)
 
     def send_groups(self) -> None:
-        """Send the router what it lacks of the list of groups. Does not wait for an answer."""
+        """Send the router the changes of the list of groups that it does not have yet. Does not wait for an answer."""
         self._is_stale.set()
 
     def set_config(self, config: RouterConfig) -> None:
@@ -136,7 +136,8 @@ class RouterSupervisor:
         self._config = replace(config, port=self._config.port, http_port=self._config.http_port)
 
     def set_configuration(self, text: str) -> None:
-        """Have the router's status say `text`, also after its next start. Does not wait for an answer."""
+        """Make `text` the router's StatusResponse.configuration, also after its next start. Does not wait for an
+        answer."""
         if text != self._configuration:
             self._configuration = text
             self._send_configuration()
@@ -150,10 +151,13 @@ class RouterSupervisor:
         return False
 
     async def restart_router(self, drain_seconds: float, announce_seconds: float) -> None:
-        """Start another process at the same address. For `announce_seconds` the health of the old process says that it
-        drains, and it still accepts requests. Then it refuses new requests, and its running requests have
-        `drain_seconds` to end. Returns once the new process serves. Raises Unavailable if the router does not serve,
-        if the old process is lost before it has drained, or if the router's node leaves before the new one serves."""
+        """Replace the router's process by a new one at the same address. Returns once the new process serves.
+
+        For `announce_seconds` the old process accepts requests, but its health check says that it drains. Then it
+        refuses new requests, and its running requests have `drain_seconds` to end. Raises Unavailable if the router
+        does not serve, if the old process is lost before it has drained, or if the router's node leaves before the new
+        process serves.
+        """
         actor = self._actor  # `_actor` is None, or another process, if this one is lost meanwhile
         if actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
@@ -224,7 +228,7 @@ class RouterSupervisor:
         return actor
 
     def _keep_ports(self, address: str, http_address: str) -> None:
-        """Have the next process, also under another supervisor, listen at the same ports, which clients know."""
+        """Keep the ports, which clients know, for the next process, also under another supervisor."""
         port = int(address.rpartition(":")[2])
         http_port = int(http_address.rpartition(":")[2]) if http_address else None
         if not self._config.port:
@@ -236,9 +240,8 @@ class RouterSupervisor:
     async def _watch(self, actor: RouterHandle) -> None:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.
 
-        A router that is only busy is not restarted, because that would end all of its streams. A router that has
-        another list of groups than this supervisor's is sent what it lacks: an update may be lost, and a former
-        supervisor may have sent one.
+        A busy router is not restarted, because a restart ends all of its streams. If the router's list of groups is not
+        the supervisor's, the changes are sent again: an update may be lost, or come from a former supervisor.
         """
         while True:
             await asyncio.sleep(self._poll_interval.next_wait())
@@ -267,7 +270,8 @@ class RouterSupervisor:
                 _log.warning("%s did not take a change of its groups: %r", self._config.name, error)
 
     def _record_end(self, error: Exception) -> None:
-        """Set the state until the router serves again. `error`: with which the last process ended, or did not start."""
+        """Set the state that is reported until the router serves again. `error`: why its process ended or did not
+        start."""
         if self.address and self._is_draining and not isinstance(error, TimeoutError):
             self._end = ("ended", "")
         elif self.has_served:

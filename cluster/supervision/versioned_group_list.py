@@ -1,7 +1,7 @@
-"""VersionedGroupList: the list of groups that the supervisor sends to routers, and every change to it.
+"""VersionedGroupList: the list of groups that the supervisor sends to routers, with a version for each change.
 
-Each change has a version. `update_for` returns what a router lacks: the whole list, or the changes since the version
-that the router holds. An update is pickled once for all routers that hold the same version.
+`update_for` returns what a router needs to get the newest version: the changes since the version that it holds, or the
+whole list. An update is pickled once for all routers that hold the same version.
 """
 
 import pickle
@@ -84,7 +84,7 @@ class VersionedGroupList:
 
 
 def make_endpoint(state: GroupState) -> GroupEndpoint:
-    """What routers learn of a group."""
+    """The entry of a group in the list that routers receive."""
     return GroupEndpoint(
         name=state.name,
         address=state.address,
