@@ -1,8 +1,8 @@
 """pod_events(): lines of `coatcheck serve` as events of its pod, for `kubectl describe pod` and `kubectl get events`.
 
 The API server is called with the token of the pod's service account, which must be allowed to create, get and patch
-events. Kubernetes deletes an event after an hour. If the same line comes again before that, its event is counted: the
-event's name is a hash of its reason and line, so a `serve` that starts again finds it too.
+events. Kubernetes deletes an event after an hour. If the same line comes again before that, the event's count goes up.
+The name of an event contains a hash of its reason and line, so a new `serve` finds the event of an earlier one.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Pod:
 
     @classmethod
     def find(cls, environment: Mapping[str, str], account: Path) -> "Pod":
-        """Raises InvalidConfig if a variable or file is missing."""
+        """The pod that the environment and the account's files name. Raises InvalidConfig if one is missing."""
         if missing := [name for name in _VARIABLES if not environment.get(name)]:
             raise InvalidConfig(
                 f"--kubernetes-events needs {', '.join(missing)} in the environment; leave the flag out outside a pod, "
@@ -67,7 +67,7 @@ def pod_events(
     say: Callable[[str], None], environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT
 ) -> Iterator[Callable[[Notice], None]]:
     """Yield a function that records a notice as an event and does not wait. A CoatcheckError that ends the block is
-    recorded too. `say` prints a warning if Kubernetes takes no events. Raises InvalidConfig outside a pod."""
+    recorded too. `say` prints a warning if Kubernetes refuses events. Raises InvalidConfig outside a pod."""
     recorder = _Recorder(Pod.find(environment, account), say)
     try:
         yield recorder.record
@@ -96,7 +96,7 @@ class _Recorder:
             self._notices.put(notice)
 
     def close(self) -> None:
-        """Send what waits, for at most 5 s."""
+        """Send the waiting events, for at most 5 s."""
         self._is_closing.set()
         if not self._notices.full():
             self._notices.put(None)
@@ -117,12 +117,12 @@ class _Recorder:
         if not self._has_warned:
             self._has_warned = True
             self._say(
-                f"warning: Kubernetes takes no events: {error}; allow the pod's service account to create, get and "
+                f"warning: Kubernetes refuses events: {error}; allow the pod's service account to create, get and "
                 "patch events, or leave out --kubernetes-events"
             )
 
     def _send(self, notice: Notice) -> None:
-        """Create the event of a notice, or count it if it exists."""
+        """Create the event of a notice, or increase its count if it exists."""
         event = make_event(self._pod, notice, datetime.now(UTC))
         try:
             self._call("POST", "", event)
@@ -135,8 +135,8 @@ class _Recorder:
             self._call("PATCH", name, counted)
 
     def _call(self, method: str, name: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One call of the events API. `name`: of the event; "" for the list. Raises OSError, HTTPException and
-        ValueError; an HTTPError has the server's message."""
+        """Call the events API, and return its answer. `name`: the name of an event; "" for the collection. Raises
+        OSError, HTTPException or ValueError. `msg` of an HTTPError is the server's message."""
         path = f"/api/v1/namespaces/{self._pod.namespace}/events{f'/{name}' if name else ''}"
         token = (self._pod.account / "token").read_text().strip()  # each time: Kubernetes replaces it every hour
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
@@ -157,7 +157,8 @@ class _Recorder:
 
 
 def make_event(pod: Pod, notice: Notice, now: datetime) -> dict[str, Any]:
-    """The core/v1 Event of a notice. Equal lines get the same name; parts in brackets (numbers, files) do not count."""
+    """The core/v1 Event of a notice. Notices get one name if their lines differ only in parts in brackets, such as
+    numbers and files."""
     what = hashlib.blake2b(f"{notice.reason} {without_brackets(notice.line)}".encode(), digest_size=8).hexdigest()
     message = notice.line.removeprefix("error: ").removeprefix("warning: ")
     time = now.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -178,7 +179,7 @@ def make_event(pod: Pod, notice: Notice, now: datetime) -> dict[str, Any]:
 
 
 def _reason_of(error: HTTPError) -> str:
-    """The message of the Status object that Kubernetes answers with."""
+    """The message of the Status object in the body of the error; without one, the HTTP reason phrase."""
     try:
         return str(json.load(error)["message"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -27,7 +27,7 @@ _WATCH_SECONDS = 0.5
 class LocalSession:
     """Starts the cluster, waits until everything serves, waits for a signal, and stops.
 
-    The logs of router and ranks are in a folder of their own, which is deleted unless the run has failed.
+    The router and the ranks log to files in a new folder. It is deleted at the end unless the run has failed.
     """
 
     def __init__(self, config: ServeConfig, signals: StopSignals) -> None:

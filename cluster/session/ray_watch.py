@@ -1,9 +1,9 @@
 """RayWatch: ends `coatcheck serve` early and with one error line when the Ray that it uses is lost.
 
 Ray's client waits a minute for a lost GCS (the head's process) or raylet (the node manager's process). The client
-cannot be interrupted meanwhile, and then ends the process with log lines of its own. A thread of RayWatch is faster: a
-local Ray is lost once either process has ended. The head of a joined cluster may be restarted, so RayWatch waits for
-that head as long as Ray's client would.
+cannot be interrupted meanwhile, and then ends the process with log lines of its own. RayWatch has a thread that is
+faster: it counts a local Ray as lost once either process has ended. The head of a joined cluster may be restarted, so
+RayWatch waits for that head as long as Ray's client would.
 """
 
 import os
@@ -56,7 +56,7 @@ class RayWatch:
         names = {pid: _program(command) for pid, command in descendants(os.getpid()).items()}
         for pid, name in names.items():
             if name in _PROCESSES:
-                with suppress(OSError):  # no pidfd_open in this kernel or sandbox: only Ray's client notices then
+                with suppress(OSError):  # without pidfd_open in this kernel or sandbox, only Ray's client notices
                     self._watched[os.pidfd_open(pid)] = f"{_PROCESSES[name]}, process {pid})"
         self._run(self._watch_local, logs)
 
@@ -123,7 +123,7 @@ class RayWatch:
             if lost_since is None:
                 lost_since = time.monotonic()
                 self._print(
-                    f"warning: Ray's head at {address} is gone; requests are served, and everything waits "
+                    f"warning: Ray's head at {address} is gone; requests are still served, and this command waits "
                     f"{reconnect_seconds:.0f} s for the head"
                 )
             is_over = time.monotonic() - lost_since > reconnect_seconds

@@ -1,7 +1,7 @@
-"""ServeConsole: the lines of `coatcheck serve` on stderr. A line that cannot be written is lost, and `serve` goes on.
+"""ServeConsole: prints the lines of `coatcheck serve` to stderr, and drops those that cannot be written.
 
-The reader of a pipe may end, and the disk of a file may be full. Rich would end the process at the first such line, and
-with the process all streams of clients.
+A write fails if the reader of the pipe has ended, or if the disk is full. Rich would then end the process, and with it
+all streams of clients.
 """
 
 import contextlib

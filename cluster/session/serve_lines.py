@@ -11,13 +11,13 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState, RouterState
 
-# A router normally needs less to connect to a serving group. After that `serve` says why the group is not used.
+# A router normally connects to a serving group in less time. After this time `serve` prints why it has not.
 CONNECT_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A line that `serve` prints. `reason`: its Kubernetes event, one word of capitalised parts; "": it is none."""
+    """A line that `serve` prints. `reason`: the CamelCase reason of its Kubernetes event; "" if it is not an event."""
 
     line: str
     reason: str = ""
@@ -59,12 +59,12 @@ def _describe_numa(state: ClusterState) -> str:
 
 
 def niceness_warning(state: ClusterState) -> str:
-    """The warning that a joined Ray runs ranks at a niceness above 0; "" if it runs none so."""
+    """The warning that a joined Ray runs ranks at a niceness above 0; "" if it does not."""
     niceness = max((rank.niceness for group in state.groups for rank in group.ranks), default=0)
     if niceness <= 0:
         return ""
     return (
-        f"Ray runs ranks at nice {niceness}, so that any other process of their hosts slows every token; set "
+        f"Ray runs ranks at nice {niceness}, so any other process of their hosts delays every token; set "
         "RAY_worker_niceness=0 in the environment of `ray start` on every host"
     )
 
@@ -98,13 +98,13 @@ class ProgressBars(Progress):
 
 
 class GroupNotices:
-    """The state of each group that was printed last, to print only changes."""
+    """Makes notices of groups that have changed. Keeps the last state of each group."""
 
     def __init__(self, state: ClusterState) -> None:
         self._known = {group.name: _comparable_state(group) for group in state.groups}
 
     def describe_changes(self, state: ClusterState) -> list[Notice]:
-        """A notice for each group whose state or reason has changed. A start itself gets none, only its end."""
+        """A notice for each group whose state or reason has changed, except groups that are starting."""
         notices = []
         for group in state.groups:
             if self._known.get(group.name) != _comparable_state(group) and group.state != "starting":
@@ -116,7 +116,7 @@ class GroupNotices:
 
 
 class RouterNotices:
-    """The state of each router that was printed last, to print only changes."""
+    """Makes notices of routers that have changed. Keeps the last state of each router."""
 
     def __init__(self, state: ClusterState) -> None:
         self._known = {router.name: router for router in state.routers or ()}
@@ -146,15 +146,16 @@ def without_brackets(text: str) -> str:
 
 
 def _describe_cause(group: GroupState) -> str:
-    """Why a group is in its state. A group that serves again says why it was restarted: the poll may have missed the
-    moment in which the group was lost."""
+    """Why a group is in its state, as a clause. For a group that serves again: why it was restarted, because a poll may
+    have missed that it was lost."""
     if group.reason:
         return f": {group.reason}"
     return f" again; last restart: {group.last_failure}" if group.last_failure else ""
 
 
 def _has_changed(known: RouterState, router: RouterState) -> bool:
-    """A restart that took less time than a poll shows in `restarts`, which begin at 0 again with a new supervisor."""
+    """Whether the state or reason differ, or `restarts` has grown: between two polls a router may be lost and serve
+    again. A new supervisor counts restarts from 0, so a smaller number is no change."""
     before, now = ((one.state, without_brackets(one.reason)) for one in (known, router))
     return before != now or router.restarts > known.restarts
 

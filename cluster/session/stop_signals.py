@@ -1,5 +1,5 @@
-"""StopSignals: SIGINT, SIGTERM and SIGHUP for `coatcheck serve`. The first asks to drain, a second SIGINT or SIGTERM to
-stop at once."""
+"""StopSignals: SIGINT, SIGTERM and SIGHUP for `coatcheck serve`. The first signal requests a drain. A second SIGINT or
+SIGTERM requests an immediate stop."""
 
 import os
 import shutil
@@ -17,12 +17,12 @@ EXIT_STOPPED: Final = 130
 class StopSignals:
     """`drain_requested` is set by the first signal, `kill_requested` by the second.
 
-    SIGHUP, which a closed terminal sends, is never the second: a shell and the kernel may both send one, and systemd
-    may send one after SIGTERM. It is left alone where it was ignored before, as under nohup.
+    SIGHUP comes when the terminal is closed. It never counts as the second signal: a shell and the kernel may both send
+    one, and systemd may send one after SIGTERM. If it was ignored before, as under nohup, it stays ignored.
 
-    Signals are only recorded, because an exception from a handler would interrupt Ray's code anywhere. A thread records
-    them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, the
-    first signal kills the processes below this one, deletes `folder_to_delete`, and ends this process.
+    Signals are only recorded, because an exception from a handler would interrupt Ray's code at any point. A thread
+    records them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`
+    is True, the first signal kills this process's descendants, deletes `folder_to_delete`, and ends this process.
     """
 
     def __init__(self) -> None:
