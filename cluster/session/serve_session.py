@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0  # a call to the supervisor that takes longer is repeated
 _SILENT_SECONDS = 300.0  # limit of all repetitions: a busy host may need minutes to start the supervisor's process
-_DEAD_SECONDS = 60.0  # the same limit if Ray does not start that process
+_DEAD_SECONDS = 60.0  # the same limit if Ray reports the supervisor dead, or this node's raylet has ended
 _SIGNALLED_SECONDS = 5.0  # the same limit once a signal has come
 _STOP_SECONDS = 15.0
 _KILL_GRACE_SECONDS = 1.0  # for processes that end by themselves because Ray has ended
@@ -163,13 +163,13 @@ class ServeSession:
             )
 
     def _send_config(self, supervisor: "SupervisorHandle", config: ServeConfig) -> str:
-        """Have the supervisor give the cluster these settings. Returns why it refuses them, or ""."""
+        """Send these settings to the supervisor. Returns why it refuses them; "" if it does not."""
         refusal: str = self._call(SimpleNamespace(remote=lambda: supervisor.apply_config.remote(config)))
         return refusal
 
     def _publish_token(self) -> None:
-        """Let other commands of this user find a local Ray. Called after `ends_at_once` is cleared, so that the file is
-        always removed."""
+        """Write the file with which other commands of this user find a local Ray. Call it once `ends_at_once` is False:
+        then the file is always removed."""
         from coatcheck.cluster.ray_cluster.ray_connection import head_address
 
         if not self._starts_ray or self._signals.drain_requested.is_set():
@@ -269,7 +269,7 @@ class ServeSession:
             launch.kill_actor(self._supervisor)
 
     def _wait_for(self, answer: "ObjectRef[T]", seconds: float = math.inf) -> None:
-        """Wait until the answer is there or a second signal comes, at most `seconds`."""
+        """Wait for the answer, for at most `seconds`, or until a second signal comes."""
         import ray
 
         deadline = time.monotonic() + seconds
@@ -280,8 +280,8 @@ class ServeSession:
     def _call(self, method: "RemoteMethod[[], T]") -> T:
         """Call a method of the supervisor and return the result. Prints a line every 10 s while there is no answer.
 
-        Raises Unavailable after 300 s, after 60 s if Ray does not start the supervisor, or after 5 s if a signal has
-        come.
+        Raises Unavailable after 300 s; after 60 s if the supervisor is dead or this node's raylet has ended; after 5 s
+        if a signal has come.
         """
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
@@ -325,8 +325,9 @@ class ServeSession:
 
 
 def check_same_settings(running: ServeConfig, wanted: ServeConfig) -> None:
-    """Raises InvalidConfig unless the running cluster has the wanted settings. Ignores the address, which has many
-    spellings, the number of groups, which `coatcheck scale` changes, and the time limit of a start."""
+    """Raises InvalidConfig unless the running cluster has the wanted settings. Three settings are ignored: the address
+    of Ray, which has many spellings; the number of groups, which `coatcheck scale` changes; the time limit of a
+    start."""
     ignored = ("ray_address", "groups", "ray_start_timeout")
     if running != wanted.model_copy(update={name: getattr(running, name) for name in ignored}):
         raise InvalidConfig(
