@@ -220,7 +220,7 @@ class JsonToolParser(ToolParser):
                     self._begin_object(separator, rest)
                     return True
                 if not rest:
-                    self._buffer = text[:MAX_HEADER]
+                    self._buffer = self._buffer[: 2 * MAX_HEADER]
                     return False
         if self._form.following is not None and not self._is_wrapped:
             if found := self._form.following.match(text, 0, MAX_HEADER):

@@ -147,6 +147,8 @@ MISTAKES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("minimax_m3", '@<invoke name="f">@<l>@</l>@<x>@</x>@</invoke>'.replace("@", M), "",
      [("f", '{"l": [], "x": ""}')]),
     ("minimax_m3", "@<invoke name=>x@</invoke>".replace("@", M), "@<invoke name=>x@</invoke>".replace("@", M), []),
+    # White space around a comma that no call follows
+    ("minimax", f"<tool_calls>{G} \n ,\n <b>", " \n ,\n <b>", [GOT_G]),
     # A bracket too many
     ("hermes", f"<tool_call>\n{G}}}\n</tool_call>\nso", "so", [GOT_G]),
     # A function without a name
