@@ -71,21 +71,22 @@ def _holds_since(start: float, samples: Sequence[QueueSample], holds: Sequence[b
 
 
 class Autoscaler:
-    """Applies an AutoscaleRule to a running cluster, through four functions.
+    """Applies an AutoscaleRule to a running cluster, through four functions. Without a rule it changes nothing.
 
     `measure_queue` returns (seconds that requests wait, number of busy groups). `count_groups` returns the number of
     groups now. `request_room(groups)` asks Ray's autoscaler for nodes for `groups` groups in all; 0 withdraws the
-    request. `scale_groups(groups, drain_seconds)` changes the number of groups.
+    request. `scale_groups(before, groups, drain_seconds)` changes the number of groups from `before` to `groups`, and
+    does nothing if another command has changed it meanwhile.
     """
 
     def __init__(
         self,
-        rule: AutoscaleRule,
+        rule: AutoscaleRule | None,
         *,
         measure_queue: Callable[[], Awaitable[tuple[float, int]]],
         count_groups: Callable[[], int],
         request_room: Callable[[int], None],
-        scale_groups: Callable[[int, float], Awaitable[None]],
+        scale_groups: Callable[[int, int, float], Awaitable[None]],
     ) -> None:
         self._rule = rule
         self._measure_queue = measure_queue
@@ -97,6 +98,11 @@ class Autoscaler:
         self._last_request = -1  # last argument of `request_room`; -1: unknown, a former supervisor may have called it
         self._logged_size = 0  # the last size that was logged as wanted; 0 once the cluster has it
         self._not_before = -math.inf
+
+    def set_rule(self, rule: AutoscaleRule | None) -> None:
+        """Use another rule from the next sample on. A group that is being added or removed stays so: to start one may
+        take minutes."""
+        self._rule = rule
 
     async def run_forever(self) -> None:
         """Evaluate the rule once a second until cancelled. After an error, wait 15 s before the next change."""
@@ -110,8 +116,14 @@ class Autoscaler:
 
     async def evaluate_rule(self, now: float) -> None:
         """Take one sample, and add or remove a group if the rule says so."""
-        groups = await self._add_sample(now)
-        wanted = self._rule.choose_size(self._samples, groups, now)
+        rule = self._rule
+        if rule is None:
+            self._samples.clear()
+            if self._last_request > 0:
+                await self._request_nodes(0, 0)
+            return
+        groups = await self._add_sample(now, max(rule.grow_hold_seconds, rule.shrink_hold_seconds))
+        wanted = rule.choose_size(self._samples, groups, now)
         await self._request_nodes(wanted, groups)
         if wanted == groups:
             self._logged_size = 0
@@ -123,7 +135,7 @@ class Autoscaler:
             queue_seconds = self._samples[-1].queue_seconds
             _log.info("requests wait %.1f s: %s, and %d wanted", queue_seconds, counted(groups, "group"), wanted)
         try:
-            await self._scale_groups(wanted, _DRAIN_SECONDS)
+            await self._scale_groups(groups, wanted, _DRAIN_SECONDS)
         except InsufficientResources as error:
             # Checking what is free is cheap, and a node may be starting: the next sample tries again.
             if is_new:
@@ -132,14 +144,13 @@ class Autoscaler:
             _log.warning("still %s: %s", counted(groups, "group"), error)
             self._not_before = now + _RETRY_SECONDS
 
-    async def _add_sample(self, now: float) -> int:
-        """Add a sample, drop those that are too old, and return the number of groups."""
+    async def _add_sample(self, now: float, longest: float) -> int:
+        """Add a sample, drop those that are older than `longest` seconds, and return the number of groups."""
         (queue_seconds, busy_groups), groups = await self._measure_queue(), self._count_groups()
         if groups != self._last_count:
             self._samples.clear()
             self._last_count = groups
         self._samples.append(QueueSample(now, queue_seconds, busy_groups))
-        longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
         # One sample from before the period stays, because it tells how the period began.
         while len(self._samples) > 1 and self._samples[1].time <= now - longest:
             self._samples.popleft()

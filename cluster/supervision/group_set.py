@@ -129,10 +129,14 @@ class GroupSet:
         async with self._change_lock:
             if not self._supervisors:
                 raise Unavailable("the groups of this cluster are not placed on nodes yet; wait until it serves")
-            if groups > len(self._supervisors):
-                await self._add_groups(groups)
-            elif groups < len(self._supervisors):
-                await self._remove_groups(groups, drain_seconds)
+            await self._change_size(groups, drain_seconds)
+
+    async def scale_groups_from(self, before: int, groups: int, drain_seconds: float) -> None:
+        """As `scale_groups`, but does nothing unless there are `before` groups when no other change runs any more: the
+        caller chose `groups` because there were `before`."""
+        async with self._change_lock:
+            if len(self._supervisors) == before:
+                await self._change_size(groups, drain_seconds)
 
     async def stop_groups(self, *, now: bool) -> None:
         """End every rank, and remove the placement groups."""
@@ -145,6 +149,12 @@ class GroupSet:
 
     def _configured_size(self) -> int:
         return ray_kv.read_number(ray_kv.GROUP_COUNT) or self._config.groups
+
+    async def _change_size(self, groups: int, drain_seconds: float) -> None:
+        if groups > len(self._supervisors):
+            await self._add_groups(groups)
+        elif groups < len(self._supervisors):
+            await self._remove_groups(groups, drain_seconds)
 
     async def _add_groups(self, groups: int) -> None:
         """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.

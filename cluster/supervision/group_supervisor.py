@@ -159,23 +159,25 @@ class GroupSupervisor:
         self._check_requested.set()
 
     async def wait_until_serving(self) -> None:
-        """Raises Unavailable if the group cannot start."""
-        await self._wait_until(lambda: self.state.state in ("serving", "failed"))
-        if self.state.state == "failed":
+        """Raises Unavailable if the group cannot start, or has no nodes now."""
+        await self._wait_until(lambda: self.state.state in ("serving", "failed") or self._has_no_nodes)
+        if self.state.state != "serving":
             raise Unavailable(f"{self.state.name} does not start: {self.state.reason}")
 
     async def restart_group(self) -> None:
         """End the ranks and start new ones. Requests that still run move to other groups.
 
-        Returns once the new ranks serve. Raises Unavailable if the group does not serve now, or if its next
-        start fails (further starts follow).
+        Returns once the new ranks serve. Raises Unavailable if the group does not serve now, if its nodes are gone, or
+        if its next start fails (further starts follow).
         """
         before = self.state.restarts
         if self.state.state not in ("serving", "draining"):
             raise Unavailable(f"{self.state.name} is {self.state.state}: {self.state.reason or 'wait until it serves'}")
         self._restart_requested = True
         self.check_now()
-        await self._wait_until(lambda: self.state.restarts != before and self.state.state != "starting")
+        await self._wait_until(
+            lambda: self.state.restarts != before and (self.state.state != "starting" or self._has_no_nodes)
+        )
         if self.state.state != "serving":
             raise Unavailable(f"{self.state.name} does not start again: {self.state.reason}")
 
@@ -248,6 +250,11 @@ class GroupSupervisor:
         served requests nor recorded how their predecessors ended."""
         incarnation = self.state.incarnation + was_running
         self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, previous_crash=None)
+
+    @property
+    def _has_no_nodes(self) -> bool:
+        """Whether the group waits for nodes. This may last for hours, and meanwhile no other change may wait for it."""
+        return self.state.state == "starting" and self.state.reason.startswith(_NO_NODES)
 
     async def _wait_until(self, holds: Callable[[], bool]) -> None:
         while not holds():

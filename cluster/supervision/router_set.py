@@ -48,6 +48,7 @@ class RouterSet:
         self._poll_interval = PollInterval(_WATCH_SECONDS)
         self._configuration = ""
         self._knows_nodes = False
+        self._restart_lock = asyncio.Lock()
 
     @property
     def addresses(self) -> list[str]:
@@ -110,22 +111,11 @@ class RouterSet:
         """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound.
 
         Returns once the new process uses every serving group, or after 10 s. If there are other routers, load balancers
-        get the time to stop sending requests here, and to begin again before the caller restarts another router.
+        get the time to stop sending requests here, and to begin again before the caller restarts another router. One
+        restart runs at a time: two routers that drain together may leave no router for new requests.
         """
-        name = next((name for name, router in self._supervisors.items() if router.address == address), None)
-        if name is None:
-            raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
-        router = self._supervisors[name]
-        has_others = len(self._supervisors) > 1
-        await router.restart_router(drain_seconds, _ANNOUNCE_SECONDS if has_others else 0.0)
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        while reason := missing_connection({name: await router.read_status()}, self._serving()):
-            if time.monotonic() > deadline:
-                _log.warning("after its restart %s", reason)
-                break
-            await asyncio.sleep(_POLL_SECONDS)
-        if has_others:
-            await asyncio.sleep(_RETURN_SECONDS)
+        async with self._restart_lock:
+            await self._restart_router(address, drain_seconds)
 
     async def wait_until_idle(self, group: str, seconds: float) -> None:
         """Wait until no router counts a request on a draining group, at most `seconds`."""
@@ -172,6 +162,22 @@ class RouterSet:
         await asyncio.gather(*(router.stop_router(now=now) for router in self._supervisors.values()))
         for router in self._supervisors.values():
             router.forget_ports()
+
+    async def _restart_router(self, address: str, drain_seconds: float) -> None:
+        name = next((name for name, router in self._supervisors.items() if router.address == address), None)
+        if name is None:
+            raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
+        router = self._supervisors[name]
+        has_others = len(self._supervisors) > 1
+        await router.restart_router(drain_seconds, _ANNOUNCE_SECONDS if has_others else 0.0)
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while reason := missing_connection({name: await router.read_status()}, self._serving()):
+            if time.monotonic() > deadline:
+                _log.warning("after its restart %s", reason)
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        if has_others:
+            await asyncio.sleep(_RETURN_SECONDS)
 
     def _serving(self) -> list[str]:
         return [state.name for state in self._groups if state.state == "serving"]

@@ -43,8 +43,13 @@ class Supervisor:
         self._groups = GroupSet(config, plan, certificates.group, self._routers, is_restarted=is_restarted)
         self._rollout = ConfigRollout(stored, self._groups, self._routers, self._use_live)
         self._failure = ""
-        self._task_group: asyncio.TaskGroup | None = None
-        self._autoscaling: asyncio.Task[None] | None = None
+        self._autoscaler = Autoscaler(
+            make_autoscale_rule(config),
+            measure_queue=self._routers.measure_queue,
+            count_groups=lambda: self._groups.size,
+            request_room=lambda groups: launch.request_nodes(plan.bundle, groups * config.tp),
+            scale_groups=self._groups.scale_groups_from,
+        )
         self._supervision = asyncio.create_task(self._supervise())
 
     async def get_contract(self) -> tuple[int, str]:
@@ -120,8 +125,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._routers.supervise_routers(tasks))
                 await self._groups.start_groups(tasks)
-                self._task_group = tasks
-                self._use_live(self._rollout.config)
+                tasks.create_task(self._autoscaler.run_forever())
                 tasks.create_task(self._rollout.run_forever())
         except* Exception as errors:
             _log.exception("the supervisor's own work has failed")
@@ -130,25 +134,17 @@ class Supervisor:
                 os._exit(1)  # Ray starts another supervisor, which adopts the groups that serve
 
     def _use_live(self, config: ServeConfig) -> None:
-        """Autoscale by these settings from now on."""
-        if self._autoscaling is not None:
-            self._autoscaling.cancel()
-            self._autoscaling = None
-        if self._task_group is not None and config.max_groups is not None:
-            autoscaler = self._make_autoscaler(config, config.max_groups)
-            self._autoscaling = self._task_group.create_task(autoscaler.run_forever())
+        """Autoscale by these settings from now on; not at all without max_groups."""
+        self._autoscaler.set_rule(make_autoscale_rule(config))
 
-    def _make_autoscaler(self, config: ServeConfig, max_groups: int) -> Autoscaler:
-        rule = AutoscaleRule(
-            min_groups=config.groups,
-            max_groups=max_groups,
-            target_seconds=config.queue_target,
-            shrink_hold_seconds=config.scale_in_after,
-        )
-        return Autoscaler(
-            rule,
-            measure_queue=self._routers.measure_queue,
-            count_groups=lambda: self._groups.size,
-            request_room=lambda groups: launch.request_nodes(self._plan.bundle, groups * config.tp),
-            scale_groups=self._groups.scale_groups,
-        )
+
+def make_autoscale_rule(config: ServeConfig) -> AutoscaleRule | None:
+    """The rule of a cluster with these settings; None if it has no max_groups."""
+    if config.max_groups is None:
+        return None
+    return AutoscaleRule(
+        min_groups=config.groups,
+        max_groups=config.max_groups,
+        target_seconds=config.queue_target,
+        shrink_hold_seconds=config.scale_in_after,
+    )

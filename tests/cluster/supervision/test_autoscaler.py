@@ -85,7 +85,7 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
     async def measure_queue() -> tuple[float, int]:
         return queue, 2
 
-    async def scale(wished: int, _: float) -> None:
+    async def scale(_: int, wished: int, __: float) -> None:
         nonlocal groups
         tries.append((clock, wished))
         if wished > groups and not free:
@@ -111,7 +111,7 @@ async def test_idleness_may_be_shorter_than_a_queue() -> None:
     async def measure_queue() -> tuple[float, int]:
         return queue, 2
 
-    async def scale(wished: int, _: float) -> None:
+    async def scale(_: int, wished: int, __: float) -> None:
         nonlocal groups
         groups = wished
 
@@ -137,7 +137,7 @@ async def test_looks_may_be_far_apart(apart: float) -> None:
     async def measure_queue() -> tuple[float, int]:
         return 0.0, 1
 
-    async def scale(_: int, __: float) -> None:
+    async def scale(_: int, __: int, ___: float) -> None:
         wanted.append(clock)
 
     autoscaler = Autoscaler(
@@ -147,3 +147,27 @@ async def test_looks_may_be_far_apart(apart: float) -> None:
         await autoscaler.evaluate_rule(clock)
         clock += apart
     assert wanted and wanted[0] - apart < 60.0 <= wanted[0]
+
+
+async def test_without_a_rule_nothing_changes() -> None:
+    """Settings without `max-groups` end autoscaling: Ray's autoscaler is no longer asked for a node, and the samples
+    from before do not count later."""
+    asked: list[int] = []
+    tries: list[float] = []
+    clock = 0.0
+
+    async def measure_queue() -> tuple[float, int]:
+        return 5.0, 2
+
+    async def scale(_: int, __: int, ___: float) -> None:
+        tries.append(clock)
+        raise InsufficientResources("1 group with tp 1 needs 1 CPU: 1 missing")
+
+    autoscaler = Autoscaler(
+        RULE, measure_queue=measure_queue, count_groups=lambda: 2, request_room=asked.append, scale_groups=scale
+    )
+    for clock in map(float, range(30)):
+        autoscaler.set_rule(None if 12 <= clock < 15 else RULE)
+        await autoscaler.evaluate_rule(clock)
+    assert asked == [0, 3, 0, 3]
+    assert tries == [10.0, 11.0, *map(float, range(25, 30))]

@@ -193,3 +193,24 @@ def test_restarts_come_soon_and_then_slower() -> None:
     """The backoff begins at half a second, doubles with each failure, and ends at half a minute."""
     waits = [backoff_seconds(failures) for failures in range(1, 12)]
     assert waits[0] == 0.5 and waits == sorted(waits) and waits[-1] == 30.0
+
+
+async def test_a_restart_does_not_wait_for_nodes(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the group's node goes while it restarts, the restart fails with the reason, so that the cluster can be scaled
+    meanwhile. The group starts once there is a node."""
+    ranks = FakeRanks()
+    group = supervise(ranks)
+    await group.until(serves(0))
+    has_nodes = False
+
+    async def find_nodes() -> bool:
+        return has_nodes
+
+    monkeypatch.setattr(ranks, "find_nodes", find_nodes)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        with pytest.raises(Unavailable, match="g does not start again: it waits for nodes"):
+            await group.supervisor.restart_group()
+        with pytest.raises(Unavailable, match="g does not start: it waits for nodes"):
+            await group.supervisor.wait_until_serving()
+    has_nodes = True
+    await group.until(serves(1))

@@ -332,6 +332,27 @@ async def test_a_restart_ends_when_the_node_of_the_router_leaves(
         await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
 
 
+async def test_routers_are_restarted_one_at_a_time(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands that restart different routers at the same time do not drain both: one router serves all along."""
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: ["a" * 12, "b" * 12])
+    monkeypatch.setattr(router_set, "_ANNOUNCE_SECONDS", 0.05)
+    monkeypatch.setattr(router_set, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(FakeRouterActor, "_start", lambda self: asyncio.sleep(0, f"host:{self.config.name}:1"))
+    routers = await supervise(router_per_node=True, ray_address="h:1", grpc_port=1)
+    await until(lambda: all(router.groups for router in started))
+    restarts = [asyncio.create_task(routers.restart_router(address, 0.0)) for address in routers.addresses]
+    fewest = 2
+    while not all(restart.done() for restart in restarts):
+        drained = {router.config.name for router in started if router.calls and not router.is_dead}
+        serving = [state for state in routers.states or () if state.state == "serving"]
+        fewest = min(fewest, len([state for state in serving if state.name not in drained]))
+        await asyncio.sleep(0.005)
+    await asyncio.gather(*restarts)
+    assert fewest == 1 and len(started) == 4
+
+
 def test_which_connection_is_missing() -> None:
     """A router is connected to a group that it reports as serving, draining or drained. A router that does not answer
     is left out."""

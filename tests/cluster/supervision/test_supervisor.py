@@ -1,7 +1,10 @@
 """The supervisor starts, scales, restarts and stops a cluster of fake ranks and fake routers."""
 
 import asyncio
+import logging
+import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,8 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_ca import CertificatesByRole
 from coatcheck.cluster.ray_cluster.placement_plan import InsufficientResources, plan_placement
-from coatcheck.cluster.supervision import group_set, poll_interval, router_set, supervisor
+from coatcheck.cluster.supervision import autoscaler, group_set, poll_interval, router_set, supervisor
+from coatcheck.cluster.supervision.autoscaler import AutoscaleRule
 from coatcheck.cluster.supervision.supervisor import Supervisor
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.router.config import RouterConfig
@@ -198,3 +202,76 @@ async def test_other_settings_reach_groups_and_routers(cluster: Cluster) -> None
     assert cluster.texts.keys() == {ray_kv.ROLLOUT}
     await cluster.supervisor.stop_all(now=True)
     assert not cluster.texts
+
+
+def autoscaled(**changed: object) -> ServeConfig:
+    return ServeConfig.build({"model": "m", "groups": 2, "tp": 2, "max_groups": 3, **changed})
+
+
+@pytest.fixture
+def adds_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The autoscaler adds a group after a short queue."""
+    monkeypatch.setattr(autoscaler, "_SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "AutoscaleRule", partial(AutoscaleRule, grow_hold_seconds=0.01))
+
+
+@pytest.mark.usefixtures("adds_soon")
+async def test_a_group_that_is_being_added_is_kept_when_settings_change(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The autoscaler adds a group, whose model may load for minutes. Another `queue-target` does not end that start,
+    and neither does the end of autoscaling."""
+    ranks = cluster.ranks["group-2"] = FakeRanks(group="group-2")
+    is_loaded = asyncio.Event()
+    monkeypatch.setattr(ranks, "read_previous_crash", lambda: None)
+
+    async def load() -> None:
+        await is_loaded.wait()
+        ranks.is_running = True
+
+    monkeypatch.setattr(ranks, "run_ranks", load)
+    monkeypatch.setattr(launch, "request_nodes", lambda bundle, ranks: None)
+    cluster.router.waiting = 100
+    await cluster.supervisor.apply_config(autoscaled())
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while not ranks.starts:  # noqa: ASYNC110  # a start has no event
+            await asyncio.sleep(0.01)
+    for config in (autoscaled(queue_target=1.0), autoscaled(max_groups=None)):
+        assert await cluster.supervisor.apply_config(config) == ""
+        await asyncio.sleep(0.05)
+    is_loaded.set()
+    await cluster.until_serving()
+    assert (await cluster.states())["group-2"] == "serving"
+    assert len(ranks.starts) == 1 and ranks.graceful_stops == 0
+
+
+@pytest.mark.usefixtures("adds_soon")
+async def test_the_autoscaler_does_not_undo_a_scaling_that_it_waited_for(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While an operator's `scale --groups 4` waits for Ray, the autoscaler wants 3 groups instead of 2. It decided by a
+    number that is outdated when its turn comes, so there are 4."""
+    may_scale = threading.Event()
+
+    def free_resources() -> list[tuple[str, dict[str, float]]]:
+        may_scale.wait(MAX_WAIT_SECONDS)
+        return [("node", {"CPU": 12.0})]
+
+    monkeypatch.setattr(launch, "free_resources", free_resources)
+    monkeypatch.setattr(launch, "request_nodes", lambda bundle, ranks: None)
+    caplog.set_level(logging.INFO, logger=autoscaler.__name__)
+    cluster.router.waiting = 100
+    scaling = asyncio.create_task(cluster.supervisor.scale_groups(4, 1.0))
+    await asyncio.sleep(0)
+    await cluster.supervisor.apply_config(autoscaled())
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while "2 groups, and 3 wanted" not in caplog.text:  # noqa: ASYNC110  # a log line has no event
+            await asyncio.sleep(0.01)
+    cluster.router.waiting = 0
+    may_scale.set()
+    await scaling
+    asked = cluster.router.asked
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while cluster.router.asked < asked + 5:  # noqa: ASYNC110  # until the autoscaler measures again
+            await asyncio.sleep(0.01)
+    assert len(await cluster.states()) == 4
