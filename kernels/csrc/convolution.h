@@ -1,15 +1,15 @@
 /* A causal depthwise convolution over the tokens of each sequence, for a block of channels. Tokens are computed one
- * after the other, so the cut of a prompt into chunks changes no bit. */
+ * after the other, so the bits do not depend on how prefill is chunked. */
 #pragma once
 #include "recurrent.h"
 #include "simd/activation.h"
 
-#define CHANNELS 64 /* of a block */
+#define CHANNELS 64 /* channels of a block */
 #define MAX_TAPS 8
 
 static inline int64_t channel_blocks(const Convolution *c) { return (c->channels + CHANNELS - 1) / CHANNELS; }
 
-/* The last `count` inputs of a block of channels, oldest first. */
+/* The last `count` inputs of a block of channels, the oldest first. */
 typedef struct {
     float inputs[MAX_TAPS][CHANNELS];
     int64_t count;

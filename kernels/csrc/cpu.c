@@ -1,7 +1,8 @@
 /* The library's version, and which instruction classes this processor and its operating system can run. */
 #include <string.h>
 
-/* Raised with every change of a signature or a struct: the Python side refuses a library that was built before. */
+/* Increase this with every change of a signature or a struct: kernels/native.py refuses a library with another
+ * version. */
 int native_version(void) { return 22; }
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -11,9 +12,9 @@ int native_version(void) { return 22; }
 #include <unistd.h>
 #endif
 
-/* __builtin_cpu_supports also asks whether the operating system saves the registers. Compilers refuse names that they do
- * not know, and a library without a class must still build. So features that GCC 9 does not know are read from CPUID, after
- * a builtin has answered for their registers. */
+/* __builtin_cpu_supports also checks that the operating system saves the registers. A compiler refuses a feature name
+ * that it does not know, but then the library must still build, without that class. So features that GCC 9 does not
+ * know are read from CPUID, after a builtin has checked their registers. */
 enum { EAX, EBX, ECX, EDX };
 static unsigned cpuid(unsigned leaf, unsigned subleaf, int which) {
     unsigned found[4];
@@ -21,7 +22,8 @@ static unsigned cpuid(unsigned leaf, unsigned subleaf, int which) {
     return found[which];
 }
 
-/* Subleaf 0 has the number of subleaves in EAX: some processors answer for missing ones with bits of others. */
+/* Subleaf 0 has the largest subleaf in EAX. It is checked, because some processors answer a missing subleaf with the
+ * bits of another one. */
 static unsigned cpuid_7_1(void) { return cpuid(7, 0, EAX) >= 1 ? cpuid(7, 1, EAX) : 0; }
 
 static int has_avx2(void) {
@@ -46,7 +48,7 @@ static int has_avx512_bf16(void) {
     return has_avx512_vnni() && (cpuid_7_1() & bf16);
 }
 
-/* Linux gives the tiles' state, 8 KiB for each thread, only to processes that ask for it. */
+/* Linux lets only a process that has asked for them use AMX's tile registers (8 KiB of state for each thread). */
 static int may_use_tiles(void) {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
@@ -61,7 +63,7 @@ static int has_amx(void) {
     return has_avx512_bf16() && (cpuid(7, 0, EDX) & needed) == needed && may_use_tiles();
 }
 
-/* Whether the kernels of a class of setup.py can run here. Asks for AMX's state if `name` is "amx". */
+/* Whether the kernels of a class of setup.py can run here. For "amx" it also asks Linux for the tile registers. */
 int has_class(const char *name) {
     __builtin_cpu_init();
     if (!strcmp(name, "avx2")) return has_avx2();

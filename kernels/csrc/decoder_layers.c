@@ -1,6 +1,6 @@
-/* A sublayer of a decoder layer, attention or MLP, as one call, and consecutive whole layers as one. They call the
- * operations of the other files in one team of threads, and keep the rows between them in one scratch buffer, which
- * stays in the cache. The results have the same bits as the separate calls. */
+/* One call for a sublayer (attention or MLP), and one call for consecutive whole layers. They run the operations of the
+ * other files in one team of threads. The rows between operations are in one scratch buffer, which stays in the cache.
+ * The results have the same bits as separate calls. */
 #include "sublayers.h"
 #include "team.h"
 
@@ -12,7 +12,7 @@ typedef struct {
     int64_t type;
 } Attend;
 
-/* What all layers of a step with the same rotary embedding share. */
+/* The arguments of a step that all layers with the same rotary embedding share. */
 typedef struct {
     const void *cos, *sin;
     int64_t rot_dim, table_type;
@@ -23,7 +23,7 @@ typedef struct {
     int64_t seqs;
 } Step;
 
-/* Heads of rows that lie `stride` apart, in place. */
+/* Normalises `heads` heads of each token's row, to `out`. The rows are `stride` elements apart. */
 static void norm_heads(const Kernels *f, const Scale *s, char *x, int64_t tokens, int64_t heads, int64_t dim,
                        int64_t stride, int64_t type, void *out) {
     f->rms_norm(&(Norm){x, 0, s->weight, out, 0, tokens, heads, dim, stride, dim, 0, 0, s->eps, s->offset,
@@ -88,13 +88,13 @@ int attention_sublayer(const Kernels *f, const Attend *a, const KvCache *cache, 
     return run_team(sublayer_work, &(Sublayer){.f = f, .attend = a, .cache = cache, .step = step, .stream = s});
 }
 
-/* A layer without other ranks. `table_index`: which of the step's tables it uses. The `after` norms (null weights in
- * most models) scale what a sublayer adds. */
+/* A layer of a model without tensor parallelism. `table_index`: the index of its Step. The `after` norms normalise the
+ * output of a sublayer before it is added to the residual; in most models their weights are null. */
 typedef struct {
     Attend attention;
     Scale after_attention;
     Mlp mlp;
-    const Sparse *experts; /* instead of mlp; null in a dense layer */
+    const Sparse *experts; /* the experts that replace mlp, or null */
     Scale after_mlp;
     int64_t table_index;
 } Layer;
@@ -114,7 +114,7 @@ typedef struct {
     Stream stream; /* the input of the first layer */
 } Layers;
 
-/* All layers but the MLP of the last one, if that is of experts. */
+/* Computes all layers. If the last one has experts, they are left out. */
 static void layers_work(const void *context) {
     const Layers *c = context;
     const Kernels *f = c->f;
@@ -131,9 +131,9 @@ static void layers_work(const void *context) {
     }
 }
 
-/* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next one. The residual
- * is added to in place. Returns 0, or -1 as attention_sublayer does. A team ends before experts, which are planned by one
- * thread. */
+/* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next layer. The
+ * residual is updated in place. Returns 0, or -1 as attention_sublayer does. One thread plans the work of experts, so a
+ * team ends before them. */
 int fused_layers(const Kernels *f, const Layer *layers, const KvCache *caches, int64_t count, const Step *steps,
                  const Stream *s) {
     Stream now = *s;

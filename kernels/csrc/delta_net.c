@@ -6,9 +6,9 @@
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define TOKENS 16   /* of a sequence, whose q, k and v are computed before the state is updated */
-#define MAX_DIM 256 /* of a head */
-#define COLUMNS 32  /* of the state, which stay in the L1 cache for these tokens */
+#define TOKENS 16   /* tokens of a sequence whose q, k and v are computed before the state is updated */
+#define MAX_DIM 256 /* the largest key_dim and value_dim */
+#define COLUMNS 32  /* columns of the state that stay in the L1 cache for these tokens */
 #define MAX_TAPS 8
 #define NORM_EPS 1e-6f
 #define PARALLEL_FROM 65536 /* a call with this many state updates (elements times tokens) uses several threads */
@@ -19,14 +19,14 @@ typedef struct {
     int64_t row_bytes, window_bytes, taps;
 } Inputs;
 
-/* The input at token `token` of this step. Negative: from the window; null before the sequence's first token. */
+/* The input row at token `token` of this step; a negative token is in the window. Null before the sequence's start. */
 INLINE const char *input_row(const Inputs *in, int64_t token) {
     if (token >= 0) return in->rows + token * in->row_bytes;
     return in->window ? in->window + (in->taps - 1 + token) * in->window_bytes : 0;
 }
 
-/* to[i] = silu(convolution) of channels [first, first + count) at `token`, rounded to the dtype before and after silu,
- * as torch does. */
+/* to[i] = silu(convolution) of channel first + i at `token`, for i < count. Both are rounded to the dtype, as in
+ * torch. */
 INLINE void convolve(const DeltaNet *d, const Inputs *in, int64_t token, int64_t first, int64_t count, float *to,
                      int type) {
     for (int64_t i = 0; i < count; i += LANES) {
@@ -89,7 +89,7 @@ __attribute__((noinline)) static void step_columns(float *state, int64_t stride,
 }
 
 /* Update a head's state [rows][dim] by `count` tokens. For more than one token, COLUMNS columns at a time are copied to
- * a dense tile: rows that are a power of two apart would evict each other from the L1 cache. */
+ * a contiguous tile: rows that are a power of two apart would evict each other from the L1 cache. */
 static void step_head(float *state, int64_t rows, int64_t dim, int64_t count, const float *q, const float *k,
                       const float *v, const float *decay, const float *beta, float *out) {
     float tile[MAX_DIM * COLUMNS];
@@ -125,8 +125,8 @@ INLINE void norm_and_gate(const DeltaNet *d, float *o, const void *z, void *out,
     }
 }
 
-/* Replace channels [first, first + channels) of the window by the last inputs after `count` tokens. `size`: bytes of an
- * element. */
+/* Replace channels [first, first + channels) of the window by the last inputs of this step, which has `count` tokens.
+ * `size`: bytes of an element. */
 INLINE void update_window(const Inputs *in, char *window, int64_t count, int64_t first, int64_t channels, int size) {
     for (int64_t row = 0; row < in->taps - 1; row++) {
         const char *from = input_row(in, count + row - in->taps + 1);

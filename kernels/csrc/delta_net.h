@@ -9,7 +9,7 @@ typedef struct {
     const float *norm;          /* [value_dim] */
     void *window;               /* [slots][taps_count - 1][channels] */
     float *matrix;              /* [slots][value_heads][key_dim][value_dim] */
-    const int64_t *slots;       /* of each sequence */
+    const int64_t *slots;       /* the slot of each sequence */
     const int32_t *seq_lens, *cu_seqlens;
     void *out; /* [tokens][value_heads][value_dim] */
     int64_t qkvz_stride, ba_stride, sequences, tokens, key_heads, value_heads, key_dim, value_dim, taps_count;

@@ -1,16 +1,16 @@
-/* A mixture of experts as one call: all experts' products, or the whole sublayer from norm to weighted sum.
+/* A mixture of experts as one call: the products of all experts, or the whole sublayer from norm to weighted sum.
  *
- * The pairs (token, choice) are sorted by expert, and the products of all experts run as one group of linears, so that each
- * expert's weight is read once and every thread has work. Many rows are computed in rounds of whole experts, so that the
- * working memory stays bounded. */
+ * The pairs (token, choice) are sorted by expert. The products of all experts run as one group of linears, so that each
+ * expert's weight is read once and every thread has work. Many rows are computed in several rounds of whole experts,
+ * which bounds the scratch memory. */
 #include "sublayers.h"
 
-#define ROUND 4096 /* most rows of a round, unless one expert has more; each expert counts PADDING rows more */
-#define PADDING 15 /* rows that a linear's repacked x may have besides its own */
+#define ROUND 4096 /* the most rows of a round, unless one expert has more; PADDING rows are added for each expert */
+#define PADDING 15 /* the most rows of padding in a linear's repacked x */
 
 typedef struct {
     const void *x;
-    const int32_t *ids; /* [tokens][top_k]; those of a token differ, so that an expert has at most `tokens` rows */
+    const int32_t *ids; /* [tokens][top_k]; the ids of a token differ, so an expert has at most `tokens` rows */
     const float *weights;
     const void *shared, *shared_gate; /* as in WeightedSum */
     void *out, *scratch;
@@ -31,8 +31,8 @@ int64_t experts_scratch(const Experts *m, int64_t tokens) {
            whole_lines(pairs * width * size) + padded * (depth + 31) * 4 + 64 * (used + 1);
 }
 
-/* Sorts the pairs by expert, those of one expert by token. `starts` [count + 1]: each expert's first row. place[pair]: its
- * row, or -1 without one. token[row]: the pair's token. */
+/* Sorts the pairs by expert and then by token. `starts` [count + 1]: each expert's first row. place[pair]: the pair's
+ * row, or -1 if another rank has the expert. token[row]: the token of the row's pair. */
 static void sort_pairs(const Experts *m, const int32_t *ids, int64_t pairs, int32_t *starts, int32_t *place, int32_t *token) {
     memset(starts, 0, (m->count + 1) * sizeof *starts);
     for (int64_t i = 0; i < pairs; i++) {
@@ -52,7 +52,7 @@ static void sort_pairs(const Experts *m, const int32_t *ids, int64_t pairs, int3
     starts[0] = 0;
 }
 
-/* The linear of one expert. `first`: the weight of the first one. */
+/* The linear of expert `expert` of this rank. `first`: the weight of the rank's first expert. */
 static Linear of_expert(const Weight *first, int64_t expert, int64_t rows, int64_t type) {
     Weight w = *first;
     const int64_t panels = expert * panels_of(w.features) * PANEL;

@@ -1,15 +1,16 @@
-/* The row-wise operations of a mixture of experts: the choice of experts, gpt-oss' activation, and the weighted sum. Each token's
- * result depends on its own row only. */
+/* The row-wise operations of a mixture of experts: the choice of experts, gpt-oss' activation, and the weighted sum. A
+ * token's result depends on its own row only. */
 #include "experts.h"
 
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define PARALLEL_FROM 16384 /* elements of a call that wakes other threads */
+#define PARALLEL_FROM 16384 /* a call with this many elements uses several threads */
 #define MAX_EXPERTS 1024
-#define LEAST (-0x1.fffffep127f) /* of what can be chosen; -infinity stands for what cannot, or has been chosen */
+#define LEAST (-0x1.fffffep127f) /* the smallest value that can be chosen; -infinity marks the others */
 
-/* A score as it is compared. A NaN is the largest, as in torch.topk: it must not hide other experts. */
+/* The value by which a score is compared. As in torch.topk a NaN is the largest; otherwise no comparison with it would
+ * hold, and it would hide other experts. */
 INLINE float comparable(float x) { return x >= LEAST ? x : x < LEAST ? LEAST : INFINITY; }
 
 /* The index of the largest of `count` values, the first of equal ones. */
@@ -20,7 +21,7 @@ INLINE int64_t best_of(const float *values, int64_t count) {
     return best;
 }
 
-/* All experts outside the `top_groups` best groups become -infinity in `choice`. */
+/* Sets `choice` to -infinity for all experts outside the best `top_groups` groups. */
 static void limit_groups(const Routing *r, float *choice) {
     const int64_t size = r->experts / r->groups;
     float totals[MAX_EXPERTS], copy[MAX_EXPERTS];
@@ -97,7 +98,7 @@ INLINE void clamped_row(const ClampedSwiglu *c, int64_t row, int64_t from, int64
     }
 }
 
-/* Parts of 1024 elements, so that one long row keeps every thread busy too. */
+/* Parts of 1024 elements, so that even one long row gives work to every thread. */
 static int64_t clamped_parts(const ClampedSwiglu *c) { return (c->width + 1023) / 1024; }
 
 static void clamped_items(const void *context, int64_t first, int64_t last) {
@@ -115,7 +116,7 @@ static void clamped_work(const void *c) {
 
 void FOR_CLASS(clamped_swiglu)(const ClampedSwiglu *c) { run_team_if(c->rows * c->width >= PARALLEL_FROM, clamped_work, c); }
 
-/* Elements [from, to) of a token's sum, at most 256: the experts in the order of the choice, then the shared one. */
+/* Elements [from, to), at most 256, of a token's sum. Experts are added in the order of ids, then the shared expert. */
 INLINE void sum_part(const WeightedSum *s, int64_t token, int64_t from, int64_t to, int type) {
     float sum[256] = {0};
     const int64_t count = to - from;

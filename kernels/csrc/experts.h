@@ -1,5 +1,5 @@
-/* The arguments of a mixture of experts, as the launchers pack them (formulas and shapes: kernels/layers/route.py and
- * experts.py). */
+/* The arguments of a mixture of experts, as the Python launchers pack them (formulas and shapes:
+ * kernels/layers/route.py and experts.py). */
 #pragma once
 #include "rows.h"
 
@@ -8,9 +8,9 @@ enum { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 /* How a token's experts follow from its logits. */
 typedef struct {
-    const float *correction; /* [experts], added to the scores for the choice alone; null: nothing */
+    const float *correction; /* [experts], added to the scores for the choice, not for the weights; or null */
     int64_t experts, top_k, scoring;
-    int64_t groups, top_groups, group_best; /* a group counts by the sum of its `group_best` best experts */
+    int64_t groups, top_groups, group_best; /* group_best: experts whose sum ranks a group */
     int64_t renormalise;
     float scale, epsilon;
 } Routing;
@@ -19,7 +19,7 @@ typedef struct {
     const Routing *routing;
     const void *logits; /* [tokens][experts] */
     int32_t *ids;       /* [tokens][top_k] */
-    float *weights;     /* the same */
+    float *weights;     /* [tokens][top_k] */
     int64_t tokens, type;
 } Route;
 
@@ -36,7 +36,7 @@ typedef struct {
     const void *y;
     const int32_t *place; /* negative: an expert of another rank */
     const float *weights;
-    const void *shared, *shared_gate; /* null: no shared expert; null: factor 1 */
+    const void *shared, *shared_gate; /* shared null: no shared expert; shared_gate null: factor 1 */
     void *out;
     int64_t tokens, top_k, width, type;
 } WeightedSum;

@@ -4,19 +4,19 @@
 #include "sublayers.h"
 
 typedef struct {
-    const void *x; /* rows x_row elements apart, heads x_head elements apart; y the same */
+    const void *x; /* rows are x_row elements apart, heads x_head; in y they are y_row and y_head apart */
     int64_t x_row, x_head;
     void *y;
     int64_t y_row, y_head;
     const char *packed;
-    int64_t packed_bytes; /* of a head */
+    int64_t packed_bytes; /* bytes of a head's packed weight */
     int64_t heads, rows, features, depth, type;
     char *scratch;
-    int64_t scratch_bytes; /* of a thread */
+    int64_t scratch_bytes; /* bytes of a thread's scratch */
 } HeadsLinear;
 
 void heads_linear(const Kernels *f, const HeadsLinear *l) {
-    /* A parallel region of the linear itself runs on one thread here. */
+    /* The linear has a parallel region of its own. Inside this one it runs on one thread. */
 #pragma omp parallel for schedule(static) if (l->heads > 1)
     for (int64_t head = 0; head < l->heads; head++)
         f->linear[l->type](&(Linear){

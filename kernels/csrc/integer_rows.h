@@ -1,11 +1,12 @@
-/* Integer products of quantised weights with bfloat16 x, with AVX2 and AVX-512. As in llama.cpp, x is quantised in blocks
- * while the linear runs, but to 16 bits: its products with integer codes are exact in 32 bits. VPMADDWD multiplies twice as
- * many numbers as a fused multiply-add of floats, and VNNI's VPDPWSSD adds the products to the sums as well. Unpacking costs
- * less too: two instructions make a register of 16-bit integers from codes, floats take three for half as many.
+/* Integer products of quantised weights with bfloat16 x, with AVX2 and AVX-512. As in llama.cpp, x is quantised in
+ * blocks while the linear runs, but to 16 bits: its products with integer codes are exact in 32 bits. VPMADDWD
+ * multiplies twice as many numbers as a fused multiply-add of floats, and VNNI's VPDPWSSD also adds the products to the
+ * sums. Unpacking costs less too: codes become a register of 16-bit integers in two instructions, and half as many
+ * floats in three.
  *
- * Definition: a chunk is a group of the weight, or up to CHUNK columns of a larger group. E is the exponent of the chunk's
- * largest |x|, at least -100. The scale of x is u = 2^(E - 14), and q = x / u rounded to an integer (ties to even;
- * |q| < 2^15):
+ * Definition: a chunk is a group of the weight, or at most CHUNK columns of a larger group. E is the exponent of the
+ * chunk's largest |x|, at least -100. The scale of x is u = 2^(E - 14), and q = x / u rounded to an integer (ties to
+ * even; |q| < 2^15):
  *
  *     y = sum over chunks, in order, of scale * (u * sum of (code - zero) * q)      (one fused multiply-add for each)
  *
@@ -22,7 +23,7 @@
 #define HAS_INTEGER_PRODUCTS 0
 #endif
 
-#define CHUNK 128         /* most columns: 128 * 2^7 * 2^15, and as much again for a zero point, stay below 2^31 */
+#define CHUNK 128         /* most columns of a chunk: 128 * 2^7 * 2^15, twice for a zero point, is below 2^31 */
 #define INTEGER_VECTORS 2 /* vectors of features in a tile; MOST_VECTORS if the call has one row */
 #define INTEGER_ROWS (ACCUMULATORS / 3) /* most rows of a tile: with AVX2 8 of 16 registers are sums, with AVX-512 16 of 32 */
 #define LEAST_EXPONENT 27 /* E = -100 with bfloat16's bias of 127. u is normal and 1 / u finite from 15 on */
@@ -55,7 +56,7 @@ INLINE Chunk chunk_at(const Weight *w, int64_t index) {
     return c;
 }
 
-/* Without the divisions of chunk_at: they took 5% of the time where a chunk has 32 columns. */
+/* Moves to the next chunk without the divisions of chunk_at: with chunks of 32 columns they took 5% of the time. */
 INLINE void next_chunk(const Weight *w, Chunk *c) {
     c->index++, c->begin = c->end;
     c->group += c->begin == (c->group + 1) * w->group;
@@ -64,7 +65,7 @@ INLINE void next_chunk(const Weight *w, Chunk *c) {
 
 /* The m rows of a tile, quantised. A word of n codes is multiplied as pairs: code i with code i + n / 2, for i < n / 2. */
 typedef struct {
-    uint32_t *pairs; /* [padded depth / 2][m]: the two q that such a pair of codes meets, the first one's in the low half */
+    uint32_t *pairs; /* [padded depth / 2][m]: the two q for a pair of codes, the first one's in the low half */
     float *x_scales; /* [chunks][m]: u */
     int32_t *x_sums; /* [chunks][m]: the sum of q, for zero points and OFFSET */
 } IntegerRows;
@@ -78,14 +79,14 @@ INLINE IntegerRows integer_rows(const Linear *l, int64_t chunks, int64_t first, 
 }
 
 #if HAS_INTEGER_PRODUCTS
-/* Quantises `count` columns of a row, a multiple of 8. `per_word`: codes of a word. */
+/* Quantises `count` columns of a row. `count`: a multiple of 8. `per_word`: how many codes a word of the weight has. */
 INLINE void quantise_columns(const uint16_t *x, int64_t count, const int per_word, uint32_t *pairs, float *x_scale,
                              int32_t *x_sum) {
     const __m128i magnitude = _mm_set1_epi16(0x7FFF);
     __m128i top = _mm_setzero_si128(), total = top;
     for (int64_t k = 0; k < count; k += 8)
         top = _mm_max_epu16(top, _mm_and_si128(_mm_loadu_si128((const void *)(x + k)), magnitude));
-    /* SSE has an instruction for the smallest of eight, so the complement of `top` is searched. */
+    /* SSE has an instruction for the smallest of eight numbers only, so it gets the complement of `top`. */
     const int largest = 0xFFFF - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(top, _mm_set1_epi16(-1))), 0);
     const uint32_t exponent = (uint32_t)max_i64(largest >> 7, LEAST_EXPONENT);
     const float inverse = from_bits((127 + 127 + 14 - exponent) << 23);
@@ -129,12 +130,12 @@ static void quantise_rows(const Linear *l, int64_t first, int64_t m, int64_t fro
     }
 }
 
-/* What halves_of adds to every code. INT4 gets 8, and twice an FP4 number gets 12, so that none is negative. The table of FP4
- * also fills the upper byte of each half, with its entry 0, which is 12. Sums may pass 2^31 before OFFSET times x_sum is
- * subtracted: they are right modulo 2^32. */
+/* What halves_of adds to every code: 8 to INT4, 12 to twice an FP4 number, so that none is negative. The table lookup
+ * of FP4 also puts 12, its entry 0, into the upper byte of each half. Sums may exceed 2^31 before OFFSET times x_sum is
+ * subtracted. The result is right, because they are right modulo 2^32. */
 #define OFFSET(KIND) ((KIND) == CODES_INT4 ? 8 : (KIND) == CODES_FP4 ? 12 + 12 * 256 : 0)
 
-/* Pair i of the codes of each word, as IntegerRows defines it: two 16-bit integers. Of FP4 they are twice the number. */
+/* Pair i of each word's codes (see IntegerRows), as two 16-bit integers plus OFFSET. An FP4 is doubled. */
 INLINE Words halves_of(Words words, const int i, const int kind) {
     if (kind == CODES_INT8) return (Words)(i == 0 ? (Shorts)(words << 8) >> 8 : (Shorts)words >> 8);
     if (kind == CODES_INT4) words ^= 0x88888888u;
@@ -148,14 +149,14 @@ INLINE Words halves_of(Words words, const int i, const int kind) {
 #endif
 }
 
-/* Each lane of `sum`, plus the products of the two 16-bit integers of the same lane of a and b. */
+/* Adds the products of the two 16-bit integers in each lane of a and b to the lane of `sum`. */
 INLINE Words add_products(Words sum, Words a, Words b) {
 #if defined(__AVX512VNNI__)
     return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__)
     return (Words)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #else
-    /* In assembly, because compilers compute all products first and spill those that no register holds. */
+    /* In assembly, because compilers compute all products first, which do not fit into the registers. */
     Words products;
     __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
     return sum;

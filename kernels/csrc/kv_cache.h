@@ -1,12 +1,12 @@
-/* One layer's part of the KV pool, as KVCache packs it (formats: kernels/kv/quantise.py). Rows are [kv_heads][block_size]
- * inside a block, and a block's rows are dense; blocks lie anywhere. */
+/* One layer's part of the KV pool, as KVCache packs it (formats: kernels/kv/quantise.py). Inside a block the rows are
+ * [kv_heads][block_size], contiguous. Blocks are k_block and v_block bytes apart. */
 #pragma once
 #include "simd/scalar.h"
 
 typedef struct {
     uint8_t *k, *v;
     int64_t k_block, v_block; /* bytes from one block to the next */
-    uint16_t *k_scales, *v_scales; /* float16, one a row; null where elements are floats */
+    uint16_t *k_scales, *v_scales; /* float16, one per row; null if elements are not quantised */
     int64_t k_scales_block, v_scales_block; /* scales from one block to the next */
     int64_t kv_heads, block_size, dim, row_bytes, kind;
 } KvCache;
@@ -15,7 +15,7 @@ INLINE int64_t row_of(const KvCache *cache, int64_t kv_head, int64_t offset) {
     return kv_head * cache->block_size + offset;
 }
 
-/* One element of a row; int4 has the first half of the row in the low nibbles, the second in the high ones. */
+/* Element i of a row, unscaled. INT4 has the first half of a row in the low nibbles, the second in the high ones. */
 INLINE float element(const void *row, int64_t i, int kind) {
     switch (kind) {
     case INT8: return (float)((const int8_t *)row)[i];
@@ -24,7 +24,7 @@ INLINE float element(const void *row, int64_t i, int kind) {
     }
 }
 
-/* Stores one row of floats; quantised kinds get their scale too. */
+/* Stores one row of floats, and its scale if the cache is quantised. */
 INLINE void put_row(void *row, uint16_t *scale, const float *x, int64_t dim, int kind) {
     if (kind == BF16 || kind == F16 || kind == F32) {
 #pragma omp simd

@@ -1,27 +1,30 @@
-/* y = x W^T + b in vectors. bfloat16 weights are multiplied as pairs where the class has an instruction for their dot
- * product. Elsewhere they are widened to float32 in registers, so that a call of few rows costs one read of the weight.
- * With AVX2 so does a call of many rows, in low tiles; the other classes widen each part of the weight once for all
- * rows, whose tiles then have as many sums as registers. A part of a quantised weight is unpacked to the first cache,
- * once for all rows of an item; where bfloat16 is multiplied as floats, calls of few rows unpack to registers. In the classes
- * from avx2 to avx512_bf16 x is quantised to 16 bits and multiplied with codes of INT8, INT4 and FP4 as integers
- * (integer_rows.h).
+/* y = x W^T + b with SIMD. How a weight is multiplied depends on the instruction class:
  *
- * x is repacked in tiles of up to ROWS rows, [depth][rows of the tile] words: the inner loop is a load of weights and a
- * broadcast of each row. Every output is one accumulator over the depth in order, in every tile and with any other rows
- * in the call, so that a row's bits never depend on its neighbours. */
+ * bfloat16, if the class has a dot product of bfloat16 pairs: as pairs. Otherwise it is widened to float32. Calls of
+ * few rows widen it in registers, so that they cost one read of the weight. With AVX2 calls of many rows do the same,
+ * in low tiles. The other classes then widen each part of the weight once for all rows, in tiles with as many sums as
+ * registers.
+ *
+ * Quantised: in the classes from avx2 to avx512_bf16 x is quantised to 16 bits and multiplied with codes of INT8, INT4
+ * and FP4 as integers (integer_rows.h). Otherwise a part of the weight is unpacked to the L1 cache, once for all rows
+ * of an item. If bfloat16 is multiplied as floats, calls of few rows unpack it to registers instead.
+ *
+ * x is repacked in tiles of at most ROWS rows, [depth][rows of the tile] words, so that the inner loop loads weights
+ * and broadcasts each row. An output is always one accumulator over the depth, in order. So the bits of a row do not
+ * depend on the other rows of the call. */
 #include "simd/cpu_class.h"
 #include "simd/transpose.h"
 #include "integer_rows.h"
 #include "team.h"
 
 #define WIDE MOST_VECTORS                   /* vectors of features that a tile of few rows takes */
-#define NARROW (VECTORS > 2 ? VECTORS : 2)  /* and one of many rows */
-#define ROWS (ACCUMULATORS / NARROW)        /* of a tile */
-#define IS_AVX2 (LANES == 8)                /* 16 registers of 8 floats: measured there */
-#define LOW_ROWS 4                          /* of a tile that widens in registers, with AVX2 */
+#define NARROW (VECTORS > 2 ? VECTORS : 2)  /* vectors of features that a tile of many rows takes */
+#define ROWS (ACCUMULATORS / NARROW)        /* most rows of a tile */
+#define IS_AVX2 (LANES == 8)                /* 16 registers of 8 floats; its special cases were chosen by measurement */
+#define LOW_ROWS 4                          /* rows of a tile that widens in registers, with AVX2 */
 #define TILES 16                            /* most tiles that share a part of the weight */
-#define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the second cache */
-#define DEPTH 256                           /* of that part: a tile's x of this depth stays in the first cache */
+#define BLOCK (384 << 10)                   /* with AVX2 or a quantised x: most bytes of their x, for the L2 cache */
+#define DEPTH 256                           /* depth of that part: a tile's x of this depth stays in the L1 cache */
 #define FEW_ROWS 3                          /* most rows that multiply codes in registers */
 #define UNPACKED 128                        /* depth of a part of a quantised weight */
 #define AHEAD 48                            /* words prefetched ahead where one tile reads all of the depth */
@@ -32,8 +35,8 @@ enum { ONE_FLOAT, WIDENED_PAIR, DOT_PAIR };
 typedef struct {
     const uint32_t *w;    /* the first panel's words */
     int64_t panel_stride; /* words from one panel to the next */
-    int64_t words;        /* of the depth */
-    int64_t ahead;        /* words from one that is read to one that is prefetched */
+    int64_t words;        /* words of the depth */
+    int64_t ahead;        /* how many words after the one that is read the prefetch is */
 } Weights;
 
 /* sums[m][n] += x [words][m] times n vectors of features. m, n and kind are constants at every call, so that the sums
@@ -61,8 +64,8 @@ INLINE void tile(const int m, const int n, const int kind, const Weights *weight
                 else *to += (Floats)loaded[j] * x[i];
             }
         if (kind != WIDENED_PAIR) continue;
-        /* With AVX2 the compiler takes this for another pointer and reads again: the pairs would take registers that the
-         * sums need. */
+        /* With AVX2 this makes the compiler read the weights again. Otherwise it would keep the pairs in registers that
+         * the sums need. */
         const uint32_t *again = w;
         if (IS_AVX2 && n == NARROW) __asm__("" : "+r"(again));
 #pragma GCC unroll 4
@@ -97,7 +100,7 @@ static void tile_of_floats(int64_t m, int64_t n, const Weights *w, const float *
     any_tile(m, n, ONE_FLOAT, w, x, sums);
 }
 
-/* sums += up to FEW_ROWS rows of x by the codes of a quantised weight. */
+/* sums += m rows of x (at most FEW_ROWS) times the codes of a quantised weight, which are unpacked in registers. */
 static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float *x, Floats *sums) {
 #define TILE_OF(M, KIND, HAS_ZEROS) \
     code_tile(M, M <= ACCUMULATORS / WIDE ? WIDE : NARROW, KIND, HAS_ZEROS, w, panel, x, sums)
@@ -115,7 +118,7 @@ static void tile_of_codes(int64_t m, const Weight *w, int64_t panel, const float
 #undef TILE_OF
 }
 
-/* Elements [from, to) of m rows of x as floats, [to - from][m]; those behind the depth are zero. */
+/* Packs elements [from, to) of m rows of x as floats, [to - from][m]. Elements past the depth are zero. */
 static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
     const int64_t depth = l->weight.depth;
     const int32_t *order = l->weight.order;
@@ -130,7 +133,7 @@ static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from,
             side[i] = (const uint32_t *)square + i * LANES;
         }
         transpose(side, LANES, (uint32_t *)columns, LANES);
-        /* Each store overwrites what the one before wrote too much. */
+        /* A store writes LANES floats, of which m are right; the next one overwrites the rest. */
         for (int64_t c = 0; c < LANES; c++) store_floats(lines + c * m, load_floats(columns + c * LANES));
         memcpy(packed, lines, LANES * m * sizeof(float));
     }
@@ -138,7 +141,8 @@ static void pack_floats(const Linear *l, int64_t first, int64_t m, int64_t from,
         for (int64_t i = 0; i < m; i++) packed[i] = k < depth ? get(rows[i], order ? order[k] : k, type) : 0;
 }
 
-/* Repacks rows [first, first + m) of x, words [from, to) of each: x is multiplied in the form that the weights have. */
+/* Repacks words [from, to) of rows [first, first + m) of x, in the form of the weights that they are multiplied
+ * with. */
 static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, int64_t to, int type, float *packed) {
     const int64_t depth = l->weight.depth;
     const int32_t *order = l->weight.order;
@@ -160,7 +164,7 @@ static void pack_rows(const Linear *l, int64_t first, int64_t m, int64_t from, i
     }
 }
 
-/* Pairs as floats: [2 * words][PANEL] for each of `panels`. */
+/* Widens pairs of bfloat16 to floats, [2 * words][PANEL] for each of `panels` panels. */
 static void widen(const Weights *pairs, int64_t panels, float *to) {
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t k = 0; k < pairs->words; k++, to += 2 * PANEL)
@@ -171,18 +175,19 @@ static void widen(const Weights *pairs, int64_t panels, float *to) {
             }
 }
 
-/* How a linear is cut: into slices of x to repack, and into items, each a group of panels by `most` tiles of rows. All
- * panels pass by one block of rows, then by the next. `first_slice` and `first_item` count over all linears of a call. */
+/* How the work of a linear is divided: into slices of x to repack, and into items. An item is a group of panels times a
+ * block of `most` tiles of rows. All panels are multiplied with one block of rows, then with the next. `first_slice`
+ * and `first_item` are numbered over all linears of a call. */
 typedef struct {
     const float *x;
-    int64_t words, tiles, height; /* tiles of almost equal height: a thin last tile would wait for its own sums */
-    int64_t n, group, columns;    /* vectors of features of a tile, panels of an item, items for each block of rows */
-    int64_t most, blocks;         /* tiles of a block */
-    int64_t step;                 /* words of the depth at a time */
-    int64_t width;                /* of a word of x, in floats */
-    int64_t values;               /* of a word of the weight, in elements */
-    int widened, in_place;        /* `widened`: the weight is multiplied as floats, x in float32 aside */
-    int64_t chunks;               /* of the weight, where x is quantised; otherwise 0 */
+    int64_t words, tiles, height; /* of almost equal height: a low last tile would be bound by latency */
+    int64_t n, group, columns;    /* vectors of features in a tile, panels in an item, items per block of rows */
+    int64_t most, blocks;         /* most tiles of a block; number of blocks */
+    int64_t step;                 /* words of the depth that are multiplied at a time */
+    int64_t width;                /* floats in a word of x */
+    int64_t values;               /* elements in a word of the weight */
+    int widened, in_place;        /* widened: bfloat16 is multiplied as floats; in_place: x is not repacked */
+    int64_t chunks;               /* chunks of the weight if x is quantised (integer_rows.h), otherwise 0 */
     int64_t first_slice, first_item;
 } Cut;
 
@@ -215,8 +220,8 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
         unpack(w, panel, c->group, k * c->values, to, form, wide);
         return (Weights){wide, (to / c->values - k) * values * PANEL, count * values, 0};
     }
-    /* The words that follow in memory, or with AVX2 the next part while tiles multiply this one. Behind the last words
-     * come the first ones of the next item, which lie past the panels of this one. */
+    /* Prefetches the words that follow in memory; with AVX2 and several tiles the next part. After the last words of an
+     * item come the first words of the next one, which lie after this item's panels. */
     const int64_t next = c->tiles == 1 && k + count == c->words ? (c->group - 1) * c->words : 0;
     const int64_t ahead = (c->tiles == 1 || !IS_AVX2 ? AHEAD + next : c->step) * PANEL;
     const Weights part = {(const uint32_t *)w->packed + (panel * c->words + k) * PANEL, c->words * PANEL, count, ahead};
@@ -225,7 +230,7 @@ INLINE Weights part_of(const Linear *l, const Cut *c, int64_t panel, int64_t k, 
     return (Weights){wide, 2 * count * PANEL, 2 * count, 0};
 }
 
-/* sums[t] += tile t of x by a part of the weight, from word k of the depth on, for tiles [from, to). */
+/* sums[t] += tile t of x times a part of the weight, from word k of the depth on, for tiles [from, to). */
 INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, int64_t k, int64_t from, int64_t to,
                           const int type, Floats sums[TILES][ACCUMULATORS]) {
     for (int64_t t = from; t < to; t++) {
@@ -235,7 +240,8 @@ INLINE void multiply_part(const Linear *l, const Cut *c, const Weights *part, in
     }
 }
 
-/* As multiply_part, by a part of numbers of codes. `group_sums`: of the group that the part begins in, so far. */
+/* As multiply_part, for a part that holds codes less zero points. `group_sums`: the unscaled sums of the group in which
+ * the part begins. */
 static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part, int64_t panel, int64_t k, int64_t from,
                              int64_t to, Floats group_sums[TILES][ACCUMULATORS], Floats sums[TILES][ACCUMULATORS]) {
     const Weight *w = &l->weight;
@@ -258,7 +264,7 @@ static void multiply_numbers(const Linear *l, const Cut *c, const Weights *part,
     }
 }
 
-/* sums[t] += tile t of x by the weight, in integers, for tiles [from, to). */
+/* sums[t] += tile t of x times the weight, as integers, for tiles [from, to). */
 static void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int64_t from, int64_t to,
                               Floats sums[TILES][ACCUMULATORS]) {
     const Weight *w = &l->weight;
@@ -272,7 +278,7 @@ static void multiply_integers(const Linear *l, const Cut *c, int64_t panel, int6
     }
 }
 
-/* Item `item` of a linear. */
+/* Computes one item of a linear. */
 INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type) {
     const int64_t words = c->words, height = c->height, rows = l->rows;
     const int64_t panel = item % c->columns * c->group, block = item / c->columns * c->most;
@@ -298,8 +304,8 @@ INLINE void multiply(const Linear *l, const Cut *c, int64_t item, const int type
                  (const float *)sums[t - block], c->group * PANEL, type);
 }
 
-#define SLICES 8       /* of a tile of x */
-#define MOST_ITEMS 4   /* that a thread takes at once: what it prefetches behind an item is then its own */
+#define SLICES 8       /* slices of a tile of x */
+#define MOST_ITEMS 4   /* items that a thread takes at once, so that it prefetches its own next item */
 
 typedef struct {
     const Linear *all;
@@ -361,7 +367,7 @@ static void compute_linears(const void *context) {
 void FOR_CLASS(linear_bf16)(const Linear *l) { run_team(compute_linears, &(Call){l, 1, BF16}); }
 void FOR_CLASS(linears_bf16)(const Linear *all, int64_t count) { run_team(compute_linears, &(Call){all, count, BF16}); }
 
-/* With the dot products of bfloat16 float32 is multiplied as without them. */
+/* Classes with dot products of bfloat16 leave float32 to a lower class (kernels/native.py picks it). */
 #if !HAS_DOT
 void FOR_CLASS(linear_f32)(const Linear *l) { run_team(compute_linears, &(Call){l, 1, F32}); }
 void FOR_CLASS(linears_f32)(const Linear *all, int64_t count) { run_team(compute_linears, &(Call){all, count, F32}); }

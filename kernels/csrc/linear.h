@@ -1,22 +1,22 @@
-/* The arguments of one linear, y = x W^T + b, and the packed form of a weight that all classes share. A call computes one
- * linear, or a group of linears over rows of the same x: the experts of a layer. */
+/* The arguments of one linear, y = x W^T + b, and the packed form of a weight, which is the same for all classes. A
+ * call computes one linear, or a group of linears whose rows come from one x: the experts of a layer. */
 #pragma once
 #include "quantised.h"
 
-/* A packed plain weight is [panels][words][PANEL]: panels of 16 output features; a word is one float32, or a pair of
- * bfloat16 neighbours along the depth. Zeros fill up the pairs to whole tiles of AMX, and the features to whole GROUPs of
- * panels. quantised.h has the form of the other weights. */
+/* A packed plain weight is [panels][words][PANEL]. A panel has 16 output features. A word is one float32, or two
+ * bfloat16 that are consecutive along the depth. Zeros pad the pairs to whole tiles of AMX, and the features to whole
+ * GROUPs of panels. quantised.h explains the form of quantised weights. */
 #define GROUP 4
-#define MAX_LINEARS 256 /* of a group */
+#define MAX_LINEARS 256 /* the most linears of a group */
 
 typedef struct {
     Weight weight;
-    const void *x; /* [rows][ldx]; null: `scratch` has it repacked, by a gated linear */
+    const void *x; /* [rows][ldx]; null: a gated linear has written it to `scratch`, repacked */
     int64_t ldx, rows;
-    void *y; /* [rows][ldy]; of a gated linear the scratch of the next one */
+    void *y; /* [rows][ldy]; for a gated linear the scratch of the next linear */
     int64_t ldy;
     void *scratch; /* for x repacked: (rows + 15) * (depth + 31) floats, aligned to 64 bytes */
-    const int32_t *source; /* the row of x that each row is; null: all rows in order */
+    const int32_t *source; /* the row of x for each row; null: row r is row r of x */
 } Linear;
 
 INLINE int64_t words_of(int64_t depth, int type) {
@@ -28,7 +28,7 @@ INLINE const void *source_row(const Linear *l, int64_t row, int type) {
     return at(l->x, (l->source ? l->source[row] : row) * l->ldx, type);
 }
 
-/* Adds the bias to rows of sums, `stride` floats apart, and stores them as y[row + i][feature ... feature + width). */
+/* Adds the bias to rows of sums, `stride` floats apart, and stores them to y[row + i][feature ... feature + width). */
 INLINE void put_rows(const Linear *l, int64_t row, int64_t rows, int64_t feature, int64_t width, const float *sums,
                      int64_t stride, const int type) {
     float bias[GROUP * PANEL] = {0};

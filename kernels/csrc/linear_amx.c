@@ -1,12 +1,12 @@
 /* y = x W^T + b in bfloat16 with AMX, whose instruction multiplies 16 rows of 16 pairs by 16 features.
  *
- * A panel of the packed weight (linear.h) is a column of weight tiles. x is repacked in tiles as well: rows far apart
- * would compete for the same lines of the first cache. Calls of many rows multiply two tiles of rows by two panels at a
- * time, calls of at most 16 rows one tile by four panels. Every output is one accumulator over the depth in order, with
- * any other rows in the call: a row's bits never depend on its neighbours.
+ * A panel of the packed weight (linear.h) is a column of weight tiles. x is repacked in tiles too, because rows that
+ * are far apart would compete for the same lines of the L1 cache. Calls of many rows multiply two tiles of rows by two
+ * panels at a time, calls of at most 16 rows one tile by four panels. An output is always one accumulator over the
+ * depth, in order. So the bits of a row do not depend on the other rows of the call.
  *
- * A gated linear multiplies panels of gate and up with the same features, and stores activation(gate) * up, which is half
- * as much, as the repacked x of the linear behind it. */
+ * A gated linear multiplies the panels of gate and up that have the same features. It stores activation(gate) * up,
+ * half as many elements, as the repacked x of the next linear. */
 #include "simd/activation.h"
 #include "simd/cpu_class.h"
 #include "simd/tiles.h"
@@ -14,17 +14,17 @@
 #include "team.h"
 
 #define TILE_ROWS 16
-#define TILE (TILE_ROWS * TILE_WORDS) /* words of a tile, of x and of weights alike */
-#define BLOCK 32                      /* most tiles of rows that pass by the same weights in the first cache */
-#define BLOCK_TILES 1024              /* most tiles of x in them, 1 MiB: they stay in the second cache */
-#define PART 8                        /* tiles of the depth of these weights */
-#define THIN_PART 2                   /* and of a quantised weight that meets at most 16 rows */
+#define TILE (TILE_ROWS * TILE_WORDS) /* words of a tile of x or of weights */
+#define BLOCK 32                      /* most tiles of rows that are multiplied with the same weights in the L1 cache */
+#define BLOCK_TILES 1024              /* most tiles of x in these rows: 1 MiB, which stays in the L2 cache */
+#define PART 8                        /* tiles along the depth of these weights */
+#define THIN_PART 2                   /* the same for a quantised weight and at most 16 rows */
 #define STEP_LINES (2 * TILE * 4 / 64) /* cache lines of two panels' tiles */
 
-/* What follows the product: nothing, or an activation of the first half of the features times the second half. */
+/* What follows the product: nothing, or activation(first half of the features) * second half. */
 enum { PLAIN_PRODUCT, SILU_GATED, GELU_GATED };
 
-/* Tile `tile` of rows of x as [words / 16] tiles; rows and elements that x lacks are zero. */
+/* Packs tile `tile` of the rows of x as [words / 16] tiles, padded with zeros. */
 static void pack_tile(const Linear *l, int64_t tile, int64_t words, uint32_t *packed) {
     const int32_t *order = l->weight.order;
     for (int64_t i = 0; i < TILE_ROWS; i++) {
@@ -92,8 +92,9 @@ INLINE void multiply_one(const uint32_t *x, const uint32_t *w, const uint32_t *m
     }
 }
 
-/* Stores one tile of activation(gate) * up, both with their bias and rounded: tile [rows][16 words] of the repacked x of
- * the next linear. `feature`: the first of gate's. The sums' rows lie `stride` floats apart. */
+/* Stores one tile of activation(gate) * up as a tile [rows][16 words] of the repacked x of the next linear. The bias is
+ * added to gate and up, and both are rounded first. `feature`: the tile's first feature of gate. Rows of the sums are
+ * `stride` floats apart. */
 INLINE void put_gated(const Linear *l, int64_t tile, int64_t feature, const float *gate, const float *up, int64_t stride,
                       const int gelu) {
     const int64_t inner = l->weight.features / 2;
@@ -110,7 +111,7 @@ INLINE void put_gated(const Linear *l, int64_t tile, int64_t feature, const floa
         }
 }
 
-/* Up to 16 rows by two panels from `panel` on and two from `other` on, of all the depth. */
+/* At most 16 rows by two panels from `panel` on and two from `other` on, over the whole depth. */
 static void multiply_thin(const Linear *l, const uint32_t *x, int64_t panel, int64_t other, const int follows) {
     const Weight *w = &l->weight;
     const int64_t steps = words_of(w->depth, BF16) / TILE_WORDS, size = steps * TILE;
@@ -145,9 +146,9 @@ static void multiply_thin(const Linear *l, const uint32_t *x, int64_t panel, int
 /* The sums of two tiles of rows by two panels, [32 rows][32 features], for each pair of tiles of a block. */
 typedef float Sums[BLOCK / 2][4 * TILE] __attribute__((aligned(64)));
 
-/* Sums of the rows of tiles [from, to), two tiles at a time, by two panels. The panels are read in parts of the depth that
- * stay in the first cache while all rows pass. Meanwhile the panels from `next` on are prefetched (negative: none), evenly,
- * since reads of x wait for the same buffers. */
+/* Tiles of rows [from, to) by two panels, two tiles at a time. A part of the panels' depth stays in the L1 cache while
+ * all rows are multiplied with it. Meanwhile the panels from `next` on are prefetched (negative: none), evenly, because
+ * the reads of x use the same buffers. */
 static void multiply_block(const Linear *l, const uint32_t *x, int64_t from, int64_t to, int64_t panel, int64_t next, Sums sums) {
     const int64_t steps = words_of(l->weight.depth, BF16) / TILE_WORDS, parts = (steps + PART - 1) / PART;
     const uint32_t *packed = l->weight.packed, *w = packed + panel * steps * TILE;
@@ -177,9 +178,9 @@ INLINE void put_gated_block(const Linear *l, int64_t from, int64_t to, int64_t p
         put_gated(l, from + i, panel * PANEL, gate[i / 2] + i % 2 * 2 * TILE, up[i / 2] + i % 2 * 2 * TILE, 2 * PANEL, gelu);
 }
 
-/* How a linear is cut: into tiles of rows to repack, and into items, each two pairs of panels, `apart` panels from one to
- * the other, by a block of tiles of rows, which stays in the second cache while all panels pass. `columns`: items of a
- * block. `first_tile` and `first_item` count over all linears of a call. */
+/* How the work of a linear is divided: into tiles of rows to repack, and into items. An item is two pairs of panels,
+ * `apart` panels apart, times a block of tiles of rows, which stays in the L2 cache while all panels are multiplied
+ * with it. `columns`: items of a block. `first_tile` and `first_item` are numbered over all linears of a call. */
 typedef struct {
     int64_t steps, tiles, columns, apart, block, is_thin;
     int64_t first_tile, first_item;
@@ -212,7 +213,7 @@ static void multiply(const Linear *l, const Cut *c, int64_t item, int has_next, 
     else put_gated_block(l, from, to, panel, sums, more, 1);
 }
 
-#define MOST_ITEMS 4 /* that a thread takes at once: it can prefetch the next one's panels */
+#define MOST_ITEMS 4 /* items that a thread takes at once: it can then prefetch the next item's panels */
 
 typedef struct {
     const Linear *all;

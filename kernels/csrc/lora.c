@@ -6,25 +6,25 @@
 #include "simd/vectors.h"
 #include "team.h"
 
-#define PARALLEL_FROM 65536 /* multiplications in a call that is worth waking other threads */
+#define PARALLEL_FROM 65536 /* a call with this many multiplications uses several threads */
 #define RANKS 4             /* rows of A in one tile */
 #define COLUMNS 256         /* columns of y in one item of expand */
 
 typedef struct {
-    const float *a;              /* [rank][depth]: A of all its parts */
-    int64_t rank, first, end;    /* the sum of its parts' ranks; its parts are [first, end) */
+    const float *a;              /* [rank][depth]: the rows of A of all parts */
+    int64_t rank, first, end;    /* rank: the sum of the parts' ranks; the parts are [first, end) */
 } LoraAdapter;
 
 typedef struct {
     const float *b;              /* [rank][features] */
-    int64_t offset, rank;        /* its A are the rows [offset, offset + rank) of the adapter's */
-    int64_t column, features;    /* it adds to the columns [column, column + features) of y */
+    int64_t offset, rank;        /* the part's A has rows [offset, offset + rank) of the adapter's `a` */
+    int64_t column, features;    /* the part adds to columns [column, column + features) of y */
 } LoraPart;
 
 typedef struct {
     const void *x;
     void *y;
-    const int64_t *rows, *adapter_of; /* [count]: a row of x and y, and its adapter */
+    const int64_t *rows, *adapter_of; /* [count]: a row number of x and y, and the index of its adapter */
     const LoraAdapter *adapters;
     const LoraPart *parts;
     float *shrunk;               /* [count][width]: x A^T */
@@ -73,7 +73,8 @@ INLINE void shrink(const Lora *l, int64_t item, int type) {
     }
 }
 
-/* y += shrunk B in `vectors` vectors of columns, from column `from` of the part on. `shrunk`: of one row and part. */
+/* y += shrunk B for `vectors` vectors of columns, from column `from` of the part on. `shrunk`: x A^T of one row and
+ * part. */
 INLINE void expand_tile(const float *shrunk, const LoraPart *part, void *y, int64_t from, int vectors, int type) {
     Floats sums[4] = {{0}};
     for (int64_t n = 0; n < part->rank; n++) {

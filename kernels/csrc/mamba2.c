@@ -1,12 +1,12 @@
 /* A Mamba-2 mixer between its projections (formulas and shapes: kernels/linear_attention/mamba2.py), in three
- * operations. An item of the convolution is a block of channels of one sequence, of the recurrence one head of one
- * sequence, and of the gated norm one token. */
+ * operations. Work items of the convolution are a block of channels of one sequence, of the recurrence one head of one
+ * sequence, of the gated norm one token. */
 #include "convolution.h"
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define TOKENS 64           /* of a sequence, whose dt and decays are computed before the state is updated */
-#define ROWS 16             /* of a head's state, which stay in the L1 cache for these tokens */
+#define TOKENS 64           /* tokens of a sequence whose dt and decays are computed before the state is updated */
+#define ROWS 16             /* rows of a head's state that stay in the L1 cache for these tokens */
 #define PARALLEL_FROM 65536 /* a call with this many state updates (elements times tokens) uses several threads */
 
 INLINE int64_t inner_size(const Mamba2 *m) { return m->heads * m->head_dim; }
@@ -80,9 +80,9 @@ static void step_head(const Mamba2 *m, int64_t sequence, int64_t head) {
 
 INLINE Floats silu_of(const void *gate, int64_t i, int type) { return activation(load_vector(gate, i, type), 0); }
 
-/* Whether a token belongs to no sequence, or to one of length 0. */
+/* Whether a token is padding: it belongs to no sequence, or to one of length 0. */
 static int is_padding(const Convolution *c, int64_t token) {
-    int64_t low = 0, high = c->sequences; /* the last sequence that starts at `token` or before is in [low, high) */
+    int64_t low = 0, high = c->sequences; /* contains the last sequence that starts at or before `token` */
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
         if (c->cu_seqlens[middle] > token) high = middle;
@@ -91,7 +91,8 @@ static int is_padding(const Convolution *c, int64_t token) {
     return !c->sequences || token >= c->cu_seqlens[low + 1] || !c->seq_lens[low];
 }
 
-/* out = weight * norm(sums * silu(gate)), or weight * norm(sums) * silu(gate), or sums * silu(gate); 0 for padding. */
+/* out = weight * norm(sums * silu(gate)); norm_before_gate: weight * norm(sums) * silu(gate); without a norm: sums *
+ * silu(gate). Padding gets 0. */
 INLINE void norm_token(const Mamba2 *m, int64_t token, int type) {
     const int64_t inner = inner_size(m);
     const void *gate = at(m->rows, token * m->stride, type);

@@ -1,4 +1,4 @@
-/* Packs a plain weight [features][depth] into the panels of linear.h, once as a model is loaded. */
+/* Packs a plain weight [features][depth] into the panels of linear.h. Called once, when a model is loaded. */
 #include "linear.h"
 
 INLINE uint32_t word(const void *row, int64_t k, int64_t depth, int type) {

@@ -1,13 +1,14 @@
 /* Weights of 8 or 4 bits, unpacked as they are multiplied: weight = (code - zero) * scale, computed in float32.
  *
- * Where bfloat16 is multiplied as floats (HAS_DOT is 0), codes less zero points are multiplied with x instead, and the
- * sum of each group is multiplied with the group's scale: y = sum over groups of scale * sum of (code - zero) * x. That
- * saves an instruction for each vector of codes, and rounds less. Codes of INT8, INT4 and FP4 are multiplied as integers
- * (integer_rows.h) in the classes from avx2 to avx512_bf16.
+ * If bfloat16 is multiplied as floats (HAS_DOT is 0), x is multiplied with (code - zero), and the sum of each group
+ * with the group's scale: y = sum over groups of scale * sum of (code - zero) * x. That saves an instruction for each
+ * vector of codes, and rounds less. In the classes from avx2 to avx512_bf16 codes of INT8, INT4 and FP4 are multiplied
+ * as integers (integer_rows.h).
  *
- * The codes of a packed weight are [panels][depth / codes of a word][PANEL] words of neighbours along the depth, the first
- * in the lowest bits. Zero codes fill up the depth to whole tiles of AMX. Scales and zero points are
- * [panels][groups][PANEL]: `group` neighbours along the depth share one. A group is a multiple of 8, or all of the depth. */
+ * The codes of a packed weight are words [panels][depth / codes of a word][PANEL]. The codes of a word are consecutive
+ * along the depth, the first in the lowest bits. Zero codes pad the depth to whole tiles of AMX. Scales and zero points
+ * are [panels][groups][PANEL]: `group` consecutive codes along the depth share one. A group is a multiple of 8, or the
+ * whole depth. */
 #pragma once
 #include "simd/vectors.h"
 #if defined(__AVX2__)
@@ -16,13 +17,13 @@
 
 #define PANEL 16
 #define TILE_WORDS 16
-#define VECTORS (PANEL / LANES) /* of a panel */
-#define MOST_VECTORS 4          /* that a tile of few rows takes */
+#define VECTORS (PANEL / LANES) /* vectors of a panel */
+#define MOST_VECTORS 4          /* vectors of features that a tile of few rows takes */
 #define CODES_AHEAD 12          /* words prefetched ahead where one tile reads all of the depth */
 
-/* What a weight is stored as, numbered as in kernels/layers/quantised_weight.py. FP8 is e4m3; FP4 is e2m1. */
+/* How a weight is stored, numbered as in kernels/layers/quantised_weight.py. FP8 is e4m3, FP4 is e2m1. */
 enum { PLAIN = 0, CODES_INT8 = 1, CODES_INT4 = 2, CODES_FP8 = 3, CODES_FP4 = 4 };
-/* Types of scales besides BF16, F32 and F16: an exponent e in a byte stands for 2^(e - 127). */
+/* A type of scales besides BF16, F32 and F16: a byte e stands for 2^(e - 127). */
 enum { E8M0 = 6 };
 
 typedef struct {
@@ -30,8 +31,8 @@ typedef struct {
     const void *bias;   /* [features] or null */
     int64_t features, depth;
     const void *scales;
-    const int8_t *zeros;  /* of integers; null: all are 0 */
-    const int32_t *order; /* [depth]: the columns of x in the order of the codes; null: as they are */
+    const int8_t *zeros;  /* zero points of integer codes; null: all are 0 */
+    const int32_t *order; /* [depth]: the column of x for each column of codes; null: the same column */
     int64_t kind, group, scale_type;
 } Weight;
 
@@ -39,7 +40,7 @@ INLINE int64_t codes_of_word(int64_t kind) { return kind == CODES_INT4 || kind =
 INLINE int64_t scale_bytes(int64_t type) { return type == E8M0 ? 1 : type == F32 ? 4 : 2; }
 INLINE int64_t padded_depth(int64_t depth) { return (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * 2 * TILE_WORDS; }
 
-/* A word's codes, parted so that number_of needs few instructions for each. */
+/* The codes of a word, split up so that number_of needs few instructions per code. */
 typedef struct {
     Words even, odd;
 } Codes;
@@ -51,13 +52,13 @@ INLINE Codes part_codes(Words words, const int kind) { return (Codes){words, wor
 INLINE Floats number_of(Codes codes, const int i, const int kind) {
     const Words words = codes.even, sign_bit = (Words){} + 0x80000000u;
     if (kind == CODES_INT8) return __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
-    if (kind == CODES_INT4 || kind == CODES_FP4) { /* the instruction looks at the lowest four bits only */
+    if (kind == CODES_INT4 || kind == CODES_FP4) { /* the lookup instruction reads only the lowest four bits */
         const __m512 table = kind == CODES_INT4
                                  ? _mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0)
                                  : _mm512_set_ps(-12, -8, -6, -4, -3, -2, -1, -0.0f, 12, 8, 6, 4, 3, 2, 1, 0);
         return (Floats)_mm512_permutexvar_ps((__m512i)(words >> (4 * i)), table);
     }
-    /* The fields of e4m3 fit after a shift, with another bias. Where the exponent is 0 there is no leading one. */
+    /* A shift puts the fields of e4m3 into place, with another bias. If the exponent is 0, there is no leading one. */
     const Words byte = words << (24 - 8 * i), sign = byte & sign_bit, rest = (byte >> 4) & 0x07F00000u;
     const Words is_small = (Words)(rest < 0x00800000u);
     const Floats leading = (Floats)(is_small & (121u << 23));
@@ -66,7 +67,7 @@ INLINE Floats number_of(Codes codes, const int i, const int kind) {
 }
 #define FACTOR(KIND) ((KIND) == CODES_FP4 ? 2.0f : 1.0f)
 #else
-/* Byte i of each word as the highest one, above zeros. */
+/* Moves byte i of each word to the highest byte; the others become 0. */
 INLINE Words highest_byte(Words words, const int i) {
     if (i == 0) return words << 24;
     if (i == 3) return words & 0xFF000000u;
@@ -80,8 +81,8 @@ INLINE Words highest_byte(Words words, const int i) {
 #endif
 }
 
-/* Codes of 4 bits become bytes: integers in the upper half of each, FP4 as twice the number. The fields of e4m3 fit into
- * a bfloat16 after a shift: with its bias they stand for 2^-120 times the number, subnormal ones too. */
+/* Codes of 4 bits become bytes: an integer in the upper half of its byte, an FP4 as twice its number. A shift makes an
+ * e4m3 a bfloat16, whose bias makes it 2^-120 times the number, subnormal ones too. */
 INLINE Codes part_codes(Words words, const int kind) {
     if (kind == CODES_INT4) return (Codes){(words << 4) & 0xF0F0F0F0u, words & 0xF0F0F0F0u};
     if (kind == CODES_FP8)
@@ -115,10 +116,10 @@ INLINE Floats number_of(Codes codes, const int i, const int kind) {
     ((KIND) == CODES_INT8 ? 0x1p24f : (KIND) == CODES_INT4 ? 0x1p28f : (KIND) == CODES_FP4 ? 0x1p25f : 0x1p-120f)
 #endif
 
-/* What x is multiplied with before it meets numbers of codes, so that products with FP8 stay normal. */
+/* The factor of x before products with number_of, so that products with FP8 do not become subnormal. */
 INLINE float factor_of_x(int64_t kind) { return kind == CODES_FP8 ? 0x1p60f : 1.0f; }
 
-/* LANES bytes, or float16 numbers, each in a lane. The compiler would take them one by one. */
+/* Loads LANES bytes, or float16 numbers, one per lane. The compiler would load them one by one. */
 #if defined(__AVX512F__)
 INLINE Words load_bytes(const void *from) { return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(from)); }
 INLINE Floats load_f16(const void *from) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(from)); }
@@ -150,7 +151,7 @@ INLINE Floats load_zeros(const int8_t *zeros) {
     return __builtin_convertvector((Ints)(load_bytes(zeros) << 24) >> 24, Floats);
 }
 
-/* A word of pairs of bfloat16 for each lane, rounded to nearest. */
+/* A pair of bfloat16 in each lane, rounded to nearest. */
 INLINE Words pairs_of(Floats low, Floats high) {
 #ifdef __AVX512BF16__
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -162,7 +163,7 @@ INLINE Words pairs_of(Floats low, Floats high) {
 #endif
 }
 
-/* What unpack makes of codes: pairs of bfloat16 or floats of the weight, or codes less zero points, times FACTOR. */
+/* What unpack writes: the weight as pairs of bfloat16, or as floats, or (code - zero) * FACTOR. */
 enum { WEIGHT_PAIRS, WEIGHT_FLOATS, NUMBERS };
 
 /* Unpacks one panel, depth [from, to), multiples of 2 * TILE_WORDS, to pairs [(to - from) / 2][PANEL] or to floats
@@ -183,7 +184,7 @@ INLINE void unpack_panel(const Weight *w, int64_t panel, int64_t from, int64_t t
         }
         for (; k < last; k += per_word) {
             uint32_t *row = unpacked + (k - from) / (form == WEIGHT_PAIRS ? 2 : 1) * PANEL;
-            /* The same place of the next part: the processor does not see that the reads go on there. */
+            /* Prefetches the next part at the same offset: the hardware prefetcher does not follow that jump. */
             __builtin_prefetch(codes + (k + to - from) / per_word * PANEL);
             for (int v = 0; v < VECTORS; v++) {
                 const Codes parts = part_codes(load_words(codes + k / per_word * PANEL + v * LANES), kind);
@@ -206,7 +207,7 @@ INLINE void unpack_panel(const Weight *w, int64_t panel, int64_t from, int64_t t
     }
 }
 
-/* Unpacks `panels` panels from `panel` on, one behind the other. */
+/* Unpacks `panels` panels from `panel` on, contiguously. */
 INLINE void unpack(const Weight *w, int64_t panel, int64_t panels, int64_t from, int64_t to, const int form,
                    uint32_t *unpacked) {
     const int64_t size = (to - from) / (form == WEIGHT_PAIRS ? 2 : 1) * PANEL;
@@ -229,8 +230,9 @@ INLINE Floats scale_of_sums(const Weight *w, int64_t panel, int64_t group, int64
     return load_scales(w->scales, at, w->scale_type) * (1 / (FACTOR(kind) * factor_of_x(kind)));
 }
 
-/* sums[m][n] += x [padded depth][m], times factor_of_x, times n vectors of features from `panel` on. Codes become
- * numbers in registers: few rows do not repay a copy. m, n, kind and has_zeros are constants at every call. */
+/* sums[m][n] += x [padded depth][m], times factor_of_x, times n vectors of features from `panel` on. Codes are unpacked
+ * in registers, because for few rows an unpacked copy costs more than it saves. m, n, kind and has_zeros are constants
+ * at every call. */
 INLINE void code_tile(const int m, const int n, const int kind, const int has_zeros, const Weight *w, int64_t panel,
                       const float *x, Floats *sums) {
     const int per_word = kind == CODES_INT4 || kind == CODES_FP4 ? 8 : 4;
@@ -253,7 +255,7 @@ INLINE void code_tile(const int m, const int n, const int kind, const int has_ze
                 parts[j] = part_codes(load_words(at), kind);
                 if (j % VECTORS == 0) __builtin_prefetch(at + CODES_AHEAD * PANEL);
             }
-            /* With 16 registers the compiler would rather hold these than the sums, and would store the sums. */
+            /* With 16 registers the compiler would otherwise keep these in registers and spill the sums. */
             if (LANES <= 8 && (per_word == 8 || m > 1)) __asm__("" : "+m"(parts));
 #pragma GCC unroll 8
             for (int i = 0; i < per_word; i++)

@@ -7,7 +7,7 @@
 typedef struct {
     const float *taps, *bias; /* [taps_count][channels], oldest first; [channels] or null */
     void *window;             /* [slots][taps_count - 1][channels] */
-    const int64_t *slots;     /* of each sequence */
+    const int64_t *slots;     /* the slot of each sequence */
     const int32_t *seq_lens, *cu_seqlens;
     int64_t sequences, tokens, channels, taps_count, type;
 } Convolution;
@@ -23,7 +23,7 @@ typedef struct {
     Convolution conv;
     const void *rows;    /* [tokens] rows `stride` elements apart: gate, x, B, C and dt */
     const float *rates, *biases, *skips; /* [heads]: -exp(a_log), dt_bias, D */
-    const float *norm;   /* [heads * head_dim]; null: none */
+    const float *norm;   /* the norm's weight, [heads * head_dim]; null: no norm */
     float *matrix;       /* [slots][heads][head_dim][state_size] */
     float *inputs, *sums; /* scratch: the convolution's output [tokens][channels], y [tokens][heads * head_dim] */
     void *out;           /* [tokens][heads * head_dim] */

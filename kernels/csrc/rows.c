@@ -6,8 +6,8 @@
 #include "simd/cpu_class.h"
 #include "team.h"
 
-#define PARALLEL_FROM 16384 /* elements of a call that wakes other threads */
-#define MAX_DIM 512         /* of heads that are stored as another kind */
+#define PARALLEL_FROM 16384 /* a call with this many elements uses several threads */
+#define MAX_DIM 512         /* the largest row that is stored in another dtype */
 
 INLINE void norm_row(const Norm *n, int64_t row, int type) {
     const int64_t outer = row / n->inner, inner = row % n->inner, width = n->width, whole = width / LANES * LANES;
@@ -91,7 +91,7 @@ typedef struct {
     int64_t rows, width, gelu, type;
 } Gated;
 
-/* Parts of 1024 elements, so that one long row keeps every thread busy too. */
+/* Parts of 1024 elements, so that even one long row gives work to every thread. */
 static int64_t gated_parts(const Gated *g) { return (g->width + 1023) / 1024; }
 
 static void gated_items(const void *context, int64_t from, int64_t to) {
@@ -107,7 +107,7 @@ void FOR_CLASS(silu_mul)(const void *gate_up, int64_t stride, void *out, int64_t
     run_team_if(rows * width >= PARALLEL_FROM, gated_work, &(Gated){gate_up, stride, out, rows, width, gelu, type});
 }
 
-/* Rotates `dim` elements by tables of as many (see kernels/attention/rotary.py). x may be y. */
+/* Rotates `dim` elements; cos and sin have `dim` elements too (see kernels/attention/rotary.py). x may be y. */
 INLINE void rotate(const void *x, void *y, const void *cos, const void *sin, int64_t dim, int type, int table) {
     int64_t half = dim / 2;
 #pragma omp simd
@@ -124,7 +124,7 @@ INLINE void rotate_head(const void *x, void *y, const Rotary *r, int64_t token, 
     if (x != y) memcpy(at(y, r->rot_dim, type), at(x, r->rot_dim, type), (r->dim - r->rot_dim) * (type == BF16 ? 2 : 4));
 }
 
-/* Stores one row of `type` in a cache of any kind. */
+/* Stores one row of `type` in a cache of any dtype. */
 INLINE void store_row(const KvCache *cache, void *row, uint16_t *scale, const void *x, int64_t dim, int type) {
     float wide[MAX_DIM];
 #pragma omp simd
@@ -162,7 +162,7 @@ INLINE void rotate_token(const Rotary *r, int64_t token, int type, int table) {
             memcpy(to_v, head_v, cache->row_bytes);
             continue;
         }
-        /* The cache has another dtype than the model: rotate, round to the model's dtype, widen to float, then store. */
+        /* The cache has another dtype than the model. Rotate, round to the model's dtype, widen to float, store. */
         float rotated[MAX_DIM];
         if (r->cos) rotate_head(head_k, rotated, r, token, type, table), head_k = rotated;
         store_row(cache, to_k, cache->k_scales + block * cache->k_scales_block + row, head_k, dim, type);
@@ -188,7 +188,7 @@ static void rotary_items(const void *context, int64_t from, int64_t to) {
 
 static void rotary_work(const void *r) { share_items(parts_of(rotary_size(r)), 4, rotary_items, r); }
 
-/* rotary_and_store, and store_kv if q and cos are null. */
+/* rotary_and_store of Python; store_kv if q and cos are null. */
 void FOR_CLASS(rotary)(const Rotary *r) { run_team_if(rotary_size(r) >= PARALLEL_FROM, rotary_work, r); }
 
 /* Rotates a token's query heads, and stores its normalised latent and its rotary key. */

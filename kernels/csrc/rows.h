@@ -4,18 +4,18 @@
 
 typedef struct {
     const void *x, *residual, *weight; /* residual may be null */
-    void *out, *sum;                   /* sum: the new residual, dense */
-    int64_t outer, inner, width;       /* [outer][inner][width], rows of `width` */
+    void *out, *sum;                   /* sum: the new residual, contiguous */
+    int64_t outer, inner, width;       /* x is [outer][inner][width], a row has `width` elements */
     int64_t x_outer, x_inner, r_outer, r_inner;
     float eps, offset;
     int64_t cast_first, type;
 } Norm;
 
 typedef struct {
-    const void *q, *k, *v, *cos, *sin; /* q, cos and sin are null where nothing is rotated */
+    const void *q, *k, *v, *cos, *sin; /* q, cos and sin are null if nothing is rotated */
     void *q_out;
     const KvCache *cache;
-    const int64_t *slots; /* of each token in the cache; negative: not stored */
+    const int64_t *slots; /* the cache slot of each token; negative: not stored */
     int64_t tokens, heads, kv_heads, dim, rot_dim;
     int64_t q_stride, k_stride, v_stride, q_out_stride;
     int64_t type, table_type;

@@ -1,12 +1,13 @@
-/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in the Python files of
- * kernels/sampling. Nothing is sorted: a k-th largest value, or the value at which a mass is reached, is found by
- * histograms over the float's ordered bits, 11 + 11 + 10 of them. */
+/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in the Python
+ * files of kernels/sampling. Nothing is sorted: the k-th largest value, or the value at which a mass is reached,
+ * is found by three histograms (radix select), over the highest 11 bits of the floats' ordered keys, the next 11
+ * and the last 10. */
 #include <stdlib.h>
 
 #include "simd/cpu_class.h"
 #include "simd/scalar.h"
 
-#define NOISE_TILE 256 /* noise is made for this many tokens at a time */
+#define NOISE_TILE 256 /* noise is computed for this many tokens at a time */
 
 INLINE uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -38,7 +39,7 @@ INLINE float gumbel(uint32_t bits) {
     return -log_(u < 0x1p-10f ? series : whole);
 }
 
-/* An integer in the order of the numbers. 0 and -0 are equal, and a NaN is the largest, as in torch.topk. */
+/* An integer key that compares as x does. 0 and -0 are equal. A NaN is the largest, as in torch.topk. */
 INLINE uint32_t ordered(float x) {
     uint32_t bits = to_bits(x + 0.0f);
     return x != x ? 0xFFFFFFFFu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -78,11 +79,12 @@ INLINE float kth_largest(const float *x, int64_t n, int64_t k) {
     return unordered(prefix);
 }
 
-/* The mass of a token with the weight exp(x - top): an integer, so that sums do not depend on their order. NaN has none. */
+/* The mass of a token. `weight`: exp(x - top). Masses are integers, so that sums do not depend on their order. NaN has
+ * mass 0. */
 INLINE int64_t mass_of(float weight) { return weight > 0 ? (int64_t)(weight * 0x1p40f) : 0; }
 
-/* The largest v for which the mass of {x >= v} reaches `share` of the mass of all. Of n > `most` values the last n - most
- * do not count for the mass of all: they are equal, with `least_weight`. */
+/* The largest v for which the mass of {x >= v} reaches `share` of the total mass. If n > `most`, the total mass leaves
+ * out n - most values, which are equal and have the weight `least_weight`. */
 INLINE float mass_floor(const float *x, const float *weight, int64_t n, int64_t most, float least_weight, double share) {
     uint32_t prefix = 0, known = 0;
     int64_t goal = 0;
@@ -106,8 +108,8 @@ INLINE float mass_floor(const float *x, const float *weight, int64_t n, int64_t 
     return unordered(prefix);
 }
 
-/* The value at and above which the filters keep x = logits / temperature, whose largest is `top`. `scratch` holds
- * 2 * vocab floats. */
+/* The floor of x = logits / temperature: the filters keep the values that are at least the floor. `top`: the largest x.
+ * `scratch`: 2 * vocab floats. */
 INLINE float floor_of(const float *x, int64_t vocab, float top, int64_t top_k, float top_p, float min_p, float *scratch) {
     float *kept = scratch, *weight = scratch + vocab, floor = -INFINITY;
     if (min_p > 0) floor = top + logf(min_p);
@@ -130,13 +132,14 @@ INLINE float floor_of(const float *x, int64_t vocab, float top, int64_t top_k, f
     return floor;
 }
 
-/* The index of the largest x + noise among x >= floor, and that sum. x[0] is of the token `first`. */
+/* Returns the index of the largest x + noise among x >= floor, and stores that sum. x[0] is the token with id
+ * `first`. */
 INLINE int64_t draw_row(const float *x, int64_t vocab, float top, float floor, uint64_t key, uint32_t first, float *sum) {
     float best = -INFINITY;
     int64_t token = first_of(x, vocab, top);
     for (int64_t from = 0; from < vocab; from += NOISE_TILE) {
         int64_t count = vocab - from < NOISE_TILE ? vocab - from : NOISE_TILE;
-        /* The noise is at most -log(2^-33) < 23: a tile of logits that cannot win needs no noise. */
+        /* The noise is at most -log(2^-33) < 23. So a tile of logits that cannot win needs no noise. */
         float local = highest(x + from, count);
         if (local < floor || local + 23.0f < best) continue;
         float noisy[NOISE_TILE];
@@ -155,7 +158,7 @@ INLINE int64_t draw_row(const float *x, int64_t vocab, float top, float floor, u
     return token;
 }
 
-/* x = logits / temperature. Returns the largest. */
+/* Writes x = logits / temperature. Returns the largest x. */
 INLINE float scale(const float *logits, int64_t vocab, float temperature, float *x) {
 #pragma omp simd
     for (int64_t i = 0; i < vocab; i++) x[i] = logits[i] / temperature;
@@ -190,7 +193,7 @@ int FOR_CLASS(sample)(const float *logits, int64_t stride, int64_t rows, int64_t
     return failed ? -1 : 0;
 }
 
-/* The floors alone; -inf for rows with temperature 0. */
+/* The floors of rows, without a draw; -inf for rows with temperature 0. */
 int FOR_CLASS(filter_floors)(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
            const int32_t *top_k, const float *top_p, const float *min_p, float *floors) {
     float *scratch = malloc(3 * (vocab + 1) * sizeof(float));
@@ -205,8 +208,8 @@ int FOR_CLASS(filter_floors)(const float *logits, int64_t stride, int64_t rows, 
     return 0;
 }
 
-/* The best token of a part of the vocabulary, from the id `first` on: its index in the part, and its logit / temperature
- * with noise (of rows with temperature 0 its logit). */
+/* The best token of each row in a part of the vocabulary, from token id `first` on: its index in the part, and its
+ * logit / temperature + noise, or its logit in rows with temperature 0. */
 int FOR_CLASS(draw_part)(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
            const float *floors, const int64_t *seed, const int32_t *choice, const int64_t *position, int64_t first,
            float *best, int64_t *out) {
@@ -237,21 +240,21 @@ static void bits_row(uint64_t key, const int64_t *tokens, int64_t count, int64_t
     for (int64_t i = 0; i < count; i++) out[i] = token_bits(key, (uint32_t)tokens[i]);
 }
 
-/* The hash alone, for the test that all forms give the same bits. */
+/* The hashes of the noise, for a test that all forms give the same bits. */
 void FOR_CLASS(noise_bits)(const int64_t *seed, const int32_t *choice, const int64_t *position, int64_t rows, const int64_t *tokens,
                 int64_t count, int64_t *out) {
     for (int64_t row = 0; row < rows; row++)
         bits_row(row_key(seed[row], choice[row], position[row]), tokens, count, out + row * count);
 }
 
-/* Touches only the logits of tokens that the row has seen. */
+/* Reads and writes only the logits of tokens that occur in the row's prompt or output. */
 int FOR_CLASS(penalties)(float *logits, int64_t stride, int64_t rows, int64_t vocab, const int32_t *tokens, int64_t token_stride,
               const int32_t *prompt_lens, const int32_t *total_lens, const float *repetition, const float *presence,
               const float *frequency) {
     int failed = 0;
 #pragma omp parallel if (rows > 1) reduction(| : failed)
     {
-        uint32_t *seen = calloc(vocab, sizeof(uint32_t)); /* 1 for "appears", plus 2 per time in the output */
+        uint32_t *seen = calloc(vocab, sizeof(uint32_t)); /* bit 0: occurs; plus 2 per time in the output */
         failed = !seen;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t row = 0; row < rows; row++) {
@@ -301,7 +304,7 @@ static void logprobs_row(const float *x, int64_t vocab, int64_t token, int64_t k
     uint32_t floor = ordered(kth_largest(x, vocab, k));
     int64_t above = 0, filled = 0;
     for (int64_t i = 0; i < vocab; i++) above += ordered(x[i]) > floor;
-    int64_t equal = k - above; /* of those equal to the k-th, the first ones */
+    int64_t equal = k - above; /* how many of the values equal to the k-th are kept: the first ones */
     for (int64_t i = 0; i < vocab && filled < k; i++) {
         if (ordered(x[i]) < floor || (ordered(x[i]) == floor && equal-- <= 0)) continue;
         int64_t j = filled++;

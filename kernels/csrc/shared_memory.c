@@ -1,11 +1,12 @@
 /* Collectives between processes of one host through memory that they all map.
  *
- * Each rank has one cache line of counters and two buffers. Calls are numbered from 1, the same on every rank. In call
- * n a rank writes its part to buffer n % 2 and sets `posted`; when it has read the others' parts, it sets `done`. A
- * buffer is written again two calls later, after every rank has set `done` for it. Sums run over ranks in order, in
- * float32, rounded once, so that every rank has the same bits.
+ * Each rank has one cache line of counters and two buffers. Calls are numbered from 1, in the same way on every rank.
+ * In call n a rank writes its part to buffer n % 2 and sets `posted` to n. When it has read the others' parts, it sets
+ * `done` to n. It writes the buffer again two calls later, after every rank has set `done`. Sums add the ranks in
+ * order, in float32, and are rounded once, so that every rank has the same bits.
  *
- * A wait spins briefly, since ranks arrive together, then sleeps on a futex, so that an idle group uses no CPU. */
+ * A wait first spins briefly, because ranks usually arrive together. Then it sleeps on a futex, so that an idle group
+ * uses no CPU. */
 #include <errno.h>
 #include <signal.h>
 #include <time.h>
@@ -24,7 +25,7 @@
 
 typedef struct {
     uint32_t posted, done, sleepers;
-    uint32_t unused[13]; /* fills a cache line, because each rank's counters are written by another core */
+    uint32_t unused[13]; /* pads to a cache line, because another core writes each rank's counters */
 } Counters;
 
 typedef struct {
@@ -32,7 +33,7 @@ typedef struct {
     char *buffers;      /* [size][2][chunk] */
     int64_t rank, size, chunk, timeout_ns;
     int64_t pids[MAX_RANKS]; /* 0: not checked */
-    uint32_t call;    /* the last one that this rank has begun */
+    uint32_t call;    /* the number of the last call that this rank has begun */
 } Shared;
 
 /* A call returns 0, LATE + rank (timed out) or GONE + rank (its process has ended). */
@@ -52,7 +53,7 @@ static void relax(void) {
 #endif
 }
 
-/* Counters wrap; they are never further apart than a few calls. */
+/* Counters wrap around. That is safe, because they never differ by more than a few calls. */
 static int reached(const uint32_t *counter, uint32_t call) {
     return (int32_t)(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - call) >= 0;
 }
@@ -97,7 +98,7 @@ static char *buffer(const Shared *s, int64_t rank, uint32_t call) {
     return s->buffers + (rank * 2 + call % 2) * s->chunk;
 }
 
-/* The next call; on return this rank's buffer is free to be written. */
+/* Begins the next call. On return this rank may write its buffer. */
 static int begin(Shared *s) {
     int failed = 0;
     s->call++;
@@ -140,7 +141,7 @@ static void add_up_typed(const Shared *s, void *x, int64_t count, int64_t type) 
     else add_up(s, x, count, F32);
 }
 
-/* x, on every rank, becomes the sum of all ranks' x. */
+/* Replaces x on every rank by the sum of all ranks' x. */
 int FOR_CLASS(shared_all_reduce)(Shared *s, void *x, int64_t count, int64_t type) {
     const int64_t width = type == BF16 ? 2 : 4, chunk_elements = s->chunk / width;
     int failed;
@@ -156,7 +157,7 @@ int FOR_CLASS(shared_all_reduce)(Shared *s, void *x, int64_t count, int64_t type
     return 0;
 }
 
-/* out [size][bytes]: every rank's x. */
+/* Writes every rank's x to out [size][bytes]. */
 int FOR_CLASS(shared_all_gather)(Shared *s, const void *x, int64_t bytes, void *out) {
     int failed;
     for (int64_t from = 0; from < bytes; from += s->chunk) {

@@ -1,4 +1,4 @@
-/* What the calls of whole sublayers share: the kernels of the class in use, weights, and the rows between operations. */
+/* Types and functions that the calls of whole sublayers share: kernels, weights, and rows between operations. */
 #pragma once
 #include "attention/attention.h"
 #include "experts.h"
@@ -20,12 +20,12 @@ typedef struct {
 } Kernels;
 
 typedef struct {
-    const void *weight; /* null: no norm here */
+    const void *weight; /* null: no norm */
     float eps, offset;
 } Scale;
 
-/* The input and output of a sublayer, [tokens][width]. `residual` is added to x, and `sum` gets the sum; both are unused
- * in a first layer, where `residual` is null. `out` gets the sublayer's result. */
+/* The input and output of a sublayer, [tokens][width]. The sum of x and `residual` is written to `sum`; in the first
+ * layer `residual` is null, and both are unused. The sublayer's result is written to `out`. */
 typedef struct {
     const void *x, *residual;
     void *sum, *out, *scratch;
@@ -38,20 +38,21 @@ typedef struct {
     int64_t gelu, type;
 } Mlp;
 
-/* The weights of the experts that this rank holds. Each Weight is that of the first expert; the other experts' panels,
- * scales, zero points and biases lie behind. */
+/* The weights of the experts that this rank holds. Each Weight is that of the first expert. The panels, scales, zero
+ * points and biases of the other experts follow it in memory. */
 typedef struct {
     Weight gate_up, down;
     int64_t first, count; /* the ids of this rank's experts */
     int64_t top_k, activation, type;
-    float alpha, limit; /* of CLAMPED_SWIGLU */
-    int64_t *chosen;    /* by id, of all ranks' experts: the pairs so far; null: not counted */
+    float alpha, limit; /* parameters of CLAMPED_SWIGLU */
+    int64_t *chosen;    /* how many pairs chose each expert of all ranks; null: not counted */
 } Experts;
 
-/* A sublayer of experts. `shared`: the expert that every token takes, with its gate; weights of null: none. */
+/* A sublayer of experts. `shared`: the expert of every token, with its gate; their weights are null if there is
+ * none. */
 typedef struct {
     Scale norm;
-    Weight router; /* bias or null */
+    Weight router; /* its bias may be null */
     int64_t router_type;
     Routing routing;
     Experts experts;
@@ -62,7 +63,7 @@ void sparse_sublayer(const Kernels *f, const Sparse *m, const Stream *s);
 
 INLINE int64_t bytes(int64_t type) { return type == 0 ? 2 : 4; }
 
-/* The next `size` bytes of scratch, from the beginning of a cache line on. */
+/* Takes `size` bytes of scratch, aligned to a cache line. */
 INLINE void *allocate(char **scratch, int64_t size) {
     void *allocated = *scratch;
     *scratch += (size + 63) / 64 * 64;
@@ -78,10 +79,10 @@ INLINE void product(const Kernels *f, const Weight *w, const void *x, int64_t ro
     f->linear[type](&(Linear){*w, x, w->depth, rows, y, w->features, scratch, 0});
 }
 
-/* Rows that a linear's repacked x is filled up to, at most: whole pairs of tiles. */
+/* The most rows of a linear's repacked x, with padding: whole pairs of tiles. */
 INLINE int64_t padded_rows(int64_t rows) { return (rows + 31) / 32 * 32; }
 
-/* gate_up has gate's features, then up's. A gated linear wants whole tiles of them, which `down` reads in their order. */
+/* gate_up has gate's features, then up's. A gated linear needs whole tiles of each; `down` reads them in that order. */
 INLINE void mlp_rows(const Kernels *f, const Weight *gate_up, const Weight *down, int64_t gelu, int64_t type, const void *x,
                      int64_t tokens, void *out, char *scratch) {
     const int64_t inner = down->depth, size = bytes(type);

@@ -13,18 +13,18 @@
 #endif
 
 #define LINE 64
-#define SPINS 2000 /* of a waiting thread, about 50 us; then it sleeps, so that the others may have its core */
+#define SPINS 2000 /* a waiting thread spins this often, about 50 us; then it sleeps, to free its core */
 
 typedef struct {
-    _Alignas(LINE) _Atomic uint64_t state; /* upper half: the number of the operation; lower: its next item */
-    _Alignas(LINE) _Atomic int64_t done;   /* items of the operation */
+    _Alignas(LINE) _Atomic uint64_t state; /* upper half: number of the operation; lower half: its next item */
+    _Alignas(LINE) _Atomic int64_t done;   /* how many items of the operation are done */
     _Alignas(LINE) _Atomic int sleepers;
     void *memory;
     int64_t memory_size;
     int has_failed;
 } Team;
 
-/* The team of this thread, its threads, and the number of the operation that this thread has reached. */
+/* The team of this thread, how many threads it has, and the number of the operation that this thread has reached. */
 static __thread struct {
     Team *team;
     int64_t size;
@@ -85,7 +85,7 @@ void share_items(int64_t count, int64_t most, Items *items, const void *context)
             wait_until_done(t, operation);
             return;
         }
-        /* Fewer at once towards the end, so that all threads end together. */
+        /* Take fewer items towards the end, so that all threads end together. */
         const int64_t fair = (count - from) / (2 * member.size), taken = fair < 1 ? 1 : fair < most ? fair : most;
         if (!atomic_compare_exchange_weak_explicit(&t->state, &state, state + (uint64_t)taken, memory_order_acquire,
                                                    memory_order_acquire))

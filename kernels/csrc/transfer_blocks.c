@@ -1,11 +1,11 @@
 /* Copies whole blocks from one pool to another, with a checksum of each (formula: kernels/kv/transfer_blocks.py).
- * Without `to`, computes the checksums alone. */
+ * If `to` is null, it only computes the checksums. */
 #include "simd/cpu_class.h"
 #include "simd/scalar.h"
 
 #define LANES 8
 #define LINE (LANES * (int64_t)sizeof(uint64_t))
-#define PARALLEL_FROM 131072 /* bytes */
+#define PARALLEL_FROM 131072 /* a call with this many bytes uses several threads */
 
 static uint64_t transfer_block(const char *from, char *to, int64_t lines) {
     uint64_t plain[LANES] = {0}, weighted[LANES] = {0}, sum = 0;

@@ -1,13 +1,13 @@
-/* Paged attention in vectors, read from a KV cache of any kind in place.
+/* Paged attention with SIMD, for a KV cache of any dtype, which is read in place.
  *
- * The rows of one (sequence, KV head) are its queries' heads: row r is head r % group of query r / group. A work item
- * is up to ROWS of them. It walks the keys in chunks of CHUNK at absolute positions: each chunk of K and V is packed
- * once and used by every row of the item, in tiles of up to TILE rows. A row's sums run in the same order with any other
- * rows in the item, so a result is the same bits in decode, prefill, any chunking and any batch. Decodes are also spread
- * over the splits of a sequence.
+ * The rows of one (sequence, KV head) are its query heads: row r is head r % group of query r / group. A work item has
+ * at most ROWS of them. It reads the keys in chunks of CHUNK, which begin at multiples of CHUNK. Each chunk of K and V
+ * is packed once and used by all rows of the item, in tiles of at most TILE rows. The order of a row's sums does not
+ * depend on the other rows, so a result has the same bits in decode, in prefill, in any chunks and in any batch. A
+ * decode has one item for each split of its sequence (flash decoding).
  *
- * Where the class multiplies pairs of bfloat16, a word of a packed chunk is a pair (of dimensions for K, of keys for V),
- * and elements that are not bfloat16 are widened to it, which is exact for quantised elements. Elsewhere a word is a
+ * If the instruction class has dot products of bfloat16 pairs, a word of a packed chunk is a pair (of dimensions for K,
+ * of keys for V). Other elements are converted to bfloat16, which is exact for quantised ones. Otherwise a word is a
  * float32. Elements are never multiplied by scales: a key's scale multiplies its scores, a value's scale its weights.
  */
 #include "attention/item.h"
@@ -26,7 +26,7 @@
 #include "attention/vectors.h"
 #endif
 
-static const uint32_t zeros[MAX_WORDS]; /* a key that is not there */
+static const uint32_t zeros[MAX_WORDS]; /* stands for a missing key */
 
 #if HAS_DOT
 static const uint32_t *widened(uint32_t *to, const uint8_t *row, int64_t dim, int64_t kind) {
@@ -60,7 +60,7 @@ static const uint32_t *widened(uint32_t *to, const uint8_t *row, int64_t dim, in
 }
 #endif
 
-/* The keys that some row of an item sees, within its splits: [first_key, end_key). */
+/* The keys that any row of an item attends to, within its splits: [first_key, end_key). */
 INLINE int64_t first_key(const Item *it) {
     int64_t position = it->seq_len - it->q_len + it->row / it->group;
     return max_i64(it->a->window ? position - it->a->window + 1 : 0, it->split * SPLIT);
@@ -71,7 +71,7 @@ INLINE int64_t end_key(const Item *it) {
     return min_i64(position + 1, (it->split + it->splits) * SPLIT);
 }
 
-/* Prefetches keys [from, to): the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
+/* Prefetches keys [from, to). The hardware cannot, because the blocks of a sequence are not contiguous in memory. */
 static void prefetch(const Item *it, int64_t from, int64_t to) {
     const Attention *a = it->a;
     const KvCache *cache = a->cache;
@@ -97,7 +97,7 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
     }
 }
 
-/* The keys behind a chunk: those of the same item or of the next one. Null `item`: none. */
+/* The keys that are read after a chunk: keys of the same item or of the next one. `item` null: none. */
 typedef struct {
     const Item *item;
     int64_t from, to;
@@ -109,12 +109,12 @@ static void prefetch_some(const Behind *b, int64_t done) {
     if (b->item) prefetch(b->item, b->from + done, min_i64(b->from + done + AHEAD, b->to));
 }
 
-/* Where dimension d of a chunk's packed value or pair of values begins. d: a multiple of the vector. */
+/* The index of dimension d of a packed value, or pair of values, of a chunk. d: a multiple of LANES. */
 INLINE int64_t value_at(int64_t dim, int64_t pair, int64_t d) {
     return HAS_TILES ? d * (CHUNK / PAIR) + pair * LANES : pair * dim + d;
 }
 
-/* Values of PAIR neighbouring keys side by side. */
+/* Interleaves the values of PAIR consecutive keys. */
 INLINE void pack_values(const uint32_t *const *values, int64_t dim, int64_t pair, uint32_t *to) {
 #if HAS_DOT
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
@@ -132,7 +132,7 @@ INLINE void pack_values(const uint32_t *const *values, int64_t dim, int64_t pair
 #endif
 }
 
-/* to [words][PART] = the same words of PART rows of `dim` elements side by side. */
+/* Transposes PART keys of `dim` elements to `to` [words][PART]. */
 INLINE void pack_keys(const uint32_t *const *keys, int64_t dim, uint32_t *to) {
     const int64_t words = dim / PAIR;
     memset(to + words * PART, 0, (row_words(dim) - words) * PART * 4);
@@ -144,7 +144,7 @@ INLINE void pack_keys(const uint32_t *const *keys, int64_t dim, uint32_t *to) {
         }
 }
 
-/* Packs keys [chunk, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
+/* Packs keys [chunk, to) of one chunk. The rest of the chunk is zero, so that data of unused slots cannot leak. */
 static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const Item *next) {
     const Attention *a = it->a;
     const KvCache *cache = a->cache;
@@ -200,7 +200,7 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     }
 }
 
-/* Combines one more split into (peak, sum, o). */
+/* Merges one more split, an online softmax's (more_peak, more_sum, more), into (peak, sum, o). */
 static void combine(int64_t dim, float *peak, float *sum, float *o, float more_peak, float more_sum, const float *more) {
     const float top = *peak > more_peak ? *peak : more_peak, base = top == -INFINITY ? 0.0f : top;
     const float keep = weight_of((Floats){} + (*peak - base))[0], add = weight_of((Floats){} + (more_peak - base))[0];
@@ -284,7 +284,7 @@ static void run(const Item *it, Scratch *s, const Item *next) {
         for (int64_t r = 0; r < it->rows; r++) finish(it, r, s->all_peak[r], s->all_sum[r], s->all + r * dim);
 }
 
-/* Combines the splits of a decode in order. */
+/* Merges the splits of a decode, in order, and stores the result. */
 static void join(const Item *it, int64_t splits) {
     const int64_t dim = it->a->value_dim;
     for (int64_t r = 0; r < it->rows; r++) {
@@ -297,16 +297,16 @@ static void join(const Item *it, int64_t splits) {
     }
 }
 
-#define MOST_ITEMS 8 /* that a thread takes at once: an item can then prefetch the keys of the next one */
+#define MOST_ITEMS 8 /* items that a thread takes at once: each can then prefetch the keys of the next one */
 
 typedef struct {
     const Attention *a;
-    int64_t count, partials; /* items; rows of decodes' splits */
+    int64_t count, partials; /* how many items there are, and rows of partial results of decodes' splits */
 } Call;
 
 static Item *items_of_team(void) { return team_memory(); }
 
-/* Lists the items. */
+/* Writes the list of items, and behind it room for partial results, to the team's memory. One thread does that. */
 static void plan(const void *context, int64_t from, int64_t to) {
     const Call *call = context;
     const Attention *a = call->a;
@@ -319,7 +319,7 @@ static void plan(const void *context, int64_t from, int64_t to) {
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t seq_len = a->seq_lens[seq], q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq];
         int64_t splits = (seq_len + SPLIT - 1) / SPLIT, apart = q_len == 1 && splits > 1 ? splits : 1;
-        /* Long rows first within a sequence: the last tiles of a prefill see the most keys. */
+        /* The longest items of a sequence first: the last queries of a prefill attend to the most keys. */
         for (int64_t tile = (q_len * group + ROWS - 1) / ROWS - 1; tile >= 0; tile--)
             for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
                 for (int64_t split = 0; split < apart; split++) {
@@ -365,7 +365,7 @@ static void attend_all(const void *context) {
 /* Returns 0, or -1 if the list of work items cannot be allocated. */
 int FOR_CLASS(attention_bf16)(const Attention *a) { return run_team(attend_all, a); }
 
-/* With the dot products of bfloat16 float32 is multiplied as without them. */
+/* Classes with dot products of bfloat16 leave float32 to a lower class (kernels/native.py picks it). */
 #if !HAS_DOT
 int FOR_CLASS(attention_f32)(const Attention *a) { return FOR_CLASS(attention_bf16)(a); }
 #endif

@@ -1,6 +1,5 @@
 /* The arguments of one call of paged attention. kernels/attention/paged_attention.py and latent_attention.py pack them
- * and have the formulas. A key is its row in the cache, and after that its rotary row, if there is one: dim + rope_dim
- * elements. */
+ * and state the formulas. A key has dim + rope_dim elements: its cache row, then its rotary row (latents only). */
 #pragma once
 #include "kv_cache.h"
 
@@ -16,9 +15,9 @@ typedef struct {
     int64_t window;         /* 0: off */
     int64_t type;           /* of q and out: BF16 or F32 */
     const float *sinks;     /* [heads] or null */
-    void *out;              /* [tokens][heads][value_dim], dense */
+    void *out;              /* [tokens][heads][value_dim], contiguous */
     int64_t value_dim;
-    int64_t values_are_keys; /* a value is its key's row in the cache (latents), so that cache->v is not read */
+    int64_t values_are_keys; /* with latents: a value is its key's row in the cache, and cache->v is not read */
     int64_t rope_dim;       /* 0: keys have no rotary row */
     const uint8_t *rope;    /* rotary rows, [block_size] in each block, shared by all heads */
     int64_t rope_block, rope_row_bytes;
@@ -27,6 +26,6 @@ typedef struct {
     float *lse;             /* [tokens][heads] or null: the natural logarithm of each result's sum of exponentials */
 } Attention;
 
-/* Keys per split. Splits begin at absolute positions and are combined in order: the same order in
- * decode and in prefill, with any other sequences in the batch. */
+/* Keys per split. Splits begin at multiples of SPLIT and are merged in order. So the order of the sums is the same in
+ * decode and in prefill, and with any other sequences in the batch. */
 #define SPLIT 1024

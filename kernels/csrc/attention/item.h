@@ -1,14 +1,14 @@
-/* A work item of paged attention, the working memory of a thread, and the softmax's functions. attention.c says how it
- * works; vectors.h and tiles.h are two forms of the inner loops. */
+/* A work item of paged attention, the working memory of a thread, and functions of the softmax. attention.c explains
+ * the algorithm. vectors.h and tiles.h have the inner loops, tiles.h those of AMX. */
 #pragma once
 #include "attention/attention.h"
 #include "simd/vectors.h"
 
 #ifdef __AMX_BF16__
 #define HAS_TILES 1
-#define ROWS 192     /* rows of one work item */
+#define ROWS 192     /* the most rows of one work item */
 #define TILE 16      /* rows that are computed together */
-#define WORD_STEP 16 /* words of a row are filled up with zeros to a multiple of this */
+#define WORD_STEP 16 /* a row is padded with zeros to a multiple of this many words */
 #else
 #define HAS_TILES 0
 #define ROWS 96
@@ -17,7 +17,7 @@
 #endif
 
 #define CHUNK 64     /* keys packed at once */
-#define PART 16      /* keys that lie side by side in a packed chunk */
+#define PART 16      /* keys that are interleaved in a packed chunk */
 #define MAX_ROPE 64
 #define MAX_VALUE 512
 #define PAIR (HAS_DOT ? 2 : 1) /* elements of a word */
@@ -27,9 +27,9 @@
 typedef struct {
     const Attention *a;
     int64_t seq, kv_head, seq_len, q_len, group;
-    int64_t row, rows;             /* of q_len * group */
+    int64_t row, rows;             /* the item has rows [row, row + rows) of q_len * group */
     int64_t split, splits;         /* which splits of the sequence this item sums */
-    float *partial;                /* where a decode's split leaves [rows][value_dim + 2], or null */
+    float *partial;                /* [rows][value_dim + 2]: a decode's split stores (o, peak, sum); or null */
 } Item;
 
 typedef struct {
@@ -43,16 +43,16 @@ typedef struct {
     float peak[ROWS], all_sum[ROWS], all_peak[ROWS];
     float k_scales[CHUNK], v_scales[CHUNK], rope_scales[CHUNK];
     uint32_t wide_k[CHUNK * MAX_VALUE / PAIR], wide_rope[CHUNK * MAX_ROPE / PAIR];
-    uint32_t wide_v[HAS_DOT ? CHUNK * MAX_VALUE / PAIR : 1]; /* floats go to v at once */
+    uint32_t wide_v[HAS_DOT ? CHUNK * MAX_VALUE / PAIR : 1]; /* float32 values go to v directly */
 } Scratch;
 
-/* The words of a row of `dim` elements, and of a key: its row in the cache, then its rotary row. */
+/* How many words a row of `dim` elements takes, and how many a key takes (its cache row, then its rotary row). */
 INLINE int64_t row_words(int64_t dim) { return (dim / PAIR + WORD_STEP - 1) / WORD_STEP * WORD_STEP; }
 INLINE int64_t key_words(const Attention *a) { return row_words(a->cache->dim) + row_words(a->rope_dim); }
 
 #if HAS_DOT
-/* 2^x for x <= 0, to 4e-6: the fraction by vreduceps, a polynomial, and vscalefps, which takes floor(x) by itself.
- * The weights are rounded to bfloat16 at once, so more terms would be lost. 2^-inf is exactly 0. */
+/* 2^x for x <= 0, with an error of 4e-6: vreduceps gives the fraction, a polynomial its power, and vscalefps scales by
+ * floor(x). The weights are then rounded to bfloat16, so that more terms would be useless. 2^-inf is exactly 0. */
 INLINE Floats weight_of(Floats x) {
     Floats f = (Floats)_mm512_reduce_ps((__m512)x, 1), y = f * 1.342668550e-2f + 5.224247146e-2f;
     y = y * f + 2.412802067e-1f;
@@ -64,7 +64,7 @@ INLINE Floats weight_of(Floats x) {
 INLINE Floats weight_of(Floats x) { return exp2_of(x); }
 #endif
 
-/* cap * tanh(x / cap), then in units of log2. */
+/* cap * tanh(x / cap) * log2(e): the soft-capped score, as a power of two. */
 INLINE Floats capped(Floats x, float cap) {
     const Floats most = (Floats){} + 60.0f, scaled = x * (2 * LOG2E / cap);
     const Floats e = weight_of(-larger_of(-scaled, -most));

@@ -4,16 +4,16 @@
 #include "attention/item.h"
 #include "simd/tiles.h"
 
-#define TILE_WORDS 16 /* of a row of a tile */
+#define TILE_WORDS 16 /* words of a row of a tile */
 
-/* Tiles 0 to 3 are sums of up to 16 rows, 4 is a part of these rows, and 5 to 7 are keys or values. */
+/* Tile registers 0 to 3 hold sums of at most 16 rows, 4 holds a part of these rows, 5 to 7 hold keys or values. */
 INLINE void configure_tiles(int64_t rows) {
     TileConfig config = whole_tiles;
     for (int i = 0; i < 5; i++) config.rows[i] = (uint8_t)min_i64(rows, TILE);
     _tile_loadconfig(&config);
 }
 
-/* Scores of 16 rows and the chunk's keys by words [from, to), [16][CHUNK]. */
+/* scores [16][CHUNK]: the products of 16 rows and the chunk's keys over words [from, to). */
 INLINE void score(const Scratch *s, const uint32_t *q, int64_t words, int64_t from, int64_t to, float *scores) {
     const int64_t part = words * PART;
     _tile_zero(0);
@@ -50,7 +50,7 @@ INLINE void add_tile(const Scratch *s, float *o, int64_t dim, const uint32_t *v)
     _tile_stored(0, o, dim * 4);
 }
 
-/* The same for four tiles of dimensions. */
+/* As add_tile, for four tiles of dimensions. */
 INLINE void add_four(const Scratch *s, float *o, int64_t dim, const uint32_t *v) {
     const int64_t next = CHUNK / PAIR * LANES;
     _tile_loadd(0, o, dim * 4);
@@ -95,7 +95,7 @@ INLINE __m512 largest_of_each(const Floats *x) {
     return _mm512_max_ps(_mm512_shuffle_f32x4(part[0], part[1], 0x88), _mm512_shuffle_f32x4(part[0], part[1], 0xdd));
 }
 
-/* Scores [m][CHUNK] after scales and soft-cap, in place, -inf where a row does not see the key. */
+/* Applies scales and soft-cap to scores [m][CHUNK], in place, and sets -inf if the row may not attend to the key. */
 static void finish_scores(const Item *it, Scratch *s, int64_t row, int64_t m, int64_t chunk) {
     const Attention *a = it->a;
     const int scaled = a->cache->k_scales != NULL;
@@ -118,7 +118,7 @@ static void finish_scores(const Item *it, Scratch *s, int64_t row, int64_t m, in
     }
 }
 
-/* The running softmax: scores [m][CHUNK] become weights, and the sums so far decay. */
+/* Online softmax: turns scores [m][CHUNK] into weights, and rescales the sums so far. */
 static void soften(const Attention *a, Scratch *s, int64_t row, int64_t m) {
     /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
     const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
@@ -132,7 +132,7 @@ static void soften(const Attention *a, Scratch *s, int64_t row, int64_t m) {
     const __m512 before = _mm512_loadu_ps(s->peak + row);
     const __m512 peak = _mm512_max_ps((__m512)((Floats)largest_of_each(top) * unit), before);
     _mm512_storeu_ps(s->peak + row, peak);
-    /* A row that has seen nothing yet keeps the peak -inf; 0 stands in, so that -inf - -inf never arises. */
+    /* A row that has attended to no key yet has the peak -inf. 0 replaces it, to avoid -inf - -inf. */
     const __mmask16 has_seen = _mm512_cmp_ps_mask(peak, _mm512_set1_ps(-INFINITY), _CMP_NEQ_OQ);
     const Floats base = (Floats)_mm512_maskz_mov_ps(has_seen, peak), decay = weight_of((Floats)before - base);
     store_floats(bases, base);
@@ -157,13 +157,13 @@ static void soften(const Attention *a, Scratch *s, int64_t row, int64_t m) {
     }
 }
 
-/* One chunk for m rows, the first of which is `row` of the item: scores, running softmax, weighted values. */
+/* One chunk for rows [row, row + m) of the item: scores, online softmax, weighted values. */
 static void attend(const Item *it, Scratch *s, int64_t row, int64_t m, int64_t chunk) {
     const Attention *a = it->a;
     const int64_t dim = a->value_dim, words = key_words(a), shift = it->seq_len - it->q_len;
     const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
     if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
-    /* With scales, a key's two rows have one each: their scores are added later. */
+    /* With scales, a key's cache row and rotary row have one each: their scores are scaled and then added. */
     const int64_t together = a->rope_dim && a->cache->k_scales ? row_words(a->cache->dim) : words;
     const int sees_all = chunk + CHUNK - 1 <= first && (!a->window || chunk > last - a->window);
     const uint32_t *q = s->q + row * words;

@@ -1,4 +1,4 @@
-/* The inner loops of attention in vectors: the sums of up to TILE rows are in registers. */
+/* The inner loops of attention with vector registers, which hold the sums of at most TILE rows. */
 #pragma once
 #include "attention/item.h"
 
@@ -23,7 +23,8 @@ INLINE void multiply(const int m, const int n, Floats *acc, const uint32_t *cons
     }
 }
 
-/* Scores of m rows and the chunk's keys by `count` words from `first` on, [m][CHUNK], n vectors of keys at a time. */
+/* scores [m][CHUNK]: the products of m rows and the chunk's keys over `count` words from `first` on, computed n vectors
+ * of keys at a time. */
 INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q, int64_t words, int64_t first,
                   int64_t count, float *to) {
     for (int64_t key = 0; key < CHUNK; key += n * LANES) {
@@ -42,7 +43,7 @@ INLINE void score(const int m, const int n, const Scratch *s, const uint32_t *q,
     }
 }
 
-/* o [m][dim] = o * decay + the chunk's weights times its values, for n vectors of dimensions from d on. `dim`: of a value. */
+/* o [m][dim] = o * decay + the chunk's weights times its values, for n vectors of dimensions from d on. */
 INLINE void add_values(const int m, const int n, Scratch *s, int64_t row, int64_t dim, int64_t d, int64_t count,
                        const float *decay) {
     Floats acc[ACCUMULATORS];
@@ -60,8 +61,8 @@ INLINE void add_values(const int m, const int n, Scratch *s, int64_t row, int64_
         for (int j = 0; j < n; j++) store_floats(s->o + (row + i) * dim + d + j * LANES, acc[i * n + j]);
 }
 
-/* The running softmax of one row: its scores of the chunk become weights. `position` is the row's own key. Returns what
- * the row's sums so far are multiplied by. */
+/* Online softmax of one row: turns its scores of the chunk into weights. `position`: the row's position in its
+ * sequence. Returns the factor by which the row's sums so far must be multiplied. */
 INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, int64_t chunk, const float *scores,
                     const float *rope_scores, void *weights) {
     const Attention *a = it->a;
@@ -88,7 +89,7 @@ INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, i
     float peak = largest_lane(top) * unit;
     peak = peak > before ? peak : before;
     s->peak[row] = peak;
-    /* A row that has seen nothing yet keeps the peak -inf; 0 stands in, so that -inf - -inf never arises. */
+    /* A row that has attended to no key yet has the peak -inf. 0 replaces it, to avoid -inf - -inf. */
     const float base = peak == -INFINITY ? 0.0f : peak, decay = weight_of((Floats){} + (before - base))[0];
     Floats sum = s->sum[row] * decay;
     for (int j = 0; j < CHUNK / LANES; j++) {
@@ -102,7 +103,7 @@ INLINE float soften(const Item *it, Scratch *s, int64_t row, int64_t position, i
     return decay;
 }
 
-/* One chunk for m rows, the first of which is `row` of the item: scores, running softmax, weighted values. */
+/* One chunk for rows [row, row + m) of the item: scores, online softmax, weighted values. */
 INLINE void attend_rows(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
     const int n = m * 4 <= ACCUMULATORS ? 4 : 2;
     const Attention *a = it->a;
@@ -111,7 +112,7 @@ INLINE void attend_rows(const int m, const Item *it, Scratch *s, int64_t row, in
     const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
     if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
     float decay[TILE];
-    /* With scales, a key's two rows have one each: their scores are added later. */
+    /* With scales, a key's cache row and rotary row have one each: their scores are scaled and then added. */
     const int64_t together = a->rope_dim && a->cache->k_scales ? row_words(a->cache->dim) : words;
     score(m, n, s, s->q + row * words, words, 0, together, s->score);
     if (together < words) score(m, n, s, s->q + row * words, words, together, words - together, s->rope_score);

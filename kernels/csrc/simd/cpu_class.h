@@ -1,5 +1,6 @@
-/* Names of the functions of one instruction class. setup.py compiles the kernels once for each class, with the class's
- * flags and its name as CPU_CLASS; cpu.c lists the classes, and kernels/native.py picks one when it loads the library. */
+/* How the functions of an instruction class are named. setup.py compiles the kernels once for each class, with the
+ * class's flags and with its name as CPU_CLASS. cpu.c knows the classes. kernels/native.py picks one when it loads the
+ * library. */
 #pragma once
 
 #define JOIN_(name, class) name##_##class

@@ -30,7 +30,7 @@ INLINE float from_f16(uint16_t h) {
     return from_bits(sign | (rest < 0x400 ? to_bits((float)(int32_t)rest * 0x1p-24f) : normal));
 }
 
-/* float8 e4m3 without infinities; its NaN never arises from a finite row. */
+/* float8 e4m3fn, which has no infinities. Its NaN is not handled: no finite row is stored as NaN. */
 INLINE float from_e4m3(uint8_t x) {
     uint32_t sign = (uint32_t)(x & 0x80) << 24, rest = x & 0x7F;
     return from_bits(sign | (rest < 8 ? to_bits((float)(int32_t)rest * 0x1p-9f) : (rest << 20) + (120u << 23)));
@@ -42,13 +42,13 @@ INLINE float get(const void *p, int64_t i, int type) {
                          : ((const float *)p)[i];
 }
 
-/* To nearest, ties to even; a NaN stays one. */
+/* Rounds to nearest, ties to even. NaN gives NaN. */
 INLINE uint16_t to_bf16(float x) {
     uint32_t bits = to_bits(x), rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
-/* The same for float16; values that are too large become infinite. */
+/* As to_bf16, for float16. Values that are too large become infinite. */
 INLINE uint16_t to_f16(float x) {
     uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
     uint32_t normal = (rest + 0xFFF + (rest >> 13 & 1)) - (112u << 23);
@@ -57,7 +57,7 @@ INLINE uint16_t to_f16(float x) {
     return (uint16_t)(sign | found);
 }
 
-/* The same for e4m3, of a value that lies within +-448. */
+/* As to_bf16, for e4m3. |x| must be at most 448. */
 INLINE uint8_t to_e4m3(float x) {
     uint32_t bits = to_bits(x), sign = bits >> 24 & 0x80, rest = bits & 0x7FFFFFFF;
     uint32_t normal = (rest + 0x7FFFF + (rest >> 20 & 1) - (120u << 23)) >> 20;
@@ -77,12 +77,12 @@ INLINE float rounded(float x, int type) { return type == BF16 ? from_bits((uint3
 
 INLINE void *at(const void *p, int64_t i, int type) { return (char *)p + i * (type == BF16 ? 2 : 4); }
 
-/* e^x, 2 ulp; below -87 it is 0, above 88 it is infinite. */
+/* e^x, to 2 ulp. Below -87 it is 0, above 88 infinite. */
 INLINE float exp_(float x) {
     float t = x * 1.44269504f;
     float clamped = t < -127.0f ? -127.0f : t > 128.0f ? 128.0f : t;
     float whole = (clamped + 12582912.0f) - 12582912.0f;
-    /* The remainder of x, not of x * log2(e), keeps large arguments exact. */
+    /* Reducing x itself, not x * log2(e), keeps large arguments exact. */
     float f = x - whole * 0.693359375f;
     f = f + whole * 2.12194440e-4f;
     float y = 1.9875691500e-4f;

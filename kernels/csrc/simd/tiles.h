@@ -1,4 +1,4 @@
-/* AMX's tiles: registers of up to 16 rows of 64 bytes. */
+/* AMX's tiles: registers of at most 16 rows of 64 bytes. */
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>

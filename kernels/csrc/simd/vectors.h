@@ -1,5 +1,5 @@
-/* Vectors in the widest registers of the class, by the vector types of GCC and clang: +, *, comparisons and shifts are
- * the compiler's, which fuses a * b + c where the class can. So one source serves AVX-512, AVX2, SSE2 and NEON. */
+/* Vectors as wide as the registers of the class, as vector types of GCC and clang. The compiler provides +, *,
+ * comparisons and shifts, and fuses a * b + c if the class can. So one source serves AVX-512, AVX2, SSE2 and NEON. */
 #pragma once
 #include "simd/scalar.h"
 
@@ -12,7 +12,7 @@
 #endif
 #define LANES (VECTOR_BYTES / 4)
 
-/* How many accumulators a tile may have: the registers, less some for the operands. */
+/* How many accumulators a tile may have: all registers except some for the operands. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define ACCUMULATORS 24
 #else
@@ -52,7 +52,7 @@ INLINE Floats load_vector(const void *row, int64_t i, int type) {
     return type == BF16 ? load_bf16((const uint16_t *)row + i) : load_floats((const float *)row + i);
 }
 
-/* The neighbours of each pair of bfloat16: the one at the lower address, and the other. */
+/* The elements of each pair of bfloat16: low_of gives the one at the lower address, high_of the other. */
 INLINE Floats low_of(Words pairs) { return (Floats)(pairs << 16); }
 INLINE Floats high_of(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
 
@@ -132,8 +132,8 @@ INLINE float sum_of_lanes(Floats x) {
     return sum;
 }
 
-/* 2^x for x <= 128, to 2 ulp; below -126 it is exactly 0. The magic number leaves round(x) in the low bits of the sum,
- * from where a shift adds it to the exponent. */
+/* 2^x for x <= 128, to 2 ulp. Below -126 it is exactly 0. The sum with the magic number has round(x) in its low bits; a
+ * shift moves them to the exponent. */
 INLINE Floats exp2_of(Floats x) {
     const Floats magic = (Floats){} + 12582912.0f;
     const Ints positive = x >= -126.0f;

@@ -1,4 +1,4 @@
-/* Rows of a KV cache of any kind as bfloat16, without their scale: exact for all but float16 and float32. */
+/* Converts rows of a KV cache of any dtype to bfloat16, unscaled. That is exact for all but float16 and float32. */
 #pragma once
 #include <immintrin.h>
 
@@ -22,7 +22,7 @@ static void widen_row(uint16_t *to, const void *row, int64_t dim, int64_t kind) 
         __mmask32 mask = dim - d >= 32 ? 0xFFFFFFFF : 0x0000FFFF;
         __m512i y;
         if (kind == FP8) {
-            /* The fields fit after a shift, with another bias; the eight smallest, subnormal there, are looked up. */
+            /* A shift puts the fields into place, with another bias. The eight subnormal numbers are looked up. */
             const __m512i small = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(
                 _mm512_set_ps(0, 0, 0, 0, 0, 0, 0, 0, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_ps(0x1p-9f))));
             __m512i x = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, (const uint8_t *)row + d));
