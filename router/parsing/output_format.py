@@ -163,8 +163,15 @@ TOOL_FORMATS: Final[dict[str, CallFormat]] = {
             ),
             re.compile(rf"<\|tool_call_begin\|>(?:functions\.)?{_NAME}\s*<\|tool_call_argument_begin\|>\s*(?=\{{)"),
         ),
-        closers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        dropped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
+        # Some checkpoints write tool_call_section in place of tool_calls_section.
+        closers=("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+        dropped=(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_section_begin|>",
+            "<|tool_call_section_end|>",
+            "<|tool_call_argument_begin|>",
+        ),
     ),
     # <tool_calls>\n{"name": ..., "arguments": {...}}\n</tool_calls>, or with a list: Hunyuan's, Jamba's and Apriel's
     "minimax": JsonCallFormat(

@@ -75,7 +75,9 @@ MODELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("<|tools_prefix|>", '<|tools_prefix|>[{"f": {"n": NaN}, "a": 1', "", [("f", '{"n": NaN}')]),
     # Solar Open
     ("<|tool_call:begin|>", "<|tool_call:begin|>a<|tool_call:name|>f", "<|tool_call:begin|>a<|tool_call:name|>f", []),
-    # Kimi K2 without the number of the call
+    # Kimi K2 with sections in the singular, and without the number of the call
+    ("<|tool_call_begin|>", '<|tool_call_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{"n": 1}'
+     "<|tool_call_end|><|tool_call_section_end|>", "", [GOT_F]),
     ("<|tool_call_begin|>", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{"n": 1}<|tool_call_end|>', "",
      [GOT_F]),
 ]  # fmt: skip
