@@ -27,7 +27,7 @@ class CertificatesByRole:
 
 
 def sign_certificates() -> CertificatesByRole:
-    """Certificates of a new authority. The router's only opens connections; the group's only accepts them."""
+    """Certificates of a new authority. The router's is valid for TLS clients only, the group's for servers only."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coatcheck cluster")])
     constraints = x509.BasicConstraints(ca=True, path_length=0)

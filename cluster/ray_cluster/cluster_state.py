@@ -36,9 +36,9 @@ class RouterState:
     """One router.
 
     `state` is "starting" (it has not served yet), "serving", "draining" (it refuses new requests, or will in a few
-    seconds), "ended" (after it drained) or "lost" (`reason` says why). A router that has ended or is lost is started
-    again while its node is there. `restarts` counts these starts; `last_failure`: why the process before this one was
-    lost, "" if it ended after it drained.
+    seconds), "ended" (after its drain) or "lost" (`reason` says why). A router that has ended or is lost is started
+    again while its node is alive. `restarts` counts these starts. `last_failure`: why the previous process was lost; ""
+    if it ended after its drain.
     """
 
     name: str
@@ -53,9 +53,9 @@ class RouterState:
 class ClusterState:
     """`grpc_addresses` and `http_addresses`: host:port of each router. The first is empty until every router serves.
 
-    `failure`: why the cluster will never serve, else "". `configuration`: see ConfigRollout.status. `obstacle`: why a
-    step towards those settings was not possible; it is part of `configuration`. `routers`: None while the supervisor
-    does not know the nodes yet, and without Ray.
+    `failure`: why the cluster will never serve, else "". `configuration`: see ConfigRollout.status. `obstacle`: why the
+    last step of a rollout failed, else ""; `configuration` contains it. `routers`: None without Ray, and until the
+    supervisor has read the list of nodes.
     """
 
     groups: tuple[GroupState, ...] = ()
@@ -73,7 +73,7 @@ class ClusterState:
 
     @property
     def stage(self) -> str:
-        """What the slowest rank does, in words; "" before any rank loads weights."""
+        """What the slowest rank does, for a progress line; "" until every rank loads weights."""
         order = list(Phase)
         slowest = min((rank.phase for group in self.groups for rank in group.ranks), key=order.index, default=order[0])
         return _STAGES.get(slowest, "")

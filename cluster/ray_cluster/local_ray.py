@@ -1,11 +1,11 @@
-"""Lets commands of the same user on the same host find a Ray that `coatcheck serve` has started, and its token.
+"""Finds the Rays that `coatcheck serve` of this user has started on this host, and their tokens.
 
 Such a Ray accepts only clients that send its token. The token is in a file in Ray's folder, named by the port of Ray's
 head and readable by its owner alone. `coatcheck serve` deletes the file when it ends; after kill -9 the next `coatcheck
 serve` deletes it.
 
-Every user of the host may write to Ray's folder, and could rename the file to a port where that user listens. Therefore
-the file also contains the port that its token is for. This module does not import Ray.
+Every user of the host may write to Ray's folder, and could rename the file to the port of a server of their own, which
+would then receive the token. Therefore the file also contains the port. This module does not import Ray.
 """
 
 import os
@@ -70,8 +70,8 @@ def read_token(folder: Path, address: str) -> str | None:
 
 
 def find_local_rays(folder: Path) -> list[tuple[int, str]]:
-    """(start time in nanoseconds, address) of each Ray that this user has started. Includes those that were ended by
-    kill -9."""
+    """(start time in nanoseconds, address) of each Ray that this user has started. Some may have ended: kill -9 leaves
+    the token file behind."""
     found = []
     for file in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
@@ -82,7 +82,7 @@ def find_local_rays(folder: Path) -> list[tuple[int, str]]:
 
 
 def delete_stale_tokens(folder: Path) -> None:
-    """Delete the token files of this user whose Ray refuses connections: its command was ended by kill -9."""
+    """Delete the token files of this user's Rays that refuse connections, because kill -9 has ended them."""
     for _, address in find_local_rays(folder):
         port = address.rpartition(":")[2]
         try:

@@ -33,8 +33,8 @@ def children() -> set[int]:
 
 
 def adopt_orphans(enabled: bool = True) -> None:
-    """Make this process the parent of every descendant whose own parent ends, or end that. Linux only; elsewhere does
-    nothing."""
+    """Make this process the parent of every descendant whose own parent ends; with `enabled` false, no longer. Linux
+    only; elsewhere does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 

@@ -28,8 +28,8 @@ _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call that the head 
 def find_ray(written: str, *, own: bool = False) -> str:
     """HOST:PORT of the Ray head that `written` (HOST:PORT or "auto") means. Raises InvalidConfig or Unavailable.
 
-    `own`: find a cluster where `coatcheck serve` runs already. Then "auto" also finds a Ray that `coatcheck serve` has
-    started, and raises InvalidConfig if several run, because the newest need not be the one that the user means.
+    `own`: find a Ray on which Coatcheck already runs. Then "auto" also finds a Ray that `coatcheck serve` has started.
+    If several run, InvalidConfig is raised, because the newest may not be the one that the user means.
     """
     address, source = _resolve(written, own)
     if written == "auto" and address != os.environ.get("RAY_ADDRESS"):
@@ -54,7 +54,7 @@ def is_listening(address: str) -> bool:
 
 
 def _resolve(written: str, own: bool) -> tuple[str, str]:
-    """(address, words for messages on where the address comes from)."""
+    """(address, source): `source` is a clause for messages that says where the address comes from."""
     if written != "auto":
         return written, ""
     # Ray's own search order without its last step, which takes any Ray among the processes of this host.

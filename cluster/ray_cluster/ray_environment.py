@@ -19,7 +19,7 @@ _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _RECONNECT_DEFAULT = "60"
-_EXTRA_SECONDS = 3600
+_EXTRA_SECONDS = 3600  # added to the limit, so that RayWatch ends the command first
 
 # Time limits of Ray's start, raised because a busy machine exceeds the defaults, which are in the comments.
 _START_TIMEOUTS = {
@@ -36,8 +36,8 @@ def silence_ray_driver() -> None:
 
 
 def configure_local_ray() -> None:
-    """For a Ray that this process starts: loopback only, no usage reports, a new token, longer time limits. Raises
-    InvalidConfig if RAY_TMPDIR is too long."""
+    """Set the variables for a Ray that this process starts: it listens on loopback only, sends no usage reports, and
+    has a new token and longer time limits. Raises InvalidConfig if RAY_TMPDIR is too long."""
     folder = str(temporary_folder())
     if is_too_long(folder):
         raise InvalidConfig(
@@ -47,7 +47,7 @@ def configure_local_ray() -> None:
         os.environ.setdefault("RAY_TMPDIR", folder)
     os.environ.setdefault(_LOOPBACK_ONLY, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray would run workers at nice 15: any other process of the host would slow every token down.
+    # By default Ray runs workers at nice 15. Then any other process of the host would delay every token.
     os.environ.setdefault("RAY_worker_niceness", "0")
     for name, limit in _START_TIMEOUTS.items():
         os.environ.setdefault(name, limit)
@@ -58,8 +58,11 @@ def configure_local_ray() -> None:
 
 
 def extend_reconnect_timeout() -> float:
-    """For a cluster that this process joins: raise the time that Ray's client waits for a lost head, because the client
-    then ends the process without an error message. Returns the former limit in seconds, which RayWatch applies."""
+    """Raise the time for which Ray's client tries to reach a lost head, and return the former limit in seconds.
+
+    For a cluster that this process joins. When the time is up, Ray's client ends the process without an error message.
+    RayWatch applies the former limit instead. Raises InvalidConfig if the environment has an invalid limit.
+    """
     given = os.environ.get(_RECONNECT) or _RECONNECT_DEFAULT
     try:
         seconds = float(given)
@@ -77,14 +80,14 @@ def environment_token() -> str:
 
 
 def enable_user_token() -> None:
-    """Have Ray's client send the user's token, if the user has one, as `ray.init("auto")` does: a Ray that `ray start`
-    has started on this host asks for it. Does nothing if RAY_AUTH_MODE is set."""
+    """Make Ray's client send the user's token if the user has one, as `ray.init("auto")` does. A Ray that `ray start`
+    has started on this host requires it. Does nothing if RAY_AUTH_MODE is set."""
     if _MODE not in os.environ and _user_token():
         os.environ[_MODE] = "token"
 
 
 def use_local_ray_token(address: str) -> None:
-    """If `coatcheck serve` of this user has started the Ray at `address`, have Ray's client send that Ray's token."""
+    """If `coatcheck serve` of this user has started the Ray at `address`, make Ray's client send that Ray's token."""
     if (token := read_token(ray_folder(), address)) is not None:
         os.environ[_LOOPBACK_ONLY] = "0"
         os.environ[_MODE] = "token" if token else "disabled"

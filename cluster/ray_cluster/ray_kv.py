@@ -1,9 +1,13 @@
-"""What a restarted supervisor reads from Ray's key-value store: numbers, and one text.
+"""Reads and writes the supervisor's state in Ray's key-value store, from which a restarted supervisor continues.
 
-They are the number of groups that the last `coatcheck scale` asked for (`GROUP_COUNT`), the number of each group's
-newest start (`start_number_key(group)`), and the ports that each router chose because its setting is 0
-(`grpc_port_key(router)`, `http_port_key(router)`). The text is the settings that `coatcheck serve --apply` gave last
-(`ROLLOUT`; see supervision/config_rollout.py).
+    key                       type     value
+    GROUP_COUNT               number   the number of groups after the last `coatcheck scale`
+    start_number_key(group)   number   the number of the group's newest start
+    grpc_port_key(router)     number   the gRPC port that the router chose
+    http_port_key(router)     number   the HTTP port that the router chose
+    ROLLOUT                   text     the settings of the last `coatcheck serve --apply` (see ConfigRollout)
+
+A router chooses a port, which is then stored, if the port in its settings is 0.
 """
 
 from typing import Final
@@ -15,7 +19,6 @@ ROLLOUT: Final = "coatcheck/rollout"
 
 
 def start_number_key(group: str) -> str:
-    """The key of the number of a group's newest start."""
     return f"coatcheck/{group}/start"
 
 
@@ -28,7 +31,7 @@ def http_port_key(router: str) -> str:
 
 
 def read_number(key: str) -> int | None:
-    """None if the key was never written, or is deleted."""
+    """The number at `key`; None if there is none."""
     value: bytes | None = internal_kv._internal_kv_get(key)
     return None if value is None else int(value)
 
@@ -38,7 +41,7 @@ def write_number(key: str, number: int) -> None:
 
 
 def read_text(key: str) -> str | None:
-    """None if the key was never written, or is deleted."""
+    """The text at `key`; None if there is none."""
     value: bytes | None = internal_kv._internal_kv_get(key)
     return None if value is None else value.decode()
 
