@@ -28,7 +28,8 @@ class ApplySettings:
         self._read = read
         self._ready_file = ready_file
         self._text: str | None = None
-        self._text = self._read_text()
+        self._text = self._last_text = self._read_text()
+        self._has_warned = False
         self._error = ""  # why the file that was read last is no valid configuration
         self._printed = ""  # `state.configuration` of which the last notice was made
 
@@ -55,7 +56,10 @@ class ApplySettings:
         `has_served`: every group has served since this command began. `ready_file` is not made before.
         """
         text = self._read_text()
-        if text != self._text:
+        is_stable, self._last_text = text == self._last_text, text
+        # A program may have emptied the file, and be about to write it: a text without a newline at its end counts from
+        # the second time on. An empty file would give the cluster the defaults of all settings.
+        if text != self._text and (is_stable or (text or "").endswith("\n")):
             self._text = text
             self._error = ""
             try:
@@ -70,7 +74,12 @@ class ApplySettings:
         if state.configuration != self._printed and not state.configuration.startswith("refused"):
             say(_describe(state))
         self._printed = state.configuration
-        self._mark_ready(has_served and not (state.configuration or self._error))
+        try:
+            self._mark_ready(has_served and not (state.configuration or self._error))
+        except OSError as error:  # such as a full disk; raised from here, it would end the whole cluster
+            if not self._has_warned:
+                self._has_warned = True
+                say(Notice(f"warning: --ready-file cannot be changed: {error}"))
 
     def _read_text(self) -> str | None:
         """The content and not the time of change: Kubernetes replaces a link to a mounted file's folder."""

@@ -134,3 +134,24 @@ def test_flags_that_belong_together(flags: list[str], said: str, tmp_path: Path)
     """Half of a choice is refused at once."""
     done = coatcheck("serve", str(tmp_path), *flags)
     assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_file_that_is_being_written_is_not_sent(session: Session) -> None:
+    """A program that replaces the content empties the file first. An empty file is sent only if it stays so."""
+    session.file.write_text("")
+    session.poll()
+    session.file.write_text("model: m\ngroups: 3\n")
+    session.poll()
+    assert [config.groups for config in session.sent] == [3] and session.lines == ["the settings have changed"]
+    session.file.write_text("model: m")
+    session.poll()
+    session.poll()
+    assert [config.groups for config in session.sent] == [3, 1]
+
+
+def test_a_ready_file_that_cannot_be_made_ends_nothing(session: Session) -> None:
+    """`serve` says it once and serves on: an error would end the whole cluster."""
+    session.ready_file.parent.joinpath("ready").mkdir()
+    session.poll("waits for a restart of group-0 for kv-memory")
+    session.poll("waits for a restart of group-0 for kv-memory")
+    assert len([line for line in session.lines if line.startswith("warning: --ready-file cannot be changed")]) == 1
