@@ -95,7 +95,8 @@ class Router:
                 defaults = sampling_defaults(directory)
 
         self.groups = GroupRegistry(config)
-        self.dispatcher = Dispatcher(self.groups, AdmissionQueue(config.max_queued), config.routing)
+        queue = AdmissionQueue(config.max_queued)
+        self.dispatcher = Dispatcher(self.groups, queue, config.routing, config.move_wait_seconds)
 
         registry = CollectorRegistry()
         registry.register(GroupMetrics(self.groups, self.dispatcher.retries))

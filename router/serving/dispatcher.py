@@ -6,6 +6,7 @@ waits until it may run on a group beside the other suspects there (see poison_su
 """
 
 import asyncio
+import math
 import random
 from collections import defaultdict
 from collections.abc import Hashable
@@ -36,10 +37,17 @@ _MAX_RETURNS: Final = 3
 class Dispatcher:
     """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router.
 
-    `policy`: a name of `serve --routing` (see apply_policy). `serving`: the groups that take new requests.
+    `policy`: a name of `serve --routing` (see apply_policy). `no_group_seconds`: how long queued requests wait while no
+    group serves. `serving`: the groups that take new requests.
     """
 
-    def __init__(self, groups: GroupRegistry, queue: AdmissionQueue, policy: str = PREFIX_AWARE) -> None:
+    def __init__(
+        self,
+        groups: GroupRegistry,
+        queue: AdmissionQueue,
+        policy: str = PREFIX_AWARE,
+        no_group_seconds: float = math.inf,
+    ) -> None:
         self.queue = queue
         self.retries = RetryBudget()
         self.serving = ServingGroups(groups.serving())
@@ -48,6 +56,8 @@ class Dispatcher:
         self._replication = PrefixReplication()
         self._policy = policy
         self._last_group = ""  # where the last request was sent
+        self._no_group_seconds = no_group_seconds
+        self._no_group_timer: asyncio.TimerHandle | None = None  # runs while requests wait and no group serves
         # Only one suspect of each level and kind of group looks for a group at a time, because many wait after a crash.
         self._suspect_turns: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         groups.on_room = self._send_if_room_gained
@@ -63,16 +73,18 @@ class Dispatcher:
     async def admit(self, attempt: Attempt, *, wait_seconds: float = 0.0, bounded: bool = True) -> Grant:
         """Sends a request once it is next in the queue and a group has room for it.
 
-        While no group serves, a new request waits `wait_seconds` for one. A queued request waits until a group has room
-        or its deadline has passed. `bounded`: False queues the request even if the queue is full. Raises Overloaded,
-        DeadlineExceeded, Unavailable and ContextLengthExceeded.
+        While no group serves, a new request waits `wait_seconds` for one, whether others are queued or not. A queued
+        request waits until a group has room, its deadline has passed, or no group has served for too long. `bounded`:
+        False, for a request that was admitted before, queues it even if the queue is full or no group serves. Raises
+        Overloaded, DeadlineExceeded, Unavailable and ContextLengthExceeded.
         """
-        if attempt.only_compatible_with is None and not len(self.queue) and not self.serving.groups:
+        if bounded and not self.serving.groups:
             await self._wait_for_group(wait_seconds)
         if not len(self.queue) and (submission := self._send_if_room(attempt)) is not None:
             return self.queue.grant_unqueued(submission, attempt.request)
         scheduling_class, prompt_seconds = self._scheduling_class(attempt), self._prompt_seconds(attempt)
         queued = self.queue.add(attempt, scheduling_class, prompt_seconds, bounded=bounded)
+        self._limit_wait_without_groups()
         is_alone_in_class = self.queue.waiting_in_class(scheduling_class) == 1
         if is_alone_in_class and len(self.queue) > 1:  # its groups may have room; a queue of one was tried above
             self.send_waiting()
@@ -135,6 +147,22 @@ class Dispatcher:
         self.serving = ServingGroups(self._groups.serving())
         self.queue.reclassify(self._scheduling_class)
         self.send_waiting()
+        self._limit_wait_without_groups()
+
+    def _limit_wait_without_groups(self) -> None:
+        """Starts or stops the timer that refuses the waiting requests if no group serves for too long."""
+        if self.serving.groups or not len(self.queue):
+            if self._no_group_timer is not None:
+                self._no_group_timer.cancel()
+                self._no_group_timer = None
+        elif self._no_group_timer is None and self._no_group_seconds < math.inf:
+            loop = asyncio.get_running_loop()
+            self._no_group_timer = loop.call_later(self._no_group_seconds, self._refuse_waiting)
+
+    def _refuse_waiting(self) -> None:
+        self._no_group_timer = None
+        while self.queue.peek(frozenset()) is not None:
+            self.queue.refuse(Unavailable(_NO_GROUP), frozenset())
 
     def _send_if_room_gained(self) -> None:
         """Called when a group may have got room. While no group gains room, no waiting request can be sent."""

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
-from coatcheck.proto.errors import DeadlineExceeded, Overloaded
+from coatcheck.proto.errors import DeadlineExceeded, Overloaded, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     GenerateRequest,
     GenerateResponse,
@@ -192,6 +192,27 @@ async def test_queued_requests_survive_the_loss_of_a_group(start_router: StartRo
     await group.start()
     answers = await asyncio.gather(*asked)
     assert [len(answer.choices[0].token_ids) for answer in answers] == [2] * 5
+
+
+async def test_no_request_waits_for_ever_for_groups(start_router: StartRouter) -> None:
+    """Once no group serves, new requests are refused at once although others are queued. The queued ones wait for a
+    group as long as moved streams do."""
+    group = full_group()
+    router = await open_full(start_router, group, move_wait_seconds=0.5)
+    asked = [send(router, ask(100)) for _ in range(3)]
+    await waiting(router, 3)
+    await group.kill()
+    await router.wait_for_groups(0)
+    with pytest.raises(Unavailable, match="no worker group is serving"):
+        await asyncio.wait_for(send(router, ask(200)), MAX_WAIT_SECONDS)
+    assert len(router.server.dispatcher.queue) == 3
+    for one in asked:
+        with pytest.raises(Unavailable, match="no worker group is serving"):
+            await asyncio.wait_for(one, MAX_WAIT_SECONDS)
+    await group.start()
+    await router.wait_for_groups(1)
+    group.report(waiting=0)
+    assert len((await send(router, ask(300))).choices[0].token_ids) == 2
 
 
 async def test_a_request_that_a_full_group_refuses_is_queued(start_router: StartRouter) -> None:
