@@ -129,7 +129,7 @@ def _short_conv(config: ModelConfig, layer: int) -> ShortConvSpec:
 
 
 def _mamba2(config: ModelConfig, layer: int) -> Mamba2Spec:
-    """Of granitemoehybrid, bamba and falcon_h1."""
+    """The Mamba-2 mixer of granitemoehybrid, bamba and falcon_h1."""
     _check_dt_limits(config)
     heads = config.count("mamba_n_heads", default=128)
     inner = config.count("mamba_expand", default=2) * config.count("hidden_size")

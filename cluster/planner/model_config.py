@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
+from coatcheck.proto.model_folder import no_config_error, no_type_error, weights_file_error
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
 from coatcheck.workers.model.known_architectures import CONFIG_DEFAULTS, TESTED_MODEL_TYPES
@@ -45,7 +46,7 @@ class ModelConfig:
         """Raise InvalidModel as `open` does."""
         values = read_json_object(file)
         if values is None:
-            raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?")
+            raise no_config_error(file.parent)
         if not is_multimodal(values):
             return cls(name, resolve_alias(values))
         text = text_config(values)
@@ -56,8 +57,9 @@ class ModelConfig:
 
     @property
     def model_type(self) -> str:
-        """The family, such as llama."""
-        return str(self.values.get("model_type", ""))
+        """The family, such as llama; "" if config.json names none."""
+        named = self.values.get("model_type")
+        return named if isinstance(named, str) else ""
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is not null. Raise InvalidModel unless it is a whole number below 2**40."""
@@ -73,7 +75,11 @@ class ModelConfig:
         if default is not None:
             return default
         also = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
-        raise InvalidModel(f"{self.name}: config.json has no {names[0]}{also}, which sizing needs; add it")
+        if not self.model_type:
+            raise no_type_error(self.name, self.values)
+        known = self.model_type in TESTED_MODEL_TYPES
+        verify = "" if known else f"; `coatcheck verify` says whether model type {self.model_type} is served at all"
+        raise InvalidModel(f"{self.name}: config.json has no {names[0]}{also}, which sizing needs; add it{verify}")
 
     def count(self, *names: str, default: int | None = None, most: int = 2**31) -> int:
         """Like `number`, but from 1 to `most`."""
@@ -101,6 +107,8 @@ def find_config(model: str) -> Path:
     if path.is_dir():
         return path / "config.json"
     if path.is_file():
+        if (error := weights_file_error(path)) is not None:
+            raise error
         return path
     if _HUB_ID.fullmatch(model):
         return _from_hub(model)

@@ -36,7 +36,7 @@ _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 
 ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
 # Families with more KV heads in layers with a sliding window, and how many times as many.
 _MORE_KV_HEADS: Final = {"mimo_v2_flash": 2}
-# Families whose values are shorter than their keys. The pool stores such a value with zeros behind it.
+# Families whose values are shorter than their keys. The pool pads such a value with zeros to the length of a key.
 _SHORT_VALUES: Final = frozenset({"mimo_v2_flash"})
 
 
@@ -70,22 +70,8 @@ class ModelShape:
                 else "only the text part is counted; `coatcheck serve` does not serve this model"
             )
         heads = config.count("num_attention_heads", "n_head", "num_heads")
-        if hybrid is None:
-            count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
-            windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
-        else:
-            windows = [0] * len(hybrid.attention)
-        if not windows:
-            raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
-        if config.values.get("kv_lora_rank") is not None:
-            nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-            latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0, rope_head_dim=rope)
-            layer, expanded = latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)
-        else:
-            layer = LayerSpec(heads, _kv_heads(config, heads), _head_dim(config, heads))
-            if config.model_type in _SHORT_VALUES and (v := config.count("v_head_dim", default=128)) < layer.head_dim:
-                layer = replace(layer, unpadded_v_dim=v)
-            expanded = layer
+        windows = _windows_by_layer(config, hybrid)
+        layer, expanded = _attention_layer(config, heads)
         shapes = _shapes_by_layer(config, len(windows))
         for own, source in zip(shapes, _kv_sources(config, windows), strict=True):
             own["kv_source"] = source
@@ -122,6 +108,31 @@ class ModelShape:
     def with_kv_heads(self, num_kv_heads: int) -> tuple[LayerSpec, ...]:
         """`expanded` with another number of KV heads per layer."""
         return tuple(replace(layer, num_kv_heads=num_kv_heads) for layer in self.expanded)
+
+
+def _windows_by_layer(config: ModelConfig, hybrid: HybridLayers | None) -> list[int]:
+    """The sliding window of each attention layer in tokens; 0: full attention. Raise InvalidModel if there is no such
+    layer."""
+    if hybrid is None:
+        count = config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000)
+        windows = _sliding_windows(config, count * ATTENTIONS_PER_LAYER.get(config.model_type, 1))
+    else:
+        windows = [0] * len(hybrid.attention)
+    if not windows:
+        raise InvalidModel(f"{config.name}: config.json has no layer with attention; correct its layer_types")
+    return windows
+
+
+def _attention_layer(config: ModelConfig, heads: int) -> tuple[LayerSpec, LayerSpec]:
+    """An attention layer without a window: as the KV pool stores it, and with the keys and values of every head."""
+    if config.values.get("kv_lora_rank") is not None:
+        nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0, rope_head_dim=rope)
+        return latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)
+    layer = LayerSpec(heads, _kv_heads(config, heads), _head_dim(config, heads))
+    if config.model_type in _SHORT_VALUES and (v := config.count("v_head_dim", default=128)) < layer.head_dim:
+        layer = replace(layer, unpadded_v_dim=v)
+    return layer, layer
 
 
 def _with_window(config: ModelConfig, layer: LayerSpec, window: int) -> LayerSpec:
@@ -227,14 +238,14 @@ def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
 def _refuse_other_state(config: ModelConfig) -> None:
     """Raise InvalidModel if a layer keeps other state than keys and values for each token, or is of an unknown type."""
     if config.values.get("is_encoder_decoder"):
-        raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
+        raise InvalidModel(f"{config.name} is an encoder-decoder; choose a decoder-only model")
     attentions = config.values.get("attn_type_list")
     are_all_full = isinstance(attentions, list) and all(one == 1 for one in attentions)  # as in MiniMax-M2
     other = [name for name in _OTHER_STATE if not (name == "attn_type_list" and are_all_full)]
     if field := next((name for name in other if config.values.get(name)), None):
         raise InvalidModel(
             f"{config.name}: config.json has {field}, so some layers keep state outside of the KV cache; "
-            "such models are not served"
+            "such models are not served: choose one with attention in every layer"
         )
     kinds = config.values.get("layer_types")
     known = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -16,7 +16,8 @@ from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount, ties_head
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.proto.model_folder import no_type_error
 from coatcheck.workers.checkpoint.held_weights import held_bytes
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries
@@ -26,6 +27,7 @@ from coatcheck.workers.core.model_spec import DeltaNetSpec, state_bytes
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.lora.adapter import Adapter
+from coatcheck.workers.model.known_architectures import check_causal, check_known
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128)
 _DEFAULT_CONTEXT: Final = 8192
@@ -33,12 +35,13 @@ _DEFAULT_CONTEXT: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool.
-    `num_snapshots`: of states, at which cached prompts start.
-    `rank_state_bytes`: states of one sequence on one rank; 0 for a model with attention in every layer.
-    `rank_adapter_bytes`: LoRA adapters of one rank.
+    """`weight_bytes`: bytes of the whole model's weights. `rank_weights`: the weights of one rank. `num_blocks`: blocks
+    of the pool. `num_snapshots`: snapshots of states, at which cached prompts start. `rank_state_bytes`: bytes of the
+    states of one sequence on one rank; 0 for a model with attention in every layer. `rank_adapter_bytes`: bytes of the
+    LoRA adapters on one rank.
 
-    A method that returns rows returns a list of the JSON object of `coatcheck plan --json`, which is a table too.
+    Each `*_rows` method returns one list of the JSON object of `coatcheck plan --json`. plan_table.py shows it as a
+    table.
     """
 
     settings: PlanSettings
@@ -62,6 +65,8 @@ class Sizing:
         config = ModelConfig.open(settings.model)
         if config.is_multimodal:  # their text_config is published without fields that have the class's default
             config = fill_defaults(config)
+        if not config.is_multimodal:
+            check_causal(config.name, config.model_type)
         shape = ModelShape.of(config)
         dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
         kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
@@ -112,6 +117,7 @@ class Sizing:
             num_snapshots=num_snapshots,
             lengths=_lengths(settings.lengths, context),
             notes=(
+                *_refusals(config),
                 *shape.notes,
                 *([plain_note] if plain_note and settings.quantization != "auto" else []),
                 *_state_notes(settings, shape, rank_states, num_snapshots),
@@ -141,13 +147,13 @@ class Sizing:
         return self.count_sequences(self.cache, self.num_blocks, self.context / self.cache.block_size)
 
     def count_sequences(self, cache: KvCacheSpec, num_blocks: int, blocks: float) -> int:
-        """As count_sequences of capacity.py, of this model."""
+        """capacity.count_sequences() for this model."""
         weights, states = self.rank_weight_bytes, self.rank_state_bytes
         return count_sequences(cache, self.settings, num_blocks, blocks, weights, states)
 
     @property
     def rank_weight_bytes(self) -> float:
-        """Of the model and of the LoRA adapters."""
+        """Bytes of the weights and of the LoRA adapters on one rank."""
         return self.rank_weights.total * self.bytes_per_weight + self.rank_adapter_bytes
 
     def layer_rows(self) -> list[dict[str, Any]]:
@@ -292,8 +298,8 @@ def _lengths(trace: Path | None, context: int) -> LengthDistribution:
 
 
 def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> float | None:
-    """The weights as a rank of one holds them; None without files of weights, for plain weights on GPUs, and for
-    float16 on CPUs."""
+    """Bytes of the weights as a group of one rank holds them, from the headers of the model's files. None without
+    files, for plain weights on GPUs, and for float16 on CPUs."""
     directory, scheme = Path(settings.model).expanduser(), read_scheme(config.name, config.values)
     check_quantization(config.name, settings.quantization, scheme)
     if (settings.device == "cpu" and dtype == "float16") or not directory.is_dir():
@@ -316,7 +322,7 @@ def _stored_bytes(settings: PlanSettings, config: ModelConfig, dtype: str) -> fl
 
 
 def _counted_as_plain(settings: PlanSettings, config: ModelConfig, dtype: str) -> str:
-    """What to say of weights that will be quantised, and are counted as if they were not; "" for other weights."""
+    """The note for weights that will be quantised, but are counted in `dtype`; "" for other weights."""
     if settings.quantization == "auto" and config.values.get("quantization_config") is None:
         return ""
     return f"quantised weights are counted as {dtype} without MODEL's files: give their bytes with --weights"
@@ -328,6 +334,18 @@ def _adapter_bytes(settings: PlanSettings, shape: ModelShape) -> int:
         raise InvalidConfig("lora-modules: adapters are served on CPUs alone; use --device cpu")
     kv_ranks = min(settings.tp, shape.layers[0].num_kv_heads)
     return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks) for module in settings.adapters)
+
+
+def _refusals(config: ModelConfig) -> list[str]:
+    """A note if `coatcheck serve` refuses the model type here. A newer transformers may know the type."""
+    try:
+        if not config.model_type:
+            raise no_type_error(config.name, config.values)
+        if config.is_served:
+            check_known(config.name, config.model_type, has_auto_map="auto_map" in config.values)
+    except InvalidModel as error:
+        return [f"`coatcheck serve` refuses this model: {error}"]
+    return []
 
 
 def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: int, num_snapshots: int) -> list[str]:
@@ -362,7 +380,7 @@ def _notes(cache: KvCacheSpec, context: int, max_model_len: int | None) -> list[
     padded = next((layer for layer in cache.layers if layer.unpadded_v_dim), None)
     if padded is not None:
         notes.append(
-            f"the pool stores values of {padded.unpadded_v_dim} elements with zeros behind them, as long as keys "
+            f"the pool pads values of {padded.unpadded_v_dim} elements with zeros to the length of keys "
             f"({padded.head_dim})"
         )
     if readers := len(cache.layers) - len(cache.stored_layers):

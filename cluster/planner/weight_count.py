@@ -39,7 +39,8 @@ _GATED_ATTENTION: Final = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_
 
 @dataclass(frozen=True, slots=True)
 class WeightCount:
-    """Weights of one rank. `lookup`: an untied embedding, of which a step reads few rows. `experts`: of all experts."""
+    """Numbers of weights on one rank. `lookup`: in tables of which a step reads only few rows, such as an untied
+    embedding. `experts`: in all experts together. `dense`: all other weights, which every step reads."""
 
     dense: int
     lookup: int
@@ -65,35 +66,11 @@ class WeightCount:
         first, last = shard.vocab_rows(vocab) if shard.size > 1 else (0, vocab)
         table = (last - first) * hidden
         tied = ties_head(config)
-        dense, experts = table, 0  # every step reads the head
-        layer = layers[0]
-        hybrid = HybridLayers.of(config)
-        attending = range(len(layers)) if hybrid is None else hybrid.attention
-        by_layer, attentions = {state.layer: state for state in states}, iter(layers)
-        for index in range(len(layers) if hybrid is None else len(hybrid.kinds)):
-            dense += _beside_attention(config, hidden)
-            if index in by_layer:
-                dense += _state_layer(by_layer[index], shard, hidden)
-            if index in attending:
-                layer = next(attentions)
-                dense += _attention(config, layer, shard, hidden)
-                dense += _output_gate(layer, shard, hidden) if config.model_type in _GATED_ATTENTION else 0
-            if hybrid is not None and not hybrid.has_mlp(index):
-                continue
-            by_kind = None if hybrid is None else hybrid.has_experts(index)
-            has_experts = _has_experts(config, index) if by_kind is None else by_kind
-            if has_experts:
-                shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
-                dense, experts = dense + shared, experts + routed
-            has_both = config.model_type in ATTENTIONS_PER_LAYER or config.values.get("enable_moe_block")  # Gemma 4
-            if not has_experts or has_both:
-                mlp_shard = TpShard(0, 1) if _is_sparse_mlp(config, index) else shard
-                dense += _mlp(config, _inner_size(config, hidden, index, layer), mlp_shard, hidden)
+        dense, experts = _layer_weights(config, layers, states, shard, hidden, expert_parallel=expert_parallel)
         inputs, input_rows = _layer_inputs(config, hidden, len(layers))
-        dense += inputs
         num_experts = _num_experts(config) + _num_identities(config)
         return cls(
-            dense=dense,
+            dense=table + dense + inputs,  # every step reads the head
             lookup=input_rows + (0 if tied else table),
             experts=experts,
             num_experts=num_experts,
@@ -120,6 +97,43 @@ def ties_head(config: ModelConfig) -> bool:
     """Whether config.json, or the default of its family, ties the head to the embedding."""
     tied = config.values.get("tie_word_embeddings")
     return config.model_type in _TIED if tied is None else bool(tied)
+
+
+def _layer_weights(
+    config: ModelConfig,
+    layers: Sequence[LayerSpec],
+    states: Sequence[StateSpec],
+    shard: TpShard,
+    hidden: int,
+    *,
+    expert_parallel: bool,
+) -> tuple[int, int]:
+    """(dense weights, weights of experts) of all layers. The arguments are those of WeightCount.of."""
+    dense = experts = 0
+    layer = layers[0]
+    hybrid = HybridLayers.of(config)
+    attending = range(len(layers)) if hybrid is None else hybrid.attention
+    by_layer, attentions = {state.layer: state for state in states}, iter(layers)
+    for index in range(len(layers) if hybrid is None else len(hybrid.kinds)):
+        dense += _beside_attention(config, hidden)
+        if index in by_layer:
+            dense += _state_layer(by_layer[index], shard, hidden)
+        if index in attending:
+            layer = next(attentions)
+            dense += _attention(config, layer, shard, hidden)
+            dense += _output_gate(layer, shard, hidden) if config.model_type in _GATED_ATTENTION else 0
+        if hybrid is not None and not hybrid.has_mlp(index):
+            continue
+        by_kind = None if hybrid is None else hybrid.has_experts(index)
+        has_experts = _has_experts(config, index) if by_kind is None else by_kind
+        if has_experts:
+            shared, routed = _experts(config, shard, hidden, expert_parallel=expert_parallel)
+            dense, experts = dense + shared, experts + routed
+        has_both = config.model_type in ATTENTIONS_PER_LAYER or config.values.get("enable_moe_block")  # Gemma 4
+        if not has_experts or has_both:
+            mlp_shard = TpShard(0, 1) if _is_sparse_mlp(config, index) else shard
+            dense += _mlp(config, _inner_size(config, hidden, index, layer), mlp_shard, hidden)
+    return dense, experts
 
 
 def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: int) -> int:
@@ -200,7 +214,7 @@ def _beside_attention(config: ModelConfig, hidden: int) -> int:
 
 
 def _layer_inputs(config: ModelConfig, hidden: int, num_layers: int) -> tuple[int, int]:
-    """(weights that a step reads, rows of a table) behind the embeddings of each layer, which Gemma 3n and 4 have."""
+    """The per-layer input embeddings of Gemma 3n and 4: (weights that a step reads, weights of the embedding table)."""
     columns = num_layers * _input_size(config)
     if not columns:
         return 0, 0
