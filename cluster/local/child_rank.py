@@ -18,8 +18,8 @@ _READ_SECONDS: Final = 1.0
 
 
 class ChildRank:
-    """`exit`: done when the process has ended and all that it sent is read. `error`: what ended its start; None if it
-    sent no error. `log`: the file of its stderr."""
+    """`exit`: done when the process has ended and its last messages are read. `error`: the exception that the rank has
+    sent; None if it has sent none. `log`: the file of its output."""
 
     def __init__(self, process: asyncio.subprocess.Process, connection: Connection, log: Path) -> None:
         self.exit = asyncio.ensure_future(self._wait())
@@ -73,7 +73,7 @@ class ChildRank:
 
     async def _wait(self) -> None:
         await self._process.wait()
-        with suppress(TimeoutError):  # a process that it has forked may hold the socket
+        with suppress(TimeoutError):  # a process that the rank has forked may hold the socket open
             await asyncio.wait_for(self._is_read.wait(), _READ_SECONDS)
 
     def _receive(self) -> None:

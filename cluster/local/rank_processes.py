@@ -71,7 +71,7 @@ class RankProcesses:
         return None, ()
 
     async def find_nodes(self) -> bool:
-        """This host has room: `coatcheck serve` has checked it."""
+        """True: `coatcheck serve` has checked that this host has room."""
         return True
 
     async def start_ranks(self, start_number: int, incarnation: int) -> None:
@@ -79,24 +79,12 @@ class RankProcesses:
         self._have_served = False
         self._incarnation = incarnation
         self._memory_kills = memory_kills()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            for rank in range(self.tp):
-                start = RankStart(
-                    self._config,
-                    rank,
-                    rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
-                    listener=listener.fileno() if rank == 0 else None,
-                    rank_on_host=self._ranks_before + rank,
-                    ranks_on_host=self._ranks_on_host,
-                    record_base=self._record_base(incarnation),
-                    parent=os.getpid(),
-                )
-                log = self._folder / f"{self.group}-rank-{rank}.log"
-                environment = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
-                try:
-                    self._ranks.append(await ChildRank.start(start, log, environment))
-                except OSError as error:
-                    raise RankEnded(f"rank {rank} could not start: {error}") from None
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                for rank in range(self.tp):
+                    self._ranks.append(await self._start_rank(rank, listener, incarnation))
+        except OSError as error:  # too many open files, or no memory for another process: the next start may succeed
+            raise RankEnded(f"rank {len(self._ranks)} could not start: {error}") from None
 
     async def read_previous_crash(self) -> str | None:
         """How the incarnation before this one ended; see GroupEndpoint.previous_crash."""
@@ -125,7 +113,8 @@ class RankProcesses:
         return progress
 
     async def wait_for_exit(self, seconds: float) -> None:
-        """Return after `seconds`. Raises RankEnded once a rank has ended: if possible one that has said why."""
+        """Return after `seconds`. Raises RankEnded once a rank has ended. If several have, it is about one that has
+        reported an error, if there is one."""
         exits = [rank.exit for rank in self._ranks]
         if not (await asyncio.wait(exits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
             return
@@ -146,6 +135,21 @@ class RankProcesses:
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
+
+    async def _start_rank(self, rank: int, listener: socket.socket, incarnation: int) -> ChildRank:
+        start = RankStart(
+            self._config,
+            rank,
+            rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+            listener=listener.fileno() if rank == 0 else None,
+            rank_on_host=self._ranks_before + rank,
+            ranks_on_host=self._ranks_on_host,
+            record_base=self._record_base(incarnation),
+            parent=os.getpid(),
+        )
+        log = self._folder / f"{self.group}-rank-{rank}.log"
+        environment = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
+        return await ChildRank.start(start, log, environment)
 
     def _explain_end(self, number: int) -> str:
         rank = self._ranks[number]
