@@ -19,7 +19,7 @@ from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
 from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.host.disk_space import describe_full_disk
-from coatcheck.workers.host.fast_imports import import_transformers
+from coatcheck.workers.host.fast_imports import import_transformers, without_garbage_collection
 from coatcheck.workers.host.numa import bind_rank
 from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment, show_assigned_gpus
 
@@ -31,9 +31,9 @@ CONCURRENCY = 8
 
 
 class RankActor:
-    """`incarnation`: earlier starts of the group in which the ranks came to run (see GroupEndpoint). `ranks_on_host`:
-    ranks of all groups on this host, among which this one has the index `rank_on_host`. `loopback`: whether all ranks
-    of the group are on this host, and connect on 127.0.0.1."""
+    """`incarnation`: the number of earlier starts of the group in which its ranks came to run (see GroupEndpoint).
+    `ranks_on_host`: the number of ranks of all groups on this host. `rank_on_host`: this rank's index among them.
+    `loopback`: whether all ranks of the group are on this host. They then connect on 127.0.0.1."""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class RankActor:
 
     def run(self, rendezvous: str) -> None:
         """Serve until the rank ends. Raises CoatcheckError if the model or the settings cannot be served."""
-        # Imported late: torch and transformers take seconds, and read the environment that __init__ has set.
-        import_transformers()
-        from coatcheck.workers.rank import Rank
+        # Imported here: torch and transformers take seconds to import, and read the environment that __init__ has set.
+        with without_garbage_collection():
+            import_transformers()
+            from coatcheck.workers.rank import Rank
 
         try:
             self._rank = Rank(
@@ -94,7 +95,7 @@ class RankActor:
             raise self._failure
 
     def progress(self) -> RankProgress:
-        """How far the rank has started, and what is known of its host and process."""
+        """How far the rank's start has come, with the state of its host and process."""
         progress = self._rank.progress if self._rank is not None else RankProgress()
         full_disk = describe_full_disk(os.path.dirname(self.log_file()))
         return replace(
@@ -110,11 +111,12 @@ class RankActor:
         return os.path.realpath("/proc/self/fd/2")
 
     def previous_crash(self) -> str | None:
-        """How this rank ended in the incarnation before, if that ran on this host; see read_crash."""
+        """How this rank ended in the previous incarnation, if that ran on this host; see read_crash."""
         return read_crash(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 
     def _record_base(self, incarnation: int) -> str:
-        """Prefix of the paths of an incarnation's crash records. Their folder beside the logs belongs to this user."""
+        """The common start of the paths of an incarnation's crash records. They are in this user's folder beside the
+        logs."""
         return f"{os.path.dirname(self.log_file())}/coatcheck-{os.geteuid()}/{self._config.name}.{incarnation}"
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Driver: rank 0's tasks beside its part of each step: scheduling, and serving the group's routers over gRPC."""
+"""Driver: what rank 0 does besides computing its part of each step: it schedules, and serves routers over gRPC."""
 
 import logging
 import uuid
@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class Driver:
-    """The constructor starts to serve at `address`. `run` steps until any thread calls `stop`; then call `close`.
+    """The constructor starts the gRPC service at `address`. `run` steps until any thread calls `stop`. Then call
+    `close`.
 
     `loaded`: rank 0 after its warm-up. `count_late_compiles`: returns how many kernels were compiled since then.
     """
@@ -113,13 +114,13 @@ class Driver:
             self._tracing.close()
 
     def _hang_seconds(self) -> float:
-        """After how long a step hangs. In a captured graph nothing ends a collective after its own timeout."""
+        """The seconds after which a step counts as hung. The collectives of a CUDA graph have no timeout."""
         longest = longest_step_seconds(self._loop.prefill_tokens_per_second, self._config.max_batch_tokens)
         return self._config.collective_timeout_seconds + longest
 
     def _die(self, error: BaseException) -> NoReturn:
-        """End the process, and thereby the group, after the engine has failed. If the cause is known, tell the routers
-        first, because a running request may have caused the failure."""
+        """End the process, and thereby the group, after the engine has failed. If the cause is known, send it to the
+        routers first, because a running request may have caused the failure."""
         try:
             self._record.record_error(error)
             if cause := self._record.describe_cause(error):
@@ -129,7 +130,7 @@ class Driver:
 
 
 def _count_from_now(count: Callable[[], list[int]]) -> Callable[[], list[int]]:
-    """`count` without what the warm-up counted."""
+    """A function that returns `count()` less its values of now, so that the warm-up is left out."""
     before = count()
     return lambda: [now - then for now, then in zip(count(), before, strict=True)]
 

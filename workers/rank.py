@@ -69,7 +69,7 @@ class Rank:
         communicator, device = self._join(rendezvous)
         loaded = self._load(communicator, device)
         ranks = collect_rank_statuses(communicator, device, loaded.spec.weight_bytes)
-        # What is loaded stays alive: garbage collection need not scan it in the middle of a step.
+        # The loaded objects live as long as the process. Frozen, they are not scanned by a collection during a step.
         gc.collect()
         gc.freeze()
         try:
@@ -170,8 +170,8 @@ def choose_device(name: str, index: int = 0) -> torch.device:
         except CpuClassRefused as error:
             raise InvalidConfig(str(error)) from None
         return torch.device("cpu")
-    # Some container images allow TF32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. It has 10 bits of mantissa, and transformers
-    # multiplies positions by frequencies with it: from position 2,048 on RoPE would take positions for others.
+    # Some container images enable TF32 with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. Its mantissa has 10 bits. transformers
+    # computes RoPE's angles by a matmul of positions and frequencies: TF32 would round positions above 2,048.
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda", index)  # NCCL needs the index
     capability = torch.cuda.get_device_capability(device)
@@ -187,7 +187,8 @@ def choose_device(name: str, index: int = 0) -> torch.device:
 def collect_rank_statuses(
     communicator: Communicator, device: torch.device, weight_bytes: int
 ) -> list[public.RankStatus]:
-    """The status of every rank after its warm-up. Every rank must call it. `weight_bytes`: of this rank."""
+    """The status of every rank after its warm-up. A collective: every rank must call it. `weight_bytes`: of this
+    rank."""
     own = {
         "node": socket.gethostname()[:200],
         "pid": os.getpid(),

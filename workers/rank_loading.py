@@ -44,13 +44,13 @@ from coatcheck.workers.verification.verification import verify_once
 _log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 64
-_MEASURED_TOKENS = 256  # in the pool with which the largest step is measured
+_MEASURED_TOKENS = 256  # in the small KV pool of _measure_free_gpu_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """`spec` has the name under which the model is served. `copy_report`: the report on the copies of the warm-up; None
-    without a host tier."""
+    """`spec`: its `name` is the name under which the model is served. `copy_report`: the report on the copies of the
+    warm-up; None without a host tier."""
 
     spec: ModelSpec
     memory: MemoryBudget
@@ -77,29 +77,7 @@ def load_rank(
         with Checkpoint.open(config.model) as checkpoint:
             verify_once(checkpoint.directory, config.max_model_len)
     check_attention_library(config, device)
-
-    def check_memory(weight_bytes: int) -> None:
-        free = gpu_memory(device)[0] if device.type == "cuda" else host_free_bytes()
-        # Every rank has measured before the first one loads.
-        check_weights_fit(config, weight_bytes, communicator.all_reduce_min([free])[0], device, ranks_on_host)
-
-    model = load_model(
-        config.model,
-        communicator=communicator,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        activation_quantization=config.activation_quantization,
-        device=device,
-        max_model_len=config.max_model_len,
-        deterministic=config.deterministic,
-        expert_parallel=config.expert_parallel,
-        mla_shard=config.mla_shard,
-        attention_backend=config.attention_backend,
-        kv_dtype=config.kv_dtype,
-        lora_modules=config.lora_modules,
-        progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
-        check_memory=check_memory,
-    )
+    model = _load_model(config, communicator, device, ranks_on_host, update_progress)
     check_host_tier(model.spec.architecture, config.host_kv_memory, has_states=bool(model.spec.state_layers))
     communicator.barrier()
     update_progress(phase=Phase.WARMING)
@@ -134,7 +112,10 @@ def load_rank(
 
 
 def check_attention_library(config: GroupConfig, device: torch.device) -> None:
-    """Raise InvalidConfig if this rank cannot take its attention backend. Import the backend's library, and log it."""
+    """Import the library of the group's attention backend, if it has one, and log its use.
+
+    Raises InvalidConfig if the backend cannot run on this host, or if the import fails.
+    """
     kind = "cpu" if device.type == "cpu" else "cuda" if torch.version.hip is None else "hip"
     name = backend_name(config.attention_backend)
     check_backend_host(
@@ -152,7 +133,7 @@ def check_attention_library(config: GroupConfig, device: torch.device) -> None:
                 f"attention-backend {name} cannot be imported ({type(error).__name__}: {reason}); "
                 f"{LIBRARIES[name].install}, or use --attention-backend triton"
             ) from None
-        _log.warning("attention by %s instead of our kernels: %s", name, NEVER_RUN)
+        _log.warning("attention-backend %s is used instead of Coatcheck's kernels: %s", name, NEVER_RUN)
 
 
 def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Engine:
@@ -176,6 +157,37 @@ def build_engine(config: GroupConfig, loaded: LoadedRank, runner: Runner) -> Eng
     return engine
 
 
+def _load_model(
+    config: GroupConfig,
+    communicator: Communicator,
+    device: torch.device,
+    ranks_on_host: int,
+    update_progress: Callable[..., None],
+) -> Model:
+    def check_memory(weight_bytes: int) -> None:
+        free = gpu_memory(device)[0] if device.type == "cuda" else host_free_bytes()
+        # Every rank has measured before the first one loads.
+        check_weights_fit(config, weight_bytes, communicator.all_reduce_min([free])[0], device, ranks_on_host)
+
+    return load_model(
+        config.model,
+        communicator=communicator,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        activation_quantization=config.activation_quantization,
+        device=device,
+        max_model_len=config.max_model_len,
+        deterministic=config.deterministic,
+        expert_parallel=config.expert_parallel,
+        mla_shard=config.mla_shard,
+        attention_backend=config.attention_backend,
+        kv_dtype=config.kv_dtype,
+        lora_modules=config.lora_modules,
+        progress=lambda done, total: update_progress(phase=Phase.LOADING, done_bytes=done, total_bytes=total),
+        check_memory=check_memory,
+    )
+
+
 def _measure_free_gpu_bytes(
     config: GroupConfig,
     model: Model,
@@ -186,27 +198,27 @@ def _measure_free_gpu_bytes(
 ) -> int:
     """The bytes of this rank's GPU that its KV pool may take. All ranks call this together.
 
-    A runner with a small pool captures the CUDA graphs and computes the largest steps. What the GPU then has in use,
-    without that pool, is what everything but the pool needs: weights, the allocator's peak, graphs, NCCL, compiled
+    A runner with a small pool captures the CUDA graphs and computes the largest steps. The memory that is then in use,
+    less the small pool, is what everything but the KV pool needs: weights, the allocator's peak, graphs, NCCL, compiled
     kernels, and other programs.
     """
-    torch.cuda.empty_cache()  # of what loading left in torch's allocator
+    torch.cuda.empty_cache()  # returns what loading left in torch's allocator
     pool = allocate_kv_pool(layout, -(-_MEASURED_TOKENS // config.block_size), device)
     memory = MemoryBudget(layout, pool, None)
     runner = _build_runner(config, model, memory, communicator, model.spec.max_model_len)
     runner.warm_up(progress)
     _run_largest_steps(config, runner)
     free, total = gpu_memory(device)
-    own_bytes = pool.nbytes  # of this runner alone, and not of the one that serves
-    own_bytes -= runner.unmeasured_bytes  # which the one that serves may need besides
+    unmeasured = runner.unmeasured_bytes  # the serving runner may need these besides
     if config.host_kv_memory:
-        # The measured runner has no copier, whose two staging buffers need memory too.
-        own_bytes -= 2 * num_staging_blocks(sys.maxsize, layout.bytes_per_block) * layout.bytes_per_block
+        # The serving runner has a BlockCopier with two staging buffers. This one has none.
+        unmeasured += 2 * num_staging_blocks(sys.maxsize, layout.bytes_per_block) * layout.bytes_per_block
+    in_use = total - free - pool.nbytes + unmeasured
     runner.close()
     del runner, memory, pool
     gc.collect()
     torch.cuda.empty_cache()
-    return free_gpu_bytes(config, in_use=total - free - own_bytes, total=total)
+    return free_gpu_bytes(config, in_use=in_use, total=total)
 
 
 def _build_runner(
@@ -253,7 +265,7 @@ def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget, pro
     copy_report = None
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
-        # At full size: a step that does not fit in memory beside the pool fails now, not under load.
+        # The largest steps, so that a step that does not fit in memory beside the pool fails now, not under load.
         runner.warm_up(progress)
         _run_largest_steps(config, runner)
     else:

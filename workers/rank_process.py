@@ -2,8 +2,8 @@
 
     python -m coatcheck.workers.rank_process FD
 
-reads a RankStart from the socket FD and serves. It answers "progress" on the socket with its RankProgress, and ends its
-group after "stop". An error that ends the start is sent to the parent. When the parent ends, this process ends.
+reads a RankStart from the socket FD and serves. It answers the message "progress" with its RankProgress. The message
+"stop" ends its group. An error that ends the rank is sent to the parent. When the parent ends, this process ends.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.log_lines import configure_logging
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
-from coatcheck.workers.host.fast_imports import import_transformers
+from coatcheck.workers.host.fast_imports import import_transformers, without_garbage_collection
 from coatcheck.workers.host.numa import bind_rank
 from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
 
@@ -50,7 +50,7 @@ class RankStart:
 
 
 class RankFailed(Exception):
-    """An error of a rank that is no CoatcheckError, as its parent gets it: type and last line."""
+    """A rank ended with an error that is no CoatcheckError. The message has the error's type and its last line."""
 
 
 class RankProcess:
@@ -66,13 +66,15 @@ class RankProcess:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Serve until the rank ends. Raises whatever ends the start, after the parent has been told."""
+        """Serve until the rank ends. If an error ends the rank, send it to the parent and raise it."""
         threading.Thread(target=self._answer_parent, daemon=True).start()
         start = self._start
         try:
-            # Imported late: torch reads the environment, and the parent may ask for progress meanwhile.
-            import_transformers()
-            from coatcheck.workers.rank import Rank
+            # Imported here: torch reads the environment that __init__ has set, and the thread that answers the parent
+            # runs meanwhile.
+            with without_garbage_collection():
+                import_transformers()
+                from coatcheck.workers.rank import Rank
 
             listener = None if start.listener is None else socket.socket(fileno=start.listener)
             self._rank = Rank(
@@ -115,8 +117,8 @@ class RankProcess:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process `parent` ends. Linux only: elsewhere the end of the socket
-    does it, unless C code holds the interpreter."""
+    """Have the kernel kill this process when the process `parent` ends. Linux only. Elsewhere this process ends when it
+    reads the end of the parent's socket, which it cannot while C code holds the GIL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -124,11 +126,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """The process. Its stderr is the rank's log."""
+    """Serve one rank. Stderr is the rank's log."""
     connection = Connection(int(sys.argv[1]))
     start: RankStart = connection.recv()
     die_with_parent(start.parent)
-    # systemd sends these to every process of a service. The parent drains first, and then ends this process.
+    # systemd sends these signals to every process of a service. The parent drains first, and then stops this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     config = start.config
@@ -137,7 +139,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # From the module under its own name: the parent cannot unpickle an error whose class is one of __main__.
+    # Import the module under its own name: the parent cannot unpickle an error of a class of __main__.
     from coatcheck.workers import rank_process
 
     rank_process.main()

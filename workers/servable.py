@@ -1,9 +1,9 @@
-"""A check whether a rank could serve a local checkpoint, without Ray and without reading weights.
+"""Checks whether a rank could serve a local checkpoint, without Ray and without reading weights.
 
     python -m coatcheck.workers.servable '{"model": "/models/x", "tp": 2, …}'
 
-prints one JSON object, {"error": …, "message": …}: the error that a rank would raise, or empty strings. The check is a
-command so that torch and transformers do not stay in the caller's memory.
+prints one JSON object, {"error": …, "message": …}: the error that a rank would raise, or empty strings. The check runs
+in a process of its own, so that torch and transformers do not stay in the caller's memory.
 """
 
 import json

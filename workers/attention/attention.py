@@ -1,8 +1,9 @@
-"""Attention as transformers calls it, over the paged KV pool.
+"""The attention function for transformers' models, over the paged KV pool.
 
-transformers' models look their attention function up by name in AttentionInterface. `attend` is registered there under
-NAME. It stores the new keys and values in the pool and reads the context through block tables. NAME is absent from
-transformers' mask interface, so no mask is built: the kernel applies causality, windows and sequence boundaries.
+transformers' models look up their attention function by name in AttentionInterface. `attend` is registered there under
+NAME. It stores the new keys and values in the pool, and reads the context through block tables. NAME is not registered
+in transformers' mask interface, so transformers builds no mask: the kernel applies causality, windows and the
+boundaries between sequences.
 
 `attend` reads the step from a context variable (`use_step`), because the layers of some models do not pass keyword
 arguments on to their attention.
@@ -30,7 +31,7 @@ from coatcheck.workers.core.model_spec import LayerSpec
 
 NAME = "coatcheck"
 
-# Of the layers with attention, and then the states of the layers that keep one.
+# The caches of the attention layers, then the states of the layers that keep a state.
 LayerCaches = list[KVCache] | list[LatentCache] | list[KVCache | RecurrentState]
 
 
@@ -38,7 +39,7 @@ LayerCaches = list[KVCache] | list[LatentCache] | list[KVCache | RecurrentState]
 class AttentionLayer(LayerSpec):
     """The attention parameters of one layer, found by attention_probe.py. `module`: the attention module's name.
 
-    `has_gate`: the query projection has a gate behind each head's query (state_layers.py).
+    `has_gate`: the query projection outputs for each head its query and then a gate (state_layers.py).
     """
 
     module: str
@@ -51,12 +52,13 @@ class AttentionLayer(LayerSpec):
 class AttentionStep:
     """What the layers of one forward pass need.
 
-    `layers`: those with attention. `places`: by the layer's index in the model, its place in `layers`.
+    `layers`: the attention layers. `cache_indices`: {a layer's index in the model: its index in `layers` and in
+    `layer_caches`}.
     """
 
     metadata: AttentionMetadata
     layers: Sequence[AttentionLayer]
-    places: Mapping[int, int]
+    cache_indices: Mapping[int, int]
     layer_caches: LayerCaches
 
 
@@ -65,7 +67,7 @@ _step: ContextVar[AttentionStep] = ContextVar("attention_step")
 
 @contextmanager
 def use_step(step: AttentionStep) -> Iterator[None]:
-    """`attend` reads `step` while inside."""
+    """Make `step` the current step while the context is open."""
     token = _step.set(step)
     try:
         yield
@@ -93,16 +95,16 @@ def attend(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
+    """query, key [1, heads or kv_heads, T, dim], value [1, kv_heads, T, v_dim] -> [1, T, heads, v_dim].
 
-    Values may be shorter than keys: the pool stores them with zeros behind, and the output is as short as they are.
-    A layer with a `kv_source` stores nothing: `key` and `value` are those that the earlier layer stored in this step.
-    The layer's parameters are those that the probe found. They replace the arguments that are ignored, because some
-    models write their window only into the mask. `s_aux`: attention sinks, [heads].
+    If v_dim is less than dim, the pool pads values with zeros. A layer with a `kv_source` stores nothing: the earlier
+    layer has stored `key` and `value` in this step. Scale, window and soft-cap are those that the probe found. The
+    arguments with them are ignored, because some models have their window only in the mask. `s_aux`: attention sinks,
+    [heads].
     """
     step = current_step()
-    place = step.places[layer_index(module)]
-    cache, layer = step.layer_caches[place], step.layers[place]
+    index = step.cache_indices[layer_index(module)]
+    cache, layer = step.layer_caches[index], step.layers[index]
     assert isinstance(cache, KVCache)  # only our own code computes latent attention
     size = value.shape[3]
     if layer.kv_source is None:
@@ -118,11 +120,12 @@ def attend(
 def attend_cache(
     q: Tensor, cache: KVCache, layer: AttentionLayer, metadata: AttentionMetadata, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [T, heads, dim] -> [T, heads, dim]: attention of each token over its sequence's keys and values in `cache`."""
+    """q [T, heads, dim] -> [T, heads, dim]: attention of each token over its sequence's keys and values in `cache`.
+    `sinks`: float32 [heads]."""
     plan = metadata.plans.get(kind_of(layer)) if metadata.plans else None
     if isinstance(plan, LibraryPlan):
-        assert sinks is None  # check_backend_model refuses them
-        if not len(q):  # no token of the step needs logits; the libraries take no empty step
+        assert sinks is None  # check_backend_model refuses sinks
+        if not len(q):  # no token of the step needs logits, and the libraries do not compute empty steps
             return torch.empty_like(q)
         return plan.attend(
             q, cache, metadata, scale=layer.scale, sliding_window=layer.sliding_window, softcap=layer.softcap
@@ -143,7 +146,7 @@ def attend_cache(
 
 
 def kernel_plan(metadata: AttentionMetadata, layer: LayerSpec) -> AttentionPlan | None:
-    """The plan of a layer that only our kernels compute; None on a CPU."""
+    """The plan of a layer that only Coatcheck's kernels compute; None on a CPU."""
     plan = metadata.plans.get(kind_of(layer)) if metadata.plans else None
     assert not isinstance(plan, LibraryPlan)  # check_backend_model refuses such layers
     return plan

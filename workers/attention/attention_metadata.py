@@ -1,4 +1,4 @@
-"""AttentionMetadata and LogitsIndices: where the tokens of one step sit in the paged KV pool, and which need logits.
+"""AttentionMetadata and LogitsIndices: where the tokens of one step are in the paged KV pool, and which need logits.
 
 The runner builds both once per step, with tensors on the rank's device.
 """
@@ -16,7 +16,8 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 
 
 class LayerKind(NamedTuple):
-    """What a plan of attention depends on: layers of one kind share it."""
+    """The layer parameters on which an attention plan depends. Layers of one kind share their plan. The heads are those
+    that this rank computes."""
 
     num_heads: int
     num_kv_heads: int
@@ -25,7 +26,7 @@ class LayerKind(NamedTuple):
 
 
 class LibraryPlan(ABC):
-    """A step's attention in a library that stands in for our kernels, for layers of one kind."""
+    """The plan of a step for a library that replaces Coatcheck's kernels, for layers of one kind."""
 
     @abstractmethod
     def attend(
@@ -45,9 +46,12 @@ AttentionPlans = Mapping[LayerKind, AttentionPlan | LibraryPlan]
 
 
 class LocalQueries(NamedTuple):
-    """With --mla-shard tokens: each of a step's T queries over the tokens that this rank stores (token_shards.py).
+    """With --mla-shard tokens: a step's T queries as T sequences over the tokens that this rank stores
+    (token_shards.py).
 
-    block_tables: int32 [T, max_blocks]. seq_lens: int32 [T], local tokens, possibly 0. cu_seqlens_q: int32 [T + 1].
+    block_tables: int32 [T, max_blocks]
+    seq_lens:     int32 [T], the tokens of the query's context that this rank stores; may be 0
+    cu_seqlens_q: int32 [T + 1]
     """
 
     block_tables: Tensor
@@ -56,10 +60,11 @@ class LocalQueries(NamedTuple):
 
 
 class GatheredContext(NamedTuple):
-    """With --mla-shard tokens: a step whose ranks gather the latents of all of its sequences (token_shards.py).
+    """With --mla-shard tokens: a step whose ranks gather the latents of all its contexts (token_shards.py).
 
-    blocks: int64 [B], the blocks of one sequence after the other. block_tables: int32 [S, max_blocks], indices into
-    `blocks`. plans: for the rank's own heads over all tokens.
+    blocks:       int64 [B], the blocks of all sequences, one sequence after the other
+    block_tables: int32 [S, max_blocks], indices into `blocks`
+    plans:        for this rank's heads over all tokens
     """
 
     blocks: Tensor
@@ -85,13 +90,13 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor
     # Whether a query's result has the same bits in a decode and in a prefill (see paged_attention.py).
     batch_invariant: bool = False
-    # On a GPU: how the backend computes attention, for each kind of layers.
+    # On a GPU: how the backend computes attention, for each kind of layers. Empty on a CPU.
     plans: AttentionPlans = field(default_factory=dict)
-    local: LocalQueries | None = None  # of these queries; None: not computed
+    local: LocalQueries | None = None  # set by `localise`; None if it is not computed yet
     gathered: GatheredContext | None = None  # None: the ranks exchange queries and results
-    state_slots: Tensor | None = None  # int64 [S]: where a hybrid model keeps each sequence's states
-    max_query_len: int = sys.maxsize  # at least the queries of each sequence
-    max_seq_len: int = sys.maxsize  # at least each element of seq_lens
+    state_slots: Tensor | None = None  # int64 [S]: the slot of each sequence's states, in a hybrid model
+    max_query_len: int = sys.maxsize  # an upper bound of the queries of a sequence
+    max_seq_len: int = sys.maxsize  # an upper bound of seq_lens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class LogitsIndices:
     read. In a prefill that saves most of one layer.
 
     tokens:       int64 [R], ascending indices into the step's tokens
-    cu_seqlens_q: int32 [S + 1], element s is the number of `tokens` in the first s sequences; at most one each
+    cu_seqlens_q: int32 [S + 1], element s is the number of `tokens` in the first s sequences; a sequence has 0 or 1
     plans:        as in AttentionMetadata, for these tokens
     """
 

@@ -1,14 +1,14 @@
 """Finds each layer's attention parameters by running the model's own code, and refuses models that cannot be served.
 
-transformers has no description of a layer's attention: some models write the sliding window only into the mask, some
+transformers has no description of a layer's attention: some models have the sliding window only in the mask, some
 scale the scores, some add a bias. `probe_attention` therefore replaces the attention function, runs a few tokens
-through the model with dummy weights (dummy_weights.py), and records what each layer asks for.
+through the model with dummy weights (dummy_weights.py), and records the arguments of each layer's call.
 
 A paged server computes prefill chunks and decodes of many requests in one pass over flattened tokens. That is correct
-only if a token's result depends on its id, its position and what attention reads for it. So the probe also compares
-passes that differ in the other tokens, and raises InvalidModel with the reason if
+only if a token's result depends on nothing but its id, its position, and the keys and values that attention reads for
+it. So the probe also compares passes that differ in the other tokens. It raises InvalidModel with the reason if
 
-- a layer does not call the attention function, calls it twice, or uses a feature that our kernels lack,
+- a layer does not call the attention function, calls it twice, or uses a feature that the kernels lack,
 - a layer's mask is neither causal nor a sliding window (mask_probe.py),
 - a token's queries, keys, values or hidden state change with the other tokens of the pass: a convolution, a recurrent
   or delayed state, a RoPE scale chosen by the longest position.
@@ -35,11 +35,12 @@ from coatcheck.workers.attention.state_layers import (
     without_states,
 )
 
-_PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is: no mask is built
+_PROBE: Final = "coatcheck_probe"  # not in the mask interface, as NAME is not, so that no mask is built
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
 # Arguments of the attention function that do not change its result here.
 _IGNORED: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
-_TOLERANCE: Final = 1e-5  # of the largest value; rounding stays below 1e-6, an effect of other tokens is far larger
+# Relative to the largest value. Rounding stays below 1e-6; an effect of other tokens is far larger than 1e-5.
+_TOLERANCE: Final = 1e-5
 _MIXES: Final = (
     "computes a token's result from other tokens outside of attention; only models whose tokens interact in attention "
     "alone are supported"
@@ -60,7 +61,7 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Recording:
-    """What the attention layers of one pass were called with."""
+    """The arguments with which the attention layers of one pass were called. `max_model_len`: see probe_attention."""
 
     names: dict[nn.Module, str]
     num_tokens: int
@@ -68,18 +69,19 @@ class _Recording:
     masks: MaskRecorder | None = None  # None in a pass without masks
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # by layer: queries, keys and values, [tokens, features]
-    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer: keys and values of its own
+    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer with its own keys and values
 
 
 _recording: ContextVar[_Recording] = ContextVar("probe_recording")  # of the pass that runs
 
 
 def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionLayer]:
-    """The attention parameters of each layer, in layer order, without layers that keep a state (state_layers.py).
-    `model` has its parameters on the meta device.
+    """The parameters of the attention layers, in layer order, with the heads of all ranks. Layers that keep a state
+    (state_layers.py) and layers without attention are left out.
 
-    `max_model_len`: masks are checked up to this context; None takes the config's. Raises InvalidModel with the reason
-    if the model cannot be served. Buffers, config and parameters are unchanged afterwards.
+    `model`: its parameters are on the meta device. Its buffers, config and parameters are unchanged afterwards.
+    `max_model_len`: masks are checked up to this length; None: config.json's max_position_embeddings.
+    Raises InvalidModel with the reason if the model cannot be served.
     """
     AttentionInterface.register(_PROBE, _record_attention)
     AttentionInterface.register(_MASKED_PROBE, _record_attention)
@@ -105,7 +107,7 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
 
 
 def _chunk_advice(config: Any, max_model_len: int) -> str:
-    """What to change if layers attend in chunks: a context of one chunk has a causal mask."""
+    """Advice for an error, if layers attend in chunks: within the first chunk the mask is causal. Else ""."""
     chunk = getattr(config, "attention_chunk_size", None)
     if not isinstance(chunk, int) or max_model_len <= chunk:
         return ""
@@ -113,7 +115,8 @@ def _chunk_advice(config: Any, max_model_len: int) -> str:
 
 
 def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLayer]:
-    """Run one sequence with transformers' own masks, and return what each layer asked for."""
+    """Run one sequence with transformers' own masks, and return the parameters with which each layer called
+    attention."""
     num_tokens = 4
     masks = MaskRecorder()
     AttentionMaskInterface.register(_MASKED_PROBE, masks.make_mask)
@@ -152,15 +155,16 @@ def _check_tokens_are_independent(model: PreTrainedModel, max_model_len: int) ->
 
 
 def _compare_rows(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> None:
-    """Raise _Unsupported if row rows[i] of the first pass differs from row same_rows[i] of the second for some i."""
+    """Raise _Unsupported if for some i row rows[i] of the pass over `first` differs from row same_rows[i] of the pass
+    over `second`."""
     results, others = _token_results(model, first), _token_results(model, second)
     if all(_are_equal(results[what][rows], others[what][same_rows]) for what in results):
         return
     # Run both again, to name the innermost module whose outputs differ although its inputs are equal.
     name = "one of its modules"
-    ours, theirs = _module_inputs_and_outputs(model, first), _module_inputs_and_outputs(model, second)
-    for module, (before, after) in ours.items():
-        same_before, same_after = theirs[module]
+    modules, other_modules = _module_inputs_and_outputs(model, first), _module_inputs_and_outputs(model, second)
+    for module, (before, after) in modules.items():
+        same_before, same_after = other_modules[module]
         if _are_equal(before[rows], same_before[same_rows]) and not _are_equal(after[rows], same_after[same_rows]):
             name = module
             break
@@ -175,7 +179,8 @@ def _token_results(model: PreTrainedModel, tokens: _Tokens) -> dict[str, Tensor]
 
 
 def _module_inputs_and_outputs(model: PreTrainedModel, tokens: _Tokens) -> dict[str, tuple[Tensor, Tensor]]:
-    """By module, inner ones first: its first input and first output with a row for every token, [tokens, features]."""
+    """{module: (input, output)}, [tokens, features] each, inner modules first. They are the module's first input and
+    first output that have a row for every token."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -245,7 +250,8 @@ def _record_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Replaces attention: records the layer's parameters, and computes each token's output from its own q, k and v."""
+    """The attention function of a probe: records the layer's parameters, and computes each token's output from its own
+    q, k and v alone."""
     recording = _recording.get()
     unknown = sorted(k for k, v in others.items() if v is not None and k not in _IGNORED)
     if unknown:
@@ -294,7 +300,8 @@ def _record_attention(
 
 
 def _find_kv_source(recording: _Recording, layer: int, key: Tensor, value: Tensor) -> int | None:
-    """The earlier layer whose key and value tensors these are; None, and the layer is recorded, if they are its own."""
+    """The earlier layer that has called attention with these same tensors. If there is none, record the tensors as the
+    layer's own, and return None."""
     for source, (its_key, its_value) in recording.stored.items():
         if key is its_key and value is its_value:
             return source
@@ -303,7 +310,8 @@ def _find_kv_source(recording: _Recording, layer: int, key: Tensor, value: Tenso
 
 
 def _read_window(recording: _Recording, mask: Tensor | None, argument: int, num_heads: int) -> int:
-    """The layer's sliding window: that of the mask, which transformers computes with; without a mask, `argument`."""
+    """The layer's sliding window. With a mask it is the mask's, because transformers' own attention applies the mask;
+    without one it is `argument`."""
     if mask is None:
         return argument
     if recording.masks is None:

@@ -3,11 +3,11 @@
 A model on the meta device has shapes but no values. Inside `use_dummy_weights` its code runs on the CPU with real
 activations, but without weight matrices:
 
-- a product with a weight becomes a fixed sparse linear map of the same shape,
+- a product with a weight matrix becomes a fixed sparse linear map of the same shape,
 - all experts become one such map, scaled by their routing weights,
 - small parameters (norms, biases) get random values.
 
-A token's result depends on the same inputs as with real weights; only its value differs. A 70B model computes a dozen
+A token's result depends on the same inputs as with real weights, but has another value. A 70B model computes a dozen
 tokens in about a second.
 """
 
@@ -25,10 +25,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 _EXPERTS: Final = "coatcheck_dummy_experts"
 _MAX_RANDOM_ELEMENTS: Final = 1 << 20  # larger parameters stay on meta
-_MAX_TOKENS: Final = 64  # more than a probe has: a longer axis is channels, not tokens
+_MAX_TOKENS: Final = 64  # a probe has fewer tokens, so a longer axis is one of channels
 
 _PRODUCTS: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
-_DEVICE_GETTER: Final = Tensor.device.__get__  # torch passes attribute getters to the mode
+_DEVICE_GETTER: Final = Tensor.device.__get__  # a TorchFunctionMode sees the getters of attributes, too
 _PRODUCTS_WITH_BIAS: Final = (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
 
 
@@ -68,9 +68,9 @@ def _dummy_parameter(module: nn.Module, parameter: nn.Parameter | None, random: 
     if parameter is None:
         return None
     shape = parameter.shape
-    # A subclass may use its weight differently.
-    plain = isinstance(module, nn.Linear) or type(module) is nn.Embedding
-    if parameter.dim() > 1 and (plain or shape.numel() > _MAX_RANDOM_ELEMENTS):
+    # Exactly nn.Embedding, because a subclass may use its weight in another way.
+    is_replaced = isinstance(module, nn.Linear) or type(module) is nn.Embedding
+    if parameter.dim() > 1 and (is_replaced or shape.numel() > _MAX_RANDOM_ELEMENTS):
         return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
     return nn.Parameter(_random_values(shape, random), requires_grad=False)
 
@@ -86,7 +86,8 @@ def _dummy_buffer(buffer: Tensor | None, random: torch.Generator) -> Tensor | No
 
 
 def _random_values(shape: torch.Size, random: torch.Generator) -> Tensor:
-    """Vectors near 1, as norms have; matrices and convolution kernels that preserve the magnitude of their input."""
+    """A vector with elements around 1, as a norm has, or a matrix or convolution that keeps the magnitude of its
+    input."""
     if len(shape) < 2:
         return torch.rand(shape, generator=random) + 0.5
     values: Tensor = torch.randn(shape, generator=random) * (shape[1:].numel() or 1) ** -0.5
@@ -94,7 +95,7 @@ def _random_values(shape: torch.Size, random: torch.Generator) -> Tensor:
 
 
 class _DummyWeights(TorchFunctionMode):
-    """Replaces torch functions that take a weight on meta."""
+    """Replaces the torch functions that are called with a weight on meta."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class _DummyWeights(TorchFunctionMode):
     def _refuse_convolution(self, x: Tensor, weight: Tensor) -> None:
         """Raise TokensMixed for a convolution over tokens.
 
-        In most models a recurrence follows, which would take minutes without its CUDA kernels.
+        In most models a recurrence follows the convolution. Without its CUDA kernels it would take minutes.
         """
         if weight.shape[-1] > 1 and x.shape[-1] < _MAX_TOKENS:
             parameters = ((name, p) for name, p in self._model.named_parameters() if not p.is_meta)
@@ -150,7 +151,8 @@ def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _sparse_map(x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """A sparse linear map, [..., inputs] -> [..., outputs]. Every output reads some inputs; every input is read."""
+    """A sparse linear map, [..., inputs] -> [..., outputs]. Every output depends on some inputs, and some output
+    depends on each input."""
     if x.shape[-1] != inputs:
         raise ValueError(f"a weight with {inputs} input features gets {x.shape[-1]}")
     factors = _map_factors(inputs, outputs).to(x.dtype)
@@ -178,7 +180,7 @@ def _dummy_embedding(ids: Tensor, width: int) -> Tensor:
 
 
 def _dummy_experts(module: nn.Module, hidden: Tensor, *routing: Tensor, **others: Any) -> Tensor:
-    """One map for all experts, scaled by the routing: a token's result depends on its own routing only."""
+    """One map for all experts, scaled by the routing. A token's result depends on its own routing alone."""
     chosen = [x for x in (*routing, *others.values()) if isinstance(x, Tensor)]
     weight = sum((_routing_scale(x, hidden) for x in chosen), torch.ones(()))
     return _sparse_map(hidden, hidden.shape[-1], hidden.shape[-1]) * weight

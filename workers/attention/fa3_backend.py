@@ -1,9 +1,9 @@
 """Fa3Backend: attention by FlashAttention-3 (`flash_attn_with_kvcache` of FlashAttention's folder hopper/).
 
-The library takes the pool as it is. Its pages are [num_blocks, block_size, kv_heads, head_dim], of any strides if
-head_dim is dense, so a view of the pool's [num_blocks, kv_heads, block_size, head_dim] serves. Its page table is the
-block table. The library plans on the device (which program computes what, and the splits of each sequence). A step
-needs two integers from the host, and every shape of step can be a CUDA graph.
+The library reads the pool in place. Its pages are [num_blocks, block_size, kv_heads, head_dim] with any strides, as
+long as head_dim is contiguous: a transposed view of the pool's [num_blocks, kv_heads, block_size, head_dim]. Its page
+table is the block table. The library plans on the device: which program computes what, and into how many splits a
+sequence is divided. A step needs only two integers from the host, so every shape of step can be a CUDA graph.
 
 No GPU has run this file. tests/workers/attention/test_attention_backends.py binds its calls to the library's signature,
 and compares them with the float32 reference through a function that reads the documented layout.
@@ -30,13 +30,13 @@ _SPLIT_BYTES = 128 << 20
 
 
 def choose_num_splits(num_tokens: int, num_heads: int, head_dim: int) -> int:
-    """The most parts into which a sequence's keys may be divided. The library uses fewer where the work is enough."""
+    """The most splits of a sequence's keys. The library uses fewer if the sequences alone keep the GPU busy."""
     return max(1, min(_MAX_SPLITS, _SPLIT_BYTES // (4 * num_tokens * num_heads * head_dim)))
 
 
 @dataclass(frozen=True, slots=True)
 class Fa3Plan(LibraryPlan):
-    """`function`: flash_attn_with_kvcache. `max_query_len`: of a sequence, or more."""
+    """`function`: flash_attn_with_kvcache. `max_query_len`: an upper bound of the queries of a sequence."""
 
     function: Callable[..., Tensor]
     max_query_len: int
@@ -61,7 +61,7 @@ class Fa3Plan(LibraryPlan):
             max_seqlen_q=self.max_query_len,
             softmax_scale=scale,
             causal=True,
-            # The library counts the keys before a query's own.
+            # The library's window does not count the query's own key.
             window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1),
             softcap=softcap,
             num_splits=choose_num_splits(*q.shape),
@@ -69,7 +69,7 @@ class Fa3Plan(LibraryPlan):
 
 
 class Fa3Backend:
-    """`layers`: of the rank. Imports the library."""
+    """`layers`: with this rank's heads. The constructor imports the library."""
 
     warm_up_lengths: Sequence[int] = (2,)  # the library is compiled ahead of time
     short_queries = (1, 1)
@@ -77,7 +77,7 @@ class Fa3Backend:
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         self._kinds = {kind_of(layer) for layer in layers}
-        # The largest steps of a start have many tokens, and so few splits or none.
+        # The largest steps of the warm-up have many tokens, and so few splits or none.
         self.unmeasured_bytes = _SPLIT_BYTES + max(_SPLIT_BYTES // kind.head_dim for kind in self._kinds)
         self._function: Callable[..., Tensor] = import_module("flash_attn_interface").flash_attn_with_kvcache
 

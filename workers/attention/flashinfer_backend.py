@@ -1,18 +1,18 @@
 """FlashInferBackend: attention by FlashInfer's BatchPrefillWithPagedKVCacheWrapper, for prompts and decodes.
 
-The library takes the pool as it is: layout "HND", a pair of [num_blocks, kv_heads, block_size, head_dim] with equal
-strides. It names a sequence's pages by `indptr`, `indices` and `last_page_len` instead of a block table:
+The library reads the pool in place: layout "HND", a pair of [num_blocks, kv_heads, block_size, head_dim] with equal
+strides. It takes a sequence's pages as `indptr`, `indices` and `last_page_len` instead of a block table:
 
     indptr [S + 1]          where each sequence's pages begin in `indices`
-    indices [indptr[S]]     its blocks, in order
-    last_page_len [S]       tokens in its last page, 1 to block_size
+    indices [indptr[S]]     the blocks of all sequences, in order
+    last_page_len [S]       tokens in each sequence's last page, 1 to block_size
 
-`plan` divides a step's work on the host, from lengths alone, before the kernels are queued. The blocks are known on the
-device alone, so the first layer of a step copies them there (page_indices.py).
+`plan` divides a step's work on the host, from the lengths alone, before the kernels are queued. Only the device has the
+block tables, so the first layer of a step gathers `indices` there (page_indices.py).
 
-A wrapper's plan lies in memory of its own, 8 MiB on the GPU and 8 MiB pinned, so each kind of layers has wrappers of
-its own, and each shape of a CUDA graph too. Steps of decodes are captured, and steps with chunks of prompts run without
-a graph.
+A wrapper holds its plan in its own memory, 8 MiB on the GPU and 8 MiB pinned. So each kind of layers has its own
+wrappers, and each shape of a CUDA graph, too. Steps of decodes are captured. Steps with chunks of prompts run without a
+graph.
 
 No GPU has run this file. tests/workers/attention/test_attention_backends.py binds its calls to the library's
 signatures, and compares them with the float32 reference through a wrapper that reads the documented layout.
@@ -39,13 +39,15 @@ from coatcheck.workers.attention.attention_backend import StepShape
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, AttentionPlans, LayerKind, LibraryPlan
 
 _LEAST_WORKSPACE = 128 << 20  # bytes; what FlashInfer recommends
-# FlashInfer's template for Hopper does not divide a sequence's keys among programs, so it gets steps of long chunks.
+# FlashInfer's template for Hopper does not split a sequence's keys over programs. So it gets only steps in which every
+# sequence has at least this many queries.
 _UNDIVIDED_QUERIES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """A step as FlashInfer reads it, without the pages themselves. `qo_indptr`: first query of each sequence."""
+    """A step's lengths as FlashInfer reads them. `qo_indptr` [S + 1]: the first query of each sequence. `kv_indptr`:
+    `indptr` above."""
 
     qo_indptr: list[int]
     kv_indptr: list[int]
@@ -53,7 +55,7 @@ class PageLists:
 
     @classmethod
     def of(cls, q_lens: Sequence[int], seq_lens: Sequence[int], block_size: int) -> Self:
-        """A sequence of length 0, which is padding, has one token: the kernels then read a block that exists."""
+        """Padding has length 0 and counts as one token, so that the kernels read a block that exists."""
         lens = [max(length, 1) for length in seq_lens]
         pages = [-(-length // block_size) for length in lens]
         return cls(
@@ -64,16 +66,17 @@ class PageLists:
 
 
 def pick_template(q_lens: Sequence[int]) -> str:
-    """FlashInfer's `backend`: auto takes the template for Hopper where there is one; fa2 divides keys."""
+    """FlashInfer's argument `backend`: "auto" takes the template for Hopper on Hopper GPUs; "fa2" splits keys."""
     return "auto" if min(q_lens, default=0) >= _UNDIVIDED_QUERIES else "fa2"
 
 
 def workspace_bytes(layer: AttentionLayer, max_decodes: int, processors: int) -> int:
     """Bytes for the partial results of any step: float32 [tiles, rows of a tile, heads, head_dim + 1].
 
-    `max_decodes`: sequences in the largest captured step. `processors`: of the GPU. The bounds are those of
-    FlashInfer's scheduler.cuh: a step that is divided has at most two tiles of up to 128 rows for each processor, and a
-    captured one as many tiles as its decodes can need. The library refuses a plan that needs more.
+    `max_decodes`: sequences in the largest captured step. `processors`: streaming multiprocessors of the GPU. The
+    bounds are those of FlashInfer's scheduler.cuh: a step whose keys are split has at most two tiles of up to 128 rows
+    for each processor; a captured step has as many tiles as its decodes can need. The library refuses a plan that needs
+    more.
     """
     group = layer.num_heads // layer.num_kv_heads
     rows = 16 if group <= 16 else 64 if group <= 64 else 128
@@ -83,7 +86,7 @@ def workspace_bytes(layer: AttentionLayer, max_decodes: int, processors: int) ->
 
 
 class StepPages:
-    """The pages of a step on the device, filled by its first layer. `indptr`: int32 [S + 1]."""
+    """The `indices` of a step on the device, which its first layer fills. `indptr`: int32 [S + 1]."""
 
     def __init__(self, indptr: Tensor, indices: Tensor) -> None:
         self.indices = indices
@@ -91,15 +94,16 @@ class StepPages:
         self._tables: ref[Tensor] | None = None
 
     def fill(self, block_tables: Tensor) -> None:
-        """`block_tables`: all layers of a step pass the same tensor."""
+        """Gather the indices from the block tables, once for each tensor. All layers of a step pass the same tensor."""
         if self._tables is None or self._tables() is not block_tables:
             gather_pages(block_tables, self._indptr, self.indices)
             self._tables = ref(block_tables)
 
 
 class PlannedWrapper:
-    """One of FlashInfer's wrappers. Its plan goes to the device from one pinned buffer, which `plan` overwrites, so
-    `plan` first waits until the plan before has been copied."""
+    """One of FlashInfer's wrappers. Its plan is copied to the device from one pinned buffer, which `plan` overwrites.
+    So
+    `plan` first waits until the previous plan has been copied."""
 
     def __init__(self, wrapper: Any, options: Mapping[str, Any], *, on_gpu: bool) -> None:
         self.wrapper = wrapper
@@ -107,7 +111,8 @@ class PlannedWrapper:
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def plan(self, lists: PageLists, indices: Tensor) -> None:
-        """`indices`: int32, where the pages will be; for a CUDA graph, which has its own buffer, an empty tensor."""
+        """Plan a step. `indices`: int32, the tensor that StepPages will fill; an empty tensor for a CUDA graph, which
+        has its own buffer."""
         if self._copied is not None:
             self._copied.synchronize()
         qo_indptr, kv_indptr, last_page_len = (
@@ -126,7 +131,7 @@ class PlannedWrapper:
 
 
 def plan_options(layer: AttentionLayer, cache: KVCache, dtype: torch.dtype) -> dict[str, Any]:
-    """What all plans of a layer have in common. `dtype`: of the queries."""
+    """The arguments of the library's `plan` that are the same in every step. `dtype`: of the queries."""
     return dict(
         num_qo_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -134,7 +139,7 @@ def plan_options(layer: AttentionLayer, cache: KVCache, dtype: torch.dtype) -> d
         page_size=cache.block_size,
         causal=True,
         sm_scale=layer.scale,
-        window_left=layer.sliding_window - 1 if layer.sliding_window else -1,  # keys before a query's own
+        window_left=layer.sliding_window - 1 if layer.sliding_window else -1,  # without the query's own key
         logits_soft_cap=layer.softcap,
         q_data_type=dtype,
         kv_data_type=cache.dtype,
@@ -143,7 +148,7 @@ def plan_options(layer: AttentionLayer, cache: KVCache, dtype: torch.dtype) -> d
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan(LibraryPlan):
-    """`wrapper`: FlashInfer's, planned before it runs."""
+    """`wrapper`: FlashInfer's, already planned for the step."""
 
     wrapper: Any
     pages: StepPages
@@ -165,16 +170,17 @@ class FlashInferPlan(LibraryPlan):
 
 
 class FlashInferBackend:
-    """`layers`, `caches`: of the rank. `dtype`: of the queries. `block_tables`: the runner's, int32 [max_num_seqs,
+    """`layers`, `caches`: of this rank. `dtype`: of the queries. `block_tables`: the runner's, int32 [max_num_seqs,
     blocks of the longest sequence].
 
-    Imports the library. Raises InvalidConfig if layers with equal heads and windows differ in scale or soft-cap.
+    The constructor imports the library. Raises InvalidConfig if layers with equal heads and windows differ in scale or
+    soft-cap.
     """
 
     warm_up_lengths: Sequence[int] = (2, _UNDIVIDED_QUERIES)
     short_queries = (1, 1)
     captures_chunks = False
-    unmeasured_bytes = 0  # its workspace is allocated before
+    unmeasured_bytes = 0  # the constructor allocates the workspace
 
     def __init__(
         self, layers: Sequence[AttentionLayer], caches: Sequence[KVCache], dtype: torch.dtype, block_tables: Tensor
@@ -195,7 +201,7 @@ class FlashInferBackend:
             workspace_bytes(layer, len(block_tables), gpu_properties(self._device).processors) for layer in layers
         )
         self._workspace = torch.empty(size, dtype=torch.uint8, device=self._device)  # one for all wrappers
-        # A step has up to two plans, so two wrappers take turns.
+        # A step has up to two plans (see `make_plans`), so two wrappers alternate.
         self._turns = {
             (kind, template): cycle([self._make_wrapper(kind, backend=template) for _ in range(2)])
             for kind in self._options
@@ -227,7 +233,7 @@ class FlashInferBackend:
         return np.empty(0, np.int32)
 
     def view(self, shape: StepShape, packed: Tensor) -> AttentionPlans:
-        if self._captured_indices is None:  # the graphs run one after another, and each fills the buffer first
+        if self._captured_indices is None:  # shared: graphs run one after another, and each fills it first
             self._captured_indices = torch.zeros(self._max_pages, dtype=torch.int32, device=self._device)
         qo_indptr, kv_indptr, last_page_len = (
             torch.zeros(shape.num_tokens + more, dtype=torch.int32, device=self._device) for more in (1, 1, 0)

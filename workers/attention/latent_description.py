@@ -1,10 +1,10 @@
-"""LatentDescription: what a latent attention (MLA) computes, read from transformers' module and its config.
+"""LatentDescription: how a module of latent attention (MLA) computes, read from transformers' module and its config.
 
-A module is latent attention if it has DeepSeek's projections. What differs between model types is data:
+A module is latent attention if it has DeepSeek's projections. Model types differ in
 
     queries   one projection (q_proj), or two with a norm between them (q_a_proj, q_a_layernorm, q_b_proj)
-    rotary    pairs are neighbours, or lie half a head apart (config.rope_interleave)
-    scales    LongCat multiplies the normalised latents of queries, and of keys and values, by a constant each
+    RoPE      the elements of a rotated pair are neighbours, or half of qk_rope_head_dim apart (config.rope_interleave)
+    scales    LongCat multiplies the normalised latent of queries, and that of keys and values, by a constant each
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ _QUERY_MODULES: Final = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 class LatentDescription:
     """`rank`, `rope`: elements of a latent and of a rotary key. `has_query_latent`: queries have two projections.
 
-    `is_interleaved`: rotary embeddings rotate neighbours. `query_scale`, `latent_scale`: factors behind the norms of
-    the queries' latent, and of the latent of keys and values.
+    `is_interleaved`: the elements of a rotated pair are neighbours. `query_scale`, `latent_scale`: factors of the
+    normalised latent of queries, and of the normalised latent of keys and values.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class LatentDescription:
             int(module.kv_lora_rank),
             int(module.qk_rope_head_dim),
             has_query_latent,
-            is_interleaved=bool(getattr(module.config, "rope_interleave", True)),  # types without it interleave
+            is_interleaved=bool(getattr(module.config, "rope_interleave", True)),  # as do types without the field
             query_scale=float(getattr(module, "mla_scale_q_lora", 1.0)),
             latent_scale=float(getattr(module, "mla_scale_kv_lora", 1.0)),
         )

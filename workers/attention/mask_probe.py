@@ -1,8 +1,8 @@
 """Finds a layer's sliding window from transformers' mask function, without building a mask of the context's size.
 
-transformers describes every mask by a function of (batch, head, query position, key position) that returns whether the
-query sees the key. `MaskRecorder` is a mask implementation that keeps these functions. `find_sliding_window` evaluates
-one at a few thousand pairs of positions, up to the longest context.
+transformers describes every mask by a function of (batch, head, query position, key position), which returns whether
+the query attends to the key. `MaskRecorder` is a mask implementation that records these functions.
+`find_sliding_window` evaluates one of them at a few thousand pairs of positions, up to the longest context.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ class UnsupportedMask(Exception):
 
 
 class MaskRecorder:
-    """Makes the masks that a model requests, and finds the mask function of a mask that reaches attention.
+    """Makes the masks that a model requests, and finds the mask function of a mask that is passed to attention.
 
-    A model may slice or cast its masks, or use several. So every mask has its own masked value, which identifies it.
+    A model may slice or cast its masks, or use several. Every mask has another masked value, by which it is recognised.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,14 @@ class MaskRecorder:
 def find_sliding_window(function: MaskFunction, limit: int, heads: int) -> int:
     """The sliding window of a mask function at positions below `limit`; 0 for full causal attention.
 
-    With a window w a token sees itself and the w - 1 tokens before it. A bisection along the last query finds w; then
-    all sampled pairs must agree with it, for each of `heads` heads. Raises UnsupportedMask for any other pattern.
+    With a window w a token attends to itself and the w - 1 tokens before it. A bisection over the keys of the last
+    query finds w. Then every sampled pair must agree with w; the pairs cover all `heads` heads. Raises UnsupportedMask
+    for any other pattern.
     """
     last = limit - 1
     if not _evaluate(function, [last], [last]).all():
         raise UnsupportedMask("its mask hides a token from itself")
-    near, far = 0, limit  # distances back from the last query: a key at `near` is visible, one at `far` is not
+    near, far = 0, limit  # distances back from the last query: the key at `near` is visible, the key at `far` is not
     while far - near > 1:
         middle = (near + far) // 2
         if _evaluate(function, [last], [last - middle])[0]:
@@ -87,7 +88,8 @@ def find_sliding_window(function: MaskFunction, limit: int, heads: int) -> int:
 
 
 def _sample_pairs(limit: int, window: int) -> tuple[Tensor, Tensor]:
-    """(query positions, key positions), [N] each: random at all magnitudes, and at both edges of the window."""
+    """(query positions, key positions), int64 [N] each: random pairs at all magnitudes, and pairs at the edges of the
+    window."""
     random = torch.Generator().manual_seed(limit)
 
     def spread(count: int) -> Tensor:  # log-uniform in 0 to limit - 1
@@ -104,7 +106,8 @@ def _sample_pairs(limit: int, window: int) -> tuple[Tensor, Tensor]:
 
 
 def _evaluate(function: MaskFunction, queries: Any, keys: Any, heads: Tensor | None = None) -> Tensor:
-    """bool [N]: whether each query sees its key. Raises UnsupportedMask if the function needs more than positions."""
+    """bool [N]: whether each query attends to its key. Raises UnsupportedMask if the function reads more than the
+    positions."""
     q, k = torch.as_tensor(queries), torch.as_tensor(keys)
     batch = torch.zeros_like(q)
     head = batch if heads is None else heads

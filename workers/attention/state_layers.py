@@ -1,8 +1,8 @@
 """Finds the layers of a hybrid model that keep a state in place of keys and values, or beside them.
 
-Our own code computes these layers (workers/model/linear_attention.py). attention_probe.py refuses models in which
-tokens interact outside of attention. While it runs, `without_states` makes these layers compute each token by itself,
-so that the probe checks the rest of the model.
+workers/model/linear_attention.py computes these layers. attention_probe.py refuses models whose tokens interact outside
+of attention. While the probe runs, `without_states` makes these layers compute each token alone, so that the probe
+checks the rest of the model.
 """
 
 import math
@@ -45,12 +45,12 @@ def find_mlp_layers(model: nn.Module) -> set[int]:
 
 
 def correct_dt_limits(model: nn.Module) -> None:
-    """Set the limits of dt of all Mamba-2 mixers, in a model of transformers, to config.json's `time_step_limit`.
+    """Set the limits of dt of all Mamba-2 mixers of transformers' `model` to config.json's `time_step_limit`.
 
-    null means 0 to infinity; transformers' code fails on it. In nemotron_h transformers takes `time_step_min` as the
-    smallest dt, which is only where training began: dt_bias was initialised to give dt from `time_step_min` on. The
-    code of the published models limits dt by `time_step_limit`, 0 to infinity in all of them. A head that remembers
-    thousands of tokens has a dt below `time_step_min` (huggingface/transformers pull request 48989).
+    null means 0 to infinity; transformers' code fails on null. In nemotron_h transformers limits dt to at least
+    `time_step_min`. But `time_step_min` only describes how training initialised dt_bias. The published models' own code
+    limits dt by `time_step_limit`, which is 0 to infinity in all of them. A head that remembers thousands of tokens has
+    a dt below `time_step_min` (huggingface/transformers pull request 48989).
     """
     for _, mixer, spec in _state_modules(model):
         if isinstance(spec, Mamba2Spec):
@@ -59,12 +59,12 @@ def correct_dt_limits(model: nn.Module) -> None:
 
 
 def has_output_gate(attention: nn.Module) -> bool:
-    """Whether an attention module's query projection outputs, for each head, a query and then a gate."""
+    """Whether the query projection of an attention module outputs, for each head, a query and then a gate."""
     return type(attention).__name__ in _GATED_ATTENTIONS
 
 
 def interleave(others: Sequence[_Other], states: Sequence[tuple[int, _State]]) -> list[_Other | _State]:
-    """One item for each layer: of `states` at the layer index that it names, of `others`, in order, at the rest."""
+    """One item for each layer. `states`: (layer index, item). The other layers have the items of `others`, in order."""
     by_layer, rest = dict(states), iter(others)
     count = len(others) + len(by_layer)
     return [by_layer[layer] if layer in by_layer else next(rest) for layer in range(count)]
@@ -72,7 +72,7 @@ def interleave(others: Sequence[_Other], states: Sequence[tuple[int, _State]]) -
 
 @contextmanager
 def without_states(model: nn.Module) -> Iterator[None]:
-    """Within this context, layers of `model` with a state compute each token by itself, with the same linears."""
+    """While the context is open, layers of `model` with a state compute each token alone, with the same linears."""
     modules = [(module, spec) for _, module, spec in _state_modules(model)]
     for module, spec in modules:
         module.forward = _TokenwiseForward(module, spec)
@@ -84,7 +84,7 @@ def without_states(model: nn.Module) -> Iterator[None]:
 
 
 class _TokenwiseForward:
-    """A forward that stands for a layer with a state: its linears, with tanh between them."""
+    """Replaces the forward of a layer with a state by its linears with tanh between them."""
 
     def __init__(self, module: Any, spec: StateSpec) -> None:
         self._module, self._size = module, spec.inner_size
@@ -125,7 +125,7 @@ def _read_mamba2(module: Any) -> Mamba2Spec:
 
 
 def _norm_size(mixer: Any) -> int:
-    """Elements over which a Mamba-2 mixer's norm takes a mean square; 0 without a norm."""
+    """The number of elements whose mean square a Mamba-2 mixer's norm takes; 0 without a norm."""
     norm = mixer.norm
     if isinstance(norm, nn.Identity):
         return 0

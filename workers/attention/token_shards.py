@@ -1,12 +1,12 @@
-"""Token shards: the part of each sequence's latents that one rank stores with --mla-shard tokens. Arithmetic alone.
+"""Token shards: the part of each sequence's latents that one rank stores with --mla-shard tokens. Only arithmetic.
 
-Rank r of n stores the tokens whose position p has p % n == r. n divides the block size, so every rank has a part of
-every block: block ids, block tables, hashes, tiers and evictions are those of a group that stores every token on every
-rank. Token p is the rank's local token p // n. A rank therefore attends with tables of the same block ids, blocks of
-block_size / n tokens, and for each query the number of its local tokens as the context's length.
+Rank r of n stores the tokens at positions p with p % n == r. n divides the block size, so every rank has a part of
+every block. Block ids, block tables, hashes, tiers and evictions are therefore those of a group that stores every token
+on every rank. The token at position p is local token p // n of its rank. A rank attends with the same block tables,
+with blocks of block_size / n tokens, and with the number of local tokens as each query's context length.
 
-Ranks exchange queries and results of all heads, or gather the latents of the contexts and then attend with their own
-heads alone. `gathers_context` chooses the one that moves fewer bytes: a decode exchanges, a prompt gathers.
+The ranks either exchange queries and results of all heads, or gather the latents of the contexts and attend with their
+own heads alone. `gathers_context` chooses the way that moves fewer bytes: a decode exchanges, a prompt gathers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from coatcheck.workers.core.model_spec import LayerSpec
 
 
 def localise(metadata: AttentionMetadata, layer: LayerSpec) -> AttentionMetadata:
-    """`metadata` with the slots of this rank's tokens, and `local`. `layer`: of this rank."""
+    """`metadata` with this rank's slot_mapping, and with `local` unless the context is gathered. `layer`: any layer of
+    this rank."""
     slots = local_slots(metadata.slot_mapping, layer)
     local = None if metadata.gathered else local_queries(metadata, layer, len(slots))
     return replace(metadata, slot_mapping=slots, local=local)
 
 
 def local_slots(slot_mapping: Tensor, layer: LayerSpec) -> Tensor:
-    """int64 [T]: the rank's slot of each token; -1 for a token of another rank, and for -1."""
+    """int64 [T]: the rank's own slot of each token; -1 for tokens of other ranks and for padding."""
     is_own = slot_mapping % layer.token_shards == layer.token_shard
     return torch.where(is_own, slot_mapping // layer.token_shards, -1)
 
 
 def local_queries(metadata: AttentionMetadata, layer: LayerSpec, num_queries: int) -> LocalQueries:
-    """Each of `num_queries` queries as a sequence of its own over the rank's tokens.
+    """The `num_queries` queries of a step, each as a sequence of its own over the rank's tokens.
 
-    All heads attend on every rank, so a tile of heads is full with one query, and queries need not share one.
+    Every rank attends with all heads, so the heads of one query fill a tile, and no tile needs several queries.
     """
     seq_lens, starts = metadata.seq_lens, metadata.cu_seqlens_q
     queries = torch.arange(num_queries + 1, dtype=torch.int32, device=seq_lens.device)
@@ -48,7 +49,7 @@ def local_queries(metadata: AttentionMetadata, layer: LayerSpec, num_queries: in
 
 
 def _local_lens(lens: Tensor, layer: LayerSpec) -> Tensor:
-    """How many of the first `lens` tokens of a sequence are the rank's."""
+    """How many of the first `lens` tokens of a sequence the rank stores."""
     return (lens + (layer.token_shards - 1 - layer.token_shard)) // layer.token_shards
 
 
@@ -56,14 +57,14 @@ def count_local_keys(q_lens: Sequence[int], seq_lens: Sequence[int], layer: Laye
     """The local context's length of each query, as in `local_queries`, from integers on the host."""
     shards, shard = layer.token_shards, layer.token_shard
     return [
-        max(end + shards - 1 - shard, 0) // shards  # of padding `end` is negative
+        max(end + shards - 1 - shard, 0) // shards  # `end` may be negative for padding
         for queries, length in zip(q_lens, seq_lens, strict=True)
         for end in range(length - queries + 1, length + 1)
     ]
 
 
 def exchanged_elements(num_tokens: int, layer: LayerSpec) -> int:
-    """The elements of one layer's queries and results that each rank has or receives. `layer`: of this rank."""
+    """The number of elements of one layer's queries and results on each rank in an exchange. `layer`: of this rank."""
     rank = layer.head_dim - layer.rope_head_dim
     return num_tokens * layer.num_heads * layer.token_shards * (layer.head_dim + rank)
 
@@ -71,9 +72,9 @@ def exchanged_elements(num_tokens: int, layer: LayerSpec) -> int:
 def gathers_context(q_lens: Sequence[int], seq_lens: Sequence[int], layer: LayerSpec, max_tokens: int) -> bool:
     """Whether the ranks gather the latents of a step's contexts. `layer`: of this rank.
 
-    Gathering needs less than `max_tokens` tokens of context, and at most half of the elements of an exchange: a gather
-    holds three copies for a moment. So a gather takes no more memory than an exchange of the largest step, by which the
-    KV pool is sized, because that step has a context of `max_tokens`.
+    They do if the contexts have fewer than `max_tokens` tokens together, and a gather moves at most half as many
+    elements as an exchange: a gather holds three copies for a moment. So a gather takes no more memory than the
+    exchange of the largest step, by which the KV pool is sized. That step has a context of `max_tokens`.
     """
     context = sum(seq_lens)
     return context < max_tokens and 2 * context * layer.head_dim <= exchanged_elements(sum(q_lens), layer)

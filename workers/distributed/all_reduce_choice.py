@@ -1,12 +1,12 @@
 """Which all-reduce the ranks of one host use for a tensor: a pure function of its size, the ranks and their links.
 
-    one-shot    each rank reads the whole tensor of every rank, and adds: one exchange of signals, (N - 1) x bytes read
-    two-shot    each rank adds 1/N of the tensor and writes the sum to every rank: 2 (N - 1) / N x bytes
+    one-shot    each rank reads the whole tensor of every rank, and adds. One exchange of signals, (N - 1) x bytes read
+    two-shot    each rank adds 1/N of the tensor, and writes the sum to every rank. 2 (N - 1) / N x bytes moved
     multimem    as two-shot, but the NVLink switch adds and copies (multicast memory, sm_90 and later)
-    NCCL        everything else
+    NCCL        in all other cases
 
-One-shot and two-shot add in the order of ranks, with one rounding for each addition, so they give the same bits, and a
-token's sum does not depend on its batch. NCCL and the switch choose an order by the size.
+One-shot and two-shot add in the order of ranks, with one rounding for each addition. So they give the same bits, and a
+token's sum does not depend on its batch. NCCL and the switch choose the order by the size of the tensor.
 
 The limits are those that vLLM publishes for NVLink systems. They have not been measured here.
 """
@@ -28,8 +28,8 @@ class AllReduce(StrEnum):
 
 
 class Links(NamedTuple):
-    """`has_nvlink`: between every two GPUs of the group, directly or by a switch. `has_multicast`: the NVLink
-    switch has multicast memory."""
+    """`has_nvlink`: every two GPUs of the group are connected by NVLink, directly or by a switch. `has_multicast`: the
+    NVLink switch has multicast memory."""
 
     has_nvlink: bool
     has_multicast: bool
@@ -54,7 +54,8 @@ def choose_all_reduce(nbytes: int, ranks: int, links: Links, *, in_rank_order: b
 
 
 def one_shot_bytes(ranks: int) -> int:
-    """The largest tensor for which one exchange of signals is worth reading N - 1 whole tensors."""
+    """The size in bytes up to which one-shot beats two-shot: the second exchange of signals takes longer than reading
+    N - 1 whole tensors."""
     if ranks <= 2:
         return 1 << 20
     return 1 << 19 if ranks <= 4 else 1 << 18

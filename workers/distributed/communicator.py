@@ -2,9 +2,9 @@
 
     tensors   torch.distributed: NCCL between GPUs, gloo between CPU processes
               all-reduces between the GPUs of one host: memory that the ranks have mapped (symmetric_memory.py)
-    ints      gloo, also beside NCCL, because the ranks read them on the host
+    ints      gloo, also in a group with NCCL, because the ranks read them on the host
 
-CPU ranks of one host replace gloo by shared memory (shm_collectives.py). A group of one rank never initialises
+Ranks on one host use shared memory in place of gloo (shm_collectives.py). A group of one rank never initialises
 torch.distributed, and its collectives return their input.
 """
 
@@ -32,8 +32,8 @@ from coatcheck.workers.distributed.symmetric_memory import SymmetricMemory
 
 # torch 2.13 has renamed all_gather_into_tensor to all_gather_single.
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_JSON_BYTES = 512  # of one rank's value in `all_gather_json`
-# Ints of the first broadcast: the length, then the values. A step plan nearly always needs no second one.
+_JSON_BYTES = 512  # the size of one rank's value in `all_gather_json`
+# int32s of the first broadcast: the number of values, then the values. A step plan rarely needs a second broadcast.
 _HEAD_INTS = 2048
 
 
@@ -71,9 +71,9 @@ class Communicator:
         `rendezvous`: rank 0's address (host:port), or a store of `connect_store`.
         `timeout_seconds`: of a collective. Ranks compute the same layers, so they wait for each other only briefly.
         `startup_timeout_seconds`: of `join` and `barrier`.
-        `share_memory`: false uses gloo even between CPU ranks of one host.
-        `sum_in_rank_order`: `all_reduce` adds the ranks in order, for deterministic mode: NCCL and gloo choose an order
-        by the tensor's size. Shared memory always adds in rank order.
+        `share_memory`: if False, use gloo even between the ranks of one host.
+        `sum_in_rank_order`: `all_reduce` adds the ranks in order, for --deterministic. Otherwise NCCL and gloo choose
+        the order by the size of the tensor. Shared memory always adds in rank order.
         Raises InvalidConfig if NCCL cannot start.
         """
         self = cls(rank, size)
@@ -120,12 +120,13 @@ class Communicator:
         return self.size == 1 or dist.get_backend() == "nccl"
 
     def barrier(self) -> None:
-        """Wait for all ranks, up to the startup timeout: for work that takes ranks unequally long, such as loading."""
+        """Wait for all ranks, up to the startup timeout. For work that takes some ranks longer, such as loading."""
         if self._gloo is not None:
             dist.monitored_barrier(self._gloo, timeout=self._startup_timeout)
 
     def peer_memory_for(self, x: Tensor) -> PeerMemory | None:
-        """The memory with which all_reduce_add_norm adds `x` better than `all_reduce` and a norm; None otherwise."""
+        """The peer memory for all_reduce_add_norm, if that is better for `x` than `all_reduce` and then a norm; else
+        None."""
         return self._symmetric.peers if self._symmetric is not None and self._symmetric.fuses_norm(x) else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class Communicator:
         return torch.cat(parts.chunk(self.size), dim=dim)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Rank i gets x[i] of every rank. x [size, ...] -> [size, ...], the senders in rank order."""
+        """x [size, ...] -> [size, ...]: element j of the result is element `rank` of rank j's x."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -169,7 +170,7 @@ class Communicator:
         return out
 
     def broadcast_ints(self, values: array[int] | None) -> array[int]:
-        """Rank 0's int32 `values` on every rank. The other ranks pass None."""
+        """Return rank 0's int32 `values` on every rank. The other ranks pass None."""
         if self._gloo is None:
             assert values is not None
             return values
@@ -199,7 +200,7 @@ class Communicator:
                 dist.broadcast(x, src=0, group=self._gloo)
 
     def all_reduce_min(self, values: list[int]) -> list[int]:
-        """The elementwise minimum over ranks; every rank passes equally many values."""
+        """The element-wise minimum over ranks. Every rank passes a list of the same length."""
         if self._gloo is None:
             return values
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -212,9 +213,9 @@ class Communicator:
         return minimum
 
     def all_gather_json(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's `value`, at most 512 bytes as JSON, in rank order. For startup, not for steps.
+        """Every rank's `value`, at most _JSON_BYTES as JSON, in rank order. For startup, not for steps.
 
-        torch's all_gather_object would unpickle what another host sends.
+        JSON and not torch's all_gather_object, which would unpickle what another host sends.
         """
         if self._gloo is None:
             return [value]
@@ -263,7 +264,7 @@ def describe_nccl_failure(error: Exception, device: torch.device) -> str:
 
 @contextmanager
 def _raise_peer_lost() -> Iterator[None]:
-    """Turn torch.distributed's errors into PeerLost. A CUDA error that surfaces here has another class and passes."""
+    """Turn torch.distributed's errors into PeerLost. A CUDA error has another class, and is raised as it is."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,8 @@
 """ShmCollectives: collectives between the CPU ranks of one host, through a mapped file in /dev/shm.
 
-gloo takes 0.5 to 2 ms a call between two processes, and a layer needs two all-reduces. The protocol is in C
-(kernels/csrc/shared_memory.c). This file checks that all ranks are on one host, creates the file, and raises PeerLost.
+A layer needs two all-reduces, and gloo takes 0.5 to 2 ms for each between two processes. The protocol is in C
+(kernels/csrc/shared_memory.c). This module checks that all ranks are on one host, creates the file, and turns the
+results of the C functions into PeerLost.
 """
 
 import ctypes
@@ -21,15 +22,15 @@ from coatcheck.workers.core.runner_protocol import PeerLost
 AllGather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 _DIRECTORY = Path("/dev/shm")
-_CHUNK = 1 << 20  # bytes of a buffer; larger tensors go in pieces
+_CHUNK = 1 << 20  # bytes of a buffer; a larger tensor is exchanged in several chunks
 _CACHE_LINE = 64  # bytes of a rank's counters
 _MAX_RANKS = 64
-# Results of the C functions: 0, or one of these plus a rank.
+# The C functions return 0, or one of these plus the rank that is late or dead.
 _LATE, _DEAD = 1, 1 + _MAX_RANKS
 
 
 class _Shared(ctypes.Structure):
-    """`Shared` of shared_memory.c."""
+    """The struct `Shared` of shared_memory.c."""
 
     _fields_ = (
         ("lines", ctypes.c_void_p),
@@ -65,7 +66,7 @@ class ShmCollectives:
 
     @classmethod
     def connect(cls, rank: int, size: int, all_gather: AllGather, *, timeout_seconds: float) -> Self | None:
-        """Map a new file on every rank. Returns None on every rank if one of them cannot.
+        """Map a new file on every rank. Returns None on every rank if one rank cannot map it.
 
         `all_gather(value)` returns every rank's value, in rank order.
         """
@@ -79,7 +80,7 @@ class ShmCollectives:
             has_mapped = all_gather({"mapped": memory is not None})
         finally:
             if rank == 0 and path:
-                os.unlink(path)  # the mappings stay, and no crash can leave the file behind
+                os.unlink(path)  # the mappings remain, and the file cannot outlive the ranks
         if memory is None or not all(peer["mapped"] for peer in has_mapped):
             return None
         same_namespace = len({peer["namespace"] for peer in peers}) == 1
@@ -88,15 +89,16 @@ class ShmCollectives:
 
     @staticmethod
     def can_reduce(x: Tensor) -> bool:
-        """Whether `all_reduce` takes a tensor of this device, dtype and layout."""
+        """Whether `all_reduce` accepts a tensor of this device, dtype and layout."""
         return x.device.type == "cpu" and x.dtype in native.TYPES and x.is_contiguous()
 
     def all_reduce(self, x: Tensor) -> None:
-        """Write the sum over ranks into `x`, added in rank order in float32 and rounded once: the same on all ranks."""
+        """Write the sum over ranks into `x`. It is added in float32, in rank order, and rounded once, so all ranks get
+        the same bits."""
         self._check(self._library.shared_all_reduce(self._address, x.data_ptr(), x.numel(), native.TYPES[x.dtype]))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape] of a contiguous CPU tensor of any dtype."""
+        """The ranks' tensors, [size, *x.shape]. `x`: a contiguous CPU tensor of any dtype."""
         out = torch.empty((self._shared.size, *x.shape), dtype=x.dtype)
         size = x.numel() * x.itemsize
         self._check(self._library.shared_all_gather(self._address, x.data_ptr(), size, out.data_ptr()))
@@ -114,7 +116,8 @@ class ShmCollectives:
 
 
 def _create_file(size: int) -> str:
-    """The path of a new file of zeros with every page allocated; "" if /dev/shm is full (often 64 MB in containers)."""
+    """The path of a new file of zeros with every page allocated. "" if /dev/shm, often 64 MB in a container, is
+    full."""
     length = size * (_CACHE_LINE + 2 * _CHUNK)
     try:
         file, path = tempfile.mkstemp(prefix="coatcheck-", dir=_DIRECTORY)
@@ -142,7 +145,7 @@ def _map_file(path: str, size: int) -> mmap.mmap | None:
 
 
 def host_id() -> str:
-    """Equal for two processes if they share a /dev/shm; containers of one host have their own."""
+    """Equal in two processes if and only if they share /dev/shm. Containers of one host may have their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat(_DIRECTORY).st_dev}"

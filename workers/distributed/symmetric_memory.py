@@ -1,12 +1,13 @@
 """SymmetricMemory: all-reduces between the GPUs of one host through memory that all ranks have mapped.
 
-A decode step of a model with 80 layers has 160 all-reduces of small tensors, whose time in NCCL is mostly latency. Here
-each rank has one buffer of torch.distributed._symmetric_memory, and torch's kernels (torch.ops.symm_mem) add what lies
-in the buffers; kernels/layers/all_reduce_norm.py adds and normalises in one kernel. all_reduce_choice.py chooses. CUDA
-graphs capture all of them: the buffer lives as long as this object, and `Rank` frees graphs first.
+A decode step of a model with 80 layers has 160 all-reduces of small tensors. Their time in NCCL is mostly latency. Here
+each rank has one buffer of torch.distributed._symmetric_memory. torch's kernels (torch.ops.symm_mem) add the contents
+of the buffers; kernels/layers/all_reduce_norm.py adds and normalises in one kernel. all_reduce_choice.py chooses the
+kernel. CUDA graphs can capture all of these kernels: the buffer lives as long as this object, and `Rank` frees the
+graphs first.
 
-torch's kernels take bfloat16 and float32. Other tensors go to NCCL, and so does everything if the buffers cannot be
-mapped: `connect` then logs one line that says why.
+torch's kernels compute bfloat16 and float32. NCCL computes other dtypes. If the buffers cannot be mapped, NCCL computes
+everything, and `connect` logs one line that says why.
 """
 
 import logging
@@ -20,15 +21,13 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from coatcheck.kernels.peer_memory import MAX_PROGRAMS, PeerMemory, signal_bytes
 from coatcheck.workers.distributed.all_reduce_choice import BUFFER_BYTES, AllReduce, Links, choose_all_reduce
-from coatcheck.workers.distributed.shm_collectives import host_id
+from coatcheck.workers.distributed.shm_collectives import AllGather, host_id
 
 _log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _SIGNALS_ALIGNMENT = 256
-_REASON_CHARACTERS = 200  # of what goes through all_gather_json
-
-AllGather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+_REASON_CHARACTERS = 200  # so that a reason fits in all_gather_json
 
 
 class SymmetricMemory:
@@ -70,7 +69,7 @@ class SymmetricMemory:
                 buffer = symm_mem.empty(_signals_end(size) + BUFFER_BYTES, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             reason = _first_line(error)
-        # The rendezvous waits for every rank, so all must know that each has a buffer before one of them enters it.
+        # The rendezvous waits for every rank. So no rank enters it before all know that each has a buffer.
         reason = _first_reason(reason, all_gather)
         if buffer is not None and not reason:
             try:
@@ -96,7 +95,7 @@ class SymmetricMemory:
         group, device, start = dist.group.WORLD.group_name, buffer.device, _signals_end(size)
         handle = symm_mem.rendezvous(buffer, group)
         buffer[:start].zero_()
-        # The buffer may begin behind the address that was mapped.
+        # The buffer may begin after the start of the mapped allocation.
         offset = buffer.data_ptr() - handle.buffer_ptrs[rank]
         mapped = [address + offset for address in handle.buffer_ptrs]
         peers = PeerMemory(
@@ -112,7 +111,7 @@ class SymmetricMemory:
         return cls(buffer[start:], peers, group, links, in_rank_order=in_rank_order)
 
     def choose(self, x: Tensor) -> AllReduce:
-        """How `all_reduce` adds `x`. NCCL: it does not."""
+        """The kernel with which `all_reduce` adds `x`. NCCL: `all_reduce` leaves `x` to NCCL."""
         row_bytes = x.shape[-1] * x.itemsize if x.dim() else x.itemsize
         if (
             x.dtype not in _DTYPES
@@ -124,7 +123,7 @@ class SymmetricMemory:
         return choose_all_reduce(x.nbytes, self.peers.size, self.links, in_rank_order=self._in_rank_order)
 
     def all_reduce(self, x: Tensor) -> bool:
-        """Write the sum over ranks into `x`. Returns False, and changes nothing, if NCCL has to do it."""
+        """Write the sum over ranks into `x`. Returns False, and changes nothing, if `choose` returns NCCL."""
         if (how := self.choose(x)) is AllReduce.NCCL:
             return False
         for part in x.view(-1).split(BUFFER_BYTES // x.itemsize):
@@ -132,14 +131,15 @@ class SymmetricMemory:
         return True
 
     def fuses_norm(self, x: Tensor) -> bool:
-        """Whether all_reduce_add_norm with `peers` is the best form for `x`.
+        """Whether all_reduce_add_norm with `peers` is the best all-reduce for `x`.
 
-        Not in rank order: for larger tensors the norm is a kernel of its own, which may add up a row in another order.
+        Never with `in_rank_order`: for larger tensors the norm is a kernel of its own, which may sum a row in another
+        order, so a token's bits would depend on the number of tokens.
         """
         return not self._in_rank_order and x.dim() == 2 and self.choose(x) is AllReduce.ONE_SHOT
 
     def _all_reduce(self, x: Tensor, how: AllReduce) -> None:
-        """`x`: dense [n], at most a buffer."""
+        """`x`: contiguous [n], at most BUFFER_BYTES."""
         symmetric = self._data[: x.nbytes].view(x.dtype)
         if how is AllReduce.ONE_SHOT:  # the kernel copies x into the buffer, and the sum back
             torch.ops.symm_mem.one_shot_all_reduce_copy_out(symmetric, x, "sum", self._group, x)
@@ -153,12 +153,12 @@ class SymmetricMemory:
 
 
 def _signals_end(ranks: int) -> int:
-    """Where data begin in a buffer, in bytes: behind the signals of `ranks` ranks."""
+    """The byte offset at which data begin in a buffer, after the signals of `ranks` ranks."""
     return -(-signal_bytes(ranks) // _SIGNALS_ALIGNMENT) * _SIGNALS_ALIGNMENT
 
 
 def _first_line(error: Exception) -> str:
-    """What goes through all_gather_json. Not "", which would say that nothing failed."""
+    """The first line of `error`, short enough for all_gather_json. Never "", which would mean that nothing failed."""
     return str(error).partition("\n")[0][:_REASON_CHARACTERS] or type(error).__name__
 
 
@@ -169,7 +169,7 @@ def _first_reason(reason: str, all_gather: AllGather) -> str:
 
 
 def find_obstacle(device: torch.device) -> str:
-    """Why this rank cannot map its peers' memory; "" if nothing is known that prevents it."""
+    """Why this rank cannot map its peers' memory; "" if it may be able to."""
     if torch.version.hip is not None:
         return "peer memory was built for NVIDIA GPUs alone"
     if symm_mem.get_backend(device) is None:
@@ -180,9 +180,10 @@ def find_obstacle(device: torch.device) -> str:
 
 
 def common_obstacle(ranks: Sequence[dict[str, Any]]) -> str:
-    """Why a group of these ranks cannot map each other's memory; "" if nothing prevents it.
+    """Why the ranks of a group cannot map each other's memory; "" if they may be able to.
 
-    `ranks`: of each rank its host, its GPU's index on the host, and what `find_obstacle` returned there.
+    `ranks`: for each rank {"host": its host_id, "gpu": the index of its GPU on the host, "reason": the result of
+    `find_obstacle` there}.
     """
     if reason := next((each["reason"] for each in ranks if each["reason"]), ""):
         return str(reason)
@@ -198,7 +199,7 @@ def common_obstacle(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def has_nvlink(gpus: Sequence[int]) -> bool:
-    """Whether NVLink joins every two of these GPUs of this host. False if the driver does not say."""
+    """Whether NVLink connects every two of these GPUs of this host. False if the driver does not tell."""
     try:
         from torch._C._autograd import DeviceType
         from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]

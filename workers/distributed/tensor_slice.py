@@ -8,7 +8,8 @@ Range = tuple[int, int]  # half-open
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The concatenation of `ranges` along `dim`. A fused QKV weight, for example, has one range each for q, k and v."""
+    """The concatenation of `ranges` along `dim`. A fused QKV weight, for example, has a range for each of q, k and
+    v."""
 
     dim: int
     ranges: tuple[Range, ...]

@@ -17,10 +17,11 @@ _State = TypeVar("_State", bound=StateSpec)
 
 @dataclass(frozen=True, slots=True)
 class TpShard:
-    """Rank `rank` of `size`. Methods take a layer with the heads of all ranks together.
+    """Rank `rank` of `size`. The methods take layers with the heads of all ranks, and raise InvalidConfig if `size`
+    does not fit the model.
 
-    They raise InvalidConfig if `size` does not fit the model. `divides_latents`: a rank stores the latents of its part
-    of the tokens (--mla-shard tokens); false: those of all tokens.
+    `divides_latents`: a rank stores the latents of its part of the tokens (--mla-shard tokens). If False, it stores the
+    latents of all tokens.
     """
 
     rank: int
@@ -28,7 +29,7 @@ class TpShard:
     divides_latents: bool = False
 
     def split_evenly(self, total: int, what: str) -> Range:
-        """This rank's part of `total`. `what` names it in the error."""
+        """This rank's part of `total`. `what`: the name of what is divided, for the error."""
         if total % self.size:
             raise InvalidConfig(f"tp {self.size} does not divide {what} ({total}); use a divisor of {total}")
         part = total // self.size
@@ -65,7 +66,8 @@ class TpShard:
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads, token_shards=shards, token_shard=shard)
 
     def shard_state(self, layer: _State) -> _State:
-        """`layer` with this rank's key heads and the value heads that they serve. Other kinds are not divided."""
+        """`layer` with this rank's key heads and the value heads that they serve. Raises InvalidConfig for short
+        convolutions and Mamba-2 mixers, which are not divided over ranks."""
         if self.size == 1:
             return layer
         if not isinstance(layer, DeltaNetSpec):
@@ -76,7 +78,7 @@ class TpShard:
         return replace(layer, key_heads=last - first, value_heads=(last - first) * group)
 
     def vocab_rows(self, rows: int) -> Range:
-        """This rank's part of a vocabulary: ceil(rows / size) rows, the last rank possibly fewer."""
+        """This rank's part of a vocabulary: ceil(rows / size) rows; the last rank may have fewer."""
         part = -(-rows // self.size)
         if (self.size - 1) * part >= rows:
             raise InvalidConfig(f"tp {self.size} is too large for a vocabulary of {rows}; use fewer ranks")

@@ -1,7 +1,7 @@
-"""Which GPUs a rank sees: those of all ranks of its group on its host, so that they can map each other's memory.
+"""Shows a rank the GPUs of all ranks of its group on its host, so that they can map each other's memory.
 
-Ray and `serve --no-ray` show a rank its own GPU alone. Then every rank calls its GPU number 0, and torch refuses to map
-the memory of another one, which has the same number.
+Ray and `serve --no-ray` show a rank its own GPU alone. Every rank's GPU then has the index 0, and torch refuses to map
+the memory of another rank, because its GPU has the same index.
 """
 
 import json
@@ -17,8 +17,9 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 def show_gpus_of_group(store: Store, rank: int, size: int, environment: MutableMapping[str, str]) -> int:
     """Make the GPUs of all ranks on this host visible, in rank order. Returns the index of this rank's GPU.
 
-    Every rank calls this at once, before CUDA starts. Nothing changes, and the index is 0, if the ranks of this host
-    were not shown one whole GPU each: on CPUs, or with parts of GPUs (MIG), of which a process can use one.
+    A collective: every rank calls this before CUDA starts. If the ranks of this host were not shown one whole GPU each,
+    nothing changes, and the index is 0. That is so on CPUs, and with parts of GPUs (MIG), because a process can use
+    only one part.
     """
     store.set(f"visible GPUs/{rank}", json.dumps({"host": host_id(), "gpus": environment.get(_VARIABLE, "")}))
     ranks = [json.loads(store.get(f"visible GPUs/{each}")) for each in range(size)]

@@ -1,7 +1,7 @@
-"""Attention of older models, whose code in transformers computes it without the attention interface.
+"""Adapters for older models, whose attention modules in transformers do not call its attention interface.
 
-`adapt_attention` makes the modules of one model call the interface. transformers' classes stay as they are, because
-verification compares with them. Models whose attention adds a bias to the scores (ALiBi) are not adapted.
+`adapt_attention` makes the modules of one model call the interface. It does not change transformers' classes, because
+verification compares with them. Models whose attention adds a bias to the scores (ALiBi) are refused.
 """
 
 import sys
@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coatcheck.proto.errors import InvalidModel
 
-# gpt_bigcode calls the interface, but has a causal mask as a buffer.
+# gpt_bigcode calls the interface, but holds a causal mask as a buffer.
 _TYPES: Final = frozenset({"codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj"})
 
 
@@ -43,7 +43,8 @@ def adapt_attention(model: PreTrainedModel) -> None:
 
 
 def _drop_causal_mask(module: nn.Module) -> None:
-    """Without the interface a causal mask is a buffer, of which no checkpoint has a copy."""
+    """Drop the causal mask that an older module holds as a buffer. It is not in checkpoints, and the kernels do not
+    read it."""
     mask = module._buffers.get("bias")
     if mask is not None and mask.dtype == torch.bool and "bias" in module._non_persistent_buffers_set:
         module._buffers["bias"] = None
@@ -59,7 +60,8 @@ def _call_interface(
     value: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """query, key and value [1, heads, T, dim] -> [1, heads, T, dim]. `window`: None if the mask says which."""
+    """query, key and value [1, heads, T, dim] -> [1, heads, T, dim]. `window`: the sliding window in tokens; 0 for
+    none; None if `attention_mask` defines it."""
     attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     out, _ = attend(
         module,
@@ -96,7 +98,8 @@ def _falcon_forward(
     position_embeddings: tuple[Tensor, Tensor],
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, hidden] -> [1, T, hidden]. Keys and values keep their heads; transformers repeats some for every query."""
+    """[1, T, hidden] -> [1, T, hidden]. Keys and values keep their num_kv_heads; transformers' own forward repeats them
+    for every query head."""
     fused, dim = module.query_key_value(hidden_states), module.head_dim
     if module.new_decoder_architecture:
         grouped = fused.unflatten(-1, (module.num_kv_heads, -1, dim))

@@ -1,9 +1,9 @@
 """DecoderLayer: a pre-norm decoder layer in few, large operations, for the architectures of fusion.py.
 
 One linear for Q, K and V, one operation for RoPE and the KV store, one for residual add and norm, one linear for gate
-and up. On CPUs with the native linears each sublayer is one call into C, and all layers of a rank without peers are one
-call. A step of a model with 12 layers of width 128 took 1.39 ms with one call per operation, 0.70 ms with one per
-sublayer, and 0.48 ms with one for all layers (bench/LOG.md, 2026-11-21).
+and up. On CPUs with the native linears each sublayer (attention or MLP with its norm) is one call into C. In a group of
+one rank all layers are one call. A step of a model with 12 layers of width 128 took 1.39 ms with one call per
+operation, 0.70 ms with one per sublayer, and 0.48 ms with one for all layers (bench/LOG.md, 2026-11-21).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, SparseMlp
 
 
 class DecoderLayer:
-    """One decoder layer. It takes and returns (x, residual), whose sum is the hidden state: the next norm adds them.
+    """One decoder layer. It takes and returns (x, residual). Their sum is the hidden state; the next norm adds them.
 
-    A plain object, not a module: at one token a step, a module call costs as much as a small kernel.
+    Not an nn.Module: in a step of one token, a module call costs as much as a small kernel.
     """
 
     def __init__(
@@ -55,14 +55,15 @@ class DecoderLayer:
         communicator: Communicator,
         *,
         batch_invariant: bool,
-        starts: ShortcutExperts | None = None,
-        adds: ShortcutExperts | None = None,
+        shortcut_to_start: ShortcutExperts | None = None,
+        shortcut_to_add: ShortcutExperts | None = None,
     ) -> None:
         """`layer`: transformers' module. `spec`: with this rank's heads.
 
-        `starts`, `adds`: the experts that this half of a LongCat layer starts, or whose output it adds.
+        `shortcut_to_start`, `shortcut_to_add`: only of the halves of a LongCat layer: the experts that the first half
+        computes, and whose output the second half adds.
         """
-        self.starts, self.adds = starts, adds
+        self.shortcut_to_start, self.shortcut_to_add = shortcut_to_start, shortcut_to_add
         has_state = isinstance(spec, StateLayer)
         attention = layer.linear_attn if has_state else layer.self_attn
         projection = attention.out_proj if has_state else attention.o_proj
@@ -79,12 +80,18 @@ class DecoderLayer:
         self.mlp: DenseMlp | SparseMlp
         norm = read_norm(second_norm, family)
         if hasattr(layer.mlp, "down_proj"):
-            self.mlp = DenseMlp(layer.mlp, norm, batch_invariant=batch_invariant, starts=starts, adds=adds)
+            self.mlp = DenseMlp(
+                layer.mlp,
+                norm,
+                batch_invariant=batch_invariant,
+                shortcut_to_start=shortcut_to_start,
+                shortcut_to_add=shortcut_to_add,
+            )
         else:
             self.mlp = SparseMlp(layer.mlp, norm, batch_invariant=batch_invariant)
-        self._row_format: RowFormat | None = None  # of the linear behind the first norm
+        self._row_format: RowFormat | None = None  # in which the linear after the first norm reads its input
         self._attention_targets: dict[str, LoraTarget] = {}
-        # (x, rotary tables, metadata, cache, logits indices) -> every head's output. x has `_row_format`.
+        # (x in `_row_format`, rotary tables, metadata, cache, logits indices) -> every head's output [T, heads * dim].
         self.attend: Callable[[Any, RotaryTables, AttentionMetadata, Any, LogitsIndices | None], Tensor]
         self.attention_sublayer: AttentionSublayer | None = None
         if isinstance(spec, StateLayer):
@@ -105,7 +112,7 @@ class DecoderLayer:
 
     def linears(self) -> list[PackedLinear]:
         """Every linear of the layer, in the order of their use."""
-        shortcut = [] if self.starts is None else self.starts.moe.linears()
+        shortcut = [] if self.shortcut_to_start is None else self.shortcut_to_start.moe.linears()
         return [*self._attention_linears, self.output, *self.mlp.linears(), *shortcut]
 
     def lora_targets(self) -> dict[str, LoraTarget]:
@@ -120,7 +127,7 @@ class DecoderLayer:
         """The layer's experts; none in a dense layer."""
         if isinstance(self.mlp, SparseMlp):
             return [self.mlp.moe.experts]
-        return [] if self.starts is None else [self.starts.moe.experts]
+        return [] if self.shortcut_to_start is None else [self.shortcut_to_start.moe.experts]
 
     def __call__(
         self,
@@ -130,38 +137,39 @@ class DecoderLayer:
         metadata: AttentionMetadata,
         cache: KVCache | LatentCache | RecurrentState,
         logits_indices: LogitsIndices | None,
-        owed: RankSum | None,
+        deferred_sum: RankSum | None,
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [T, hidden] -> the same, or [R, hidden] for the tokens of `logits_indices`.
+        """x, residual [T, hidden] -> x, residual [T, hidden], or [R, hidden] of the R tokens of `logits_indices`.
 
-        `residual` is None in the first layer. `owed`: the sum over ranks that `x` still lacks; see `owe_sum`.
+        `residual`: None in the first layer. `deferred_sum`: the all-reduce that `x` still needs; see `defer_sum`.
         """
         if self.attention_sublayer is not None and rotary.native is not None and logits_indices is None:
             assert isinstance(cache, KVCache), "neither latent nor linear attention has such a sublayer"
-            x = x if owed is None else owed(x)
+            x = x if deferred_sum is None else deferred_sum(x)
             x, residual = self.attention_sublayer(x, residual, rotary.native, cache)
         else:
-            normed, residual = norm_for_linear(self.first_norm, x, residual, owed, self._row_format)
+            normed, residual = norm_for_linear(self.first_norm, x, residual, deferred_sum, self._row_format)
             x = self.output(self.attend(normed, rotary, metadata, cache, logits_indices))
-        owed = self.reduce
+        deferred_sum = self.reduce
         if logits_indices is not None:
             residual = residual[logits_indices.tokens]
-            if self.adds is not None:
-                self.adds.select_rows(logits_indices)
+            if self.shortcut_to_add is not None:
+                self.shortcut_to_add.select_rows(logits_indices)
         if self.attention_norm is not None:
-            x, owed = self.attention_norm(x if owed is None else owed(x)), None
-        x, residual = self.mlp(x, residual, owed)
+            x, deferred_sum = self.attention_norm(x if deferred_sum is None else deferred_sum(x)), None
+        x, residual = self.mlp(x, residual, deferred_sum)
         return (x if self.mlp_norm is None else self.mlp_norm(x)), residual
 
-    def owe_sum(self) -> RankSum | None:
-        """Leave the sum over ranks behind the MLP to the next norm, which may be one kernel with it.
+    def defer_sum(self) -> RankSum | None:
+        """Leave the all-reduce after the MLP to the next norm, because one kernel may compute both.
 
-        Returns that sum, or None if there is none or the layer still computes it: a norm of its own, or C, follows.
+        Returns the all-reduce, or None if the layer still computes it or has none. The layer must compute it if the
+        layer's own norm, or the C library, follows the MLP.
         """
         if self.mlp_norm is not None or self.mlp.native_sublayer is not None:
             return None
-        owed, self.mlp.reduce = self.mlp.reduce, None
-        return owed
+        deferred_sum, self.mlp.reduce = self.mlp.reduce, None
+        return deferred_sum
 
 
 class DenseMlp:
@@ -173,49 +181,50 @@ class DenseMlp:
         norm: RmsNorm,
         *,
         batch_invariant: bool,
-        starts: ShortcutExperts | None = None,
-        adds: ShortcutExperts | None = None,
+        shortcut_to_start: ShortcutExperts | None = None,
+        shortcut_to_add: ShortcutExperts | None = None,
     ) -> None:
-        """`starts`, `adds`: see DecoderLayer."""
+        """`shortcut_to_start`, `shortcut_to_add`: see DecoderLayer."""
         self.norm = norm
-        self._starts, self._adds = starts, adds
+        self._shortcut_to_start, self._shortcut_to_add = shortcut_to_start, shortcut_to_add
         parts = ("gate_up_proj", ("gate_proj", "up_proj"))
         self.gate_up = pack_merged(mlp, *parts, batch_invariant=batch_invariant)
         self.down, self.reduce = pack_row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
         self.lora_targets: dict[str, LoraTarget] = {}
-        if starts is None and adds is None:  # the names of a half of a LongCat layer are not those of the layer
+        # A half of a LongCat layer has other names than the layer, so it has no targets.
+        if shortcut_to_start is None and shortcut_to_add is None:
             down = LoraTarget(self.down, 0, self.down.weight_shape[0])
             self.lora_targets = {**merged_targets(self.gate_up, mlp, *parts), "down_proj": down}
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
-        can_run_native = starts is None and adds is None and is_native(self.gate_up, self.down)
+        can_run_native = shortcut_to_start is None and shortcut_to_add is None and is_native(self.gate_up, self.down)
         self.native_sublayer = MlpSublayer(norm, self.gate_up, self.down, self.activation) if can_run_native else None
 
     def linears(self) -> list[PackedLinear]:
         return [self.gate_up, self.down]
 
-    def __call__(self, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
-        """`owed`: the sum over ranks that `x` still lacks."""
+    def __call__(self, x: Tensor, residual: Tensor, deferred_sum: RankSum | None) -> tuple[Tensor, Tensor]:
+        """x, residual [T, hidden] -> the same. `deferred_sum`: the all-reduce that `x` still needs."""
         has_adapters = self.gate_up.has_adapted_rows or self.down.has_adapted_rows
         if self.native_sublayer is not None and not has_adapters:
-            x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
+            x, residual = self.native_sublayer(x if deferred_sum is None else deferred_sum(x), residual)
         else:
-            if self._starts is not None:  # the experts read the norm too, unquantised
-                x, residual = add_and_norm(self.norm, x, residual, owed)
-                self._starts.start(x)
+            if self._shortcut_to_start is not None:  # the experts read the norm's output too, unquantised
+                x, residual = add_and_norm(self.norm, x, residual, deferred_sum)
+                self._shortcut_to_start.start(x)
                 gate_up = self.gate_up(x)
             else:
-                normed, residual = norm_for_linear(self.norm, x, residual, owed, self.gate_up.row_format)
+                normed, residual = norm_for_linear(self.norm, x, residual, deferred_sum, self.gate_up.row_format)
                 gate_up = self.gate_up(normed)
             x = self.down(silu_mul_for_linear(gate_up, self.activation, self.down.row_format))
-            if self._adds is not None:
-                x = self._adds.add_to(x)
+            if self._shortcut_to_add is not None:
+                x = self._shortcut_to_add.add_to(x)
         return (x if self.reduce is None else self.reduce(x)), residual
 
 
 def pack_fused_layers(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> FusedLayers | None:
-    """All layers as one call into C; None if a layer is not native, or contains an all-reduce.
+    """All layers as one call into C. None if a layer does not run in C, or if the group has several ranks.
 
-    `table_indices`: which of the step's rotary tables each layer uses.
+    `table_indices`: for each layer, the index of its rotary tables among those of the step.
     """
     fused = []
     for layer, table in zip(layers, table_indices, strict=True):

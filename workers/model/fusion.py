@@ -1,4 +1,4 @@
-"""Our own forward pass for the architectures in `_FAMILIES`: DecoderLayer in place of transformers' layers.
+"""FusedBody: Coatcheck's own forward pass for the architectures in `_FAMILIES`, made of DecoderLayers.
 
 Other architectures run transformers' modules (TransformersBody in model.py). The parity tests compare both with
 transformers' logits.
@@ -35,9 +35,9 @@ from coatcheck.workers.model.rope import CosSinTable
 from coatcheck.workers.model.shortcut_experts import halves_of, has_halves
 from coatcheck.workers.model.sparse_mlp import ACTIVATIONS, is_known_block
 
-# Types with latent attention (MLA).
+# Model types with latent attention (MLA).
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
-# Types with gated delta nets, which keep a state, in most layers.
+# Model types with gated delta nets in most layers and attention in the others.
 HYBRID_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
@@ -60,18 +60,19 @@ class FusedBody:
         layers: Sequence[DecoderLayer],
         rope_types: Sequence[str | None],
         norm: RmsNorm,
-        sharded: AttentionLayer | None,
-        cache_places: Sequence[int],
+        token_sharded_layer: AttentionLayer | None,
+        cache_indices: Sequence[int],
         *,
         has_half_tables: bool,
     ) -> None:
-        """`rope_types`: each layer's key for the rotary embedding; None if the model has one for all layers.
+        """`rope_types`: for each layer, the layer type by which `base.rotary_emb` computes its tables; None if the
+        tables are the same in all layers.
 
-        `cache_places`: where each layer's cache or state is in LayerCaches.
-        `sharded`: a layer of this rank with token shards, which are the same in all layers; None without.
+        `cache_indices`: for each layer, the index of its cache or state in LayerCaches.
+        `token_sharded_layer`: any layer of this rank, if --mla-shard tokens divides the latents; else None.
         """
-        self._sharded = sharded
-        self._cache_places = tuple(cache_places)
+        self._token_sharded_layer = token_sharded_layer
+        self._cache_indices = tuple(cache_indices)
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self._dtype = next(base.embed_tokens.parameters()).dtype
@@ -83,8 +84,9 @@ class FusedBody:
             rope_type: CosSinTable(partial(self._cos_and_sin, rope_type=rope_type)) for rope_type in self._rope_types
         }
         self._layers = list(zip(layers, rope_types, strict=True))
-        # Element i: the sum over ranks that the input of layer i still lacks. Last: that of the final norm's input.
-        self._owed = [None, *(layer.owe_sum() for layer in layers)]
+        # Element i: the all-reduce that the input of layer i still needs. Last: the one that the final norm's input
+        # needs.
+        self._deferred_sums = [None, *(layer.defer_sum() for layer in layers)]
         self._is_native = any(layer.attention_sublayer is not None for layer in layers)
         self._fused_layers = pack_fused_layers(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
 
@@ -97,17 +99,17 @@ class FusedBody:
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
         """As Model.forward."""
-        if self._sharded is not None:
-            metadata = localise(metadata, self._sharded)
+        if self._token_sharded_layer is not None:
+            metadata = localise(metadata, self._token_sharded_layer)
         hidden: Tensor = self.embed_tokens(input_ids)
         rotary = {rope_type: self._rotary_tables(positions, rope_type, metadata) for rope_type in self._rope_types}
         residual: Tensor | None = None
         last, done = len(self._layers) - 1, 0
         native_tables = [tables.native for tables in rotary.values() if tables.native is not None]
         if self._fused_layers is not None and native_tables and last > 0:
-            # One call into C for all layers, except for a last layer that computes fewer rows.
+            # One call into C for all layers. With `logits_indices` the last layer computes fewer rows, and is left out.
             done = last if logits_indices is not None else last + 1
-            caches = cast("list[KVCache]", layer_caches)  # no fused layer has latents or a state
+            caches = cast("list[KVCache]", layer_caches)  # layers in C have neither latents nor states
             hidden, residual = self._fused_layers(hidden, done, native_tables, caches)
         for index in range(done, last + 1):
             layer, rope_type = self._layers[index]
@@ -117,12 +119,12 @@ class FusedBody:
                 residual,
                 rotary[rope_type],
                 metadata,
-                layer_caches[self._cache_places[index]],
+                layer_caches[self._cache_indices[index]],
                 rows,
-                self._owed[index],
+                self._deferred_sums[index],
             )
         assert residual is not None
-        return add_and_norm(self.norm, hidden, residual, self._owed[-1])[0]
+        return add_and_norm(self.norm, hidden, residual, self._deferred_sums[-1])[0]
 
     def experts(self) -> list[PackedExperts]:
         """The experts of each layer that has some."""
@@ -141,11 +143,12 @@ class FusedBody:
         }
 
     def _cos_and_sin(self, positions: Tensor, rope_type: str | None) -> tuple[Tensor, Tensor]:
-        """By the model's rotary module, which reads the dtype and the device of its first argument."""
+        """cos and sin of positions [T], each [T, rot_dim], by the model's rotary module. The module reads only the
+        dtype and the device of its first argument."""
         like = torch.empty(1, 1, 0, dtype=self._dtype, device=positions.device)
         arguments = (like, positions[None]) if rope_type is None else (like, positions[None], rope_type)
         tables = self.rotary(*arguments)
-        if isinstance(tables, Tensor):  # deepseek_v2: cos + i sin of each pair
+        if isinstance(tables, Tensor):  # deepseek_v2: a complex tensor, cos + i sin of each pair
             tables = tuple(torch.cat((part, part), dim=-1) for part in (tables.real, tables.imag))
         cos, sin = (table[0] for table in tables)
         if self._has_half_tables:
@@ -159,8 +162,8 @@ class FusedBody:
             cos, sin = self._cos_and_sin(positions, rope_type)
         if not self._is_native or self.lora_step.is_active:  # the layers in C do not add adapters
             return RotaryTables(cos, sin, None)
-        places = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
-        return RotaryTables(cos, sin, StepTables(cos, sin, *places))
+        tensors = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
+        return RotaryTables(cos, sin, StepTables(cos, sin, *tensors))
 
 
 def is_fusable(model: PreTrainedModel) -> bool:
@@ -169,9 +172,10 @@ def is_fusable(model: PreTrainedModel) -> bool:
     base: Any = model.base_model
     if config.model_type not in _FAMILIES or activation_name(config) not in ACTIVATIONS:
         return False
-    if config.model_type in HYBRID_TYPES and activation_name(config) != "silu":  # it is that of the convolutions too
+    # The gated delta nets' convolutions have the same activation, and their kernels compute silu only.
+    if config.model_type in HYBRID_TYPES and activation_name(config) != "silu":
         return False
-    mlps = (layer.mlp for layer in base.layers)  # of LongCat's layers the experts; their MLPs are dense
+    mlps = (layer.mlp for layer in base.layers)  # `mlp` of a LongCat layer is its experts; its MLPs are dense
     return all(hasattr(mlp, "down_proj") or is_known_block(mlp) for mlp in mlps)
 
 
@@ -183,7 +187,7 @@ def fuse(
     *,
     batch_invariant: bool,
 ) -> FusedBody | None:
-    """Move the model's weights into a FusedBody. Returns None for an architecture that is not fusable.
+    """Move the model's weights into a FusedBody. Returns None, and changes nothing, if the model is not fusable.
 
     `layers`, `states`: with this rank's heads.
     """
@@ -193,27 +197,32 @@ def fuse(
     family = _FAMILIES[config.model_type]
     base: Any = model.base_model
     mixers: list[AttentionLayer | StateLayer] = [*layers, *states]  # in the order of LayerCaches
-    places = interleave(range(len(layers)), [(state.spec.layer, len(layers) + i) for i, state in enumerate(states)])
+    state_indices = [(state.spec.layer, len(layers) + i) for i, state in enumerate(states)]
+    cache_indices = interleave(range(len(layers)), state_indices)
     rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(mixers)
     fused: list[DecoderLayer] = []
     for index, module in enumerate(base.layers):
         halves = halves_of(module, batch_invariant=batch_invariant) if has_halves(module) else [(module, None, None)]
-        for part, starts, adds in halves:
-            spec = mixers[places[len(fused)]]
-            fused.append(
-                DecoderLayer(
-                    part, spec, family, communicator, batch_invariant=batch_invariant, starts=starts, adds=adds
-                )
+        for part, shortcut_to_start, shortcut_to_add in halves:
+            layer = DecoderLayer(
+                part,
+                mixers[cache_indices[len(fused)]],
+                family,
+                communicator,
+                batch_invariant=batch_invariant,
+                shortcut_to_start=shortcut_to_start,
+                shortcut_to_add=shortcut_to_add,
             )
-        base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
+            fused.append(layer)
+        base.layers[index] = nn.Identity()  # frees this layer's unpacked weights before the next layer is packed
     norm = read_norm(base.norm, family)
-    sharded = layers[0] if layers[0].token_shards > 1 else None
+    token_sharded_layer = layers[0] if layers[0].token_shards > 1 else None
     return FusedBody(
         base,
         fused,
         rope_types,
         norm,
-        sharded,
-        places,
+        token_sharded_layer,
+        cache_indices,
         has_half_tables=family.has_half_tables,
     )

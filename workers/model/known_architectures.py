@@ -1,8 +1,8 @@
 """What transformers supports: model types, causal models, and the config.json fields of the tested model types.
 
-`coatcheck serve` checks config.json against these before Ray starts. transformers itself is not imported, because that
-imports torch and takes seconds: the names of model types are read from its source files, and the fields stand in tables
-here, which a test compares with the installed transformers.
+`coatcheck serve` checks config.json against these before Ray starts. This module does not import transformers, because
+that imports torch and takes seconds. It reads the names of model types from transformers' source files. The fields are
+in tables here. A test compares the tables with the installed transformers.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidModel
 
-# JSON types of the fields of config classes, by Python's names.
+# {field of a config class: its JSON types, by Python's names}.
 _COMMON: Final = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), "int"),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), "int"),
@@ -45,7 +45,7 @@ _BIASES: Final = {"attention_bias": "bool", "mlp_bias": "bool"}
 _MOE: Final = {"num_experts_per_tok": "int", "output_router_logits": "bool", "router_aux_loss_coef": "float"}
 _MULTIPLIERS: Final = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
-_LATENT: Final = {  # multi-head latent attention (MLA) and experts, as DeepSeek has them
+_LATENT: Final = {  # DeepSeek's latent attention (MLA) and experts
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), "int"),
     "q_lora_rank": "int|None",
     **dict.fromkeys(("moe_intermediate_size", "n_routed_experts", "n_shared_experts"), "int"),
@@ -101,7 +101,7 @@ _SIZES: Final = (
 _LATENT_DEFAULTS: Final = dict(
     kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
-# Defaults of the fields that the checks read and config.json may omit; None for a field without a default.
+# By model type: the defaults of the fields that the checks read and config.json may omit.
 CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     model_type: dict(zip(_SIZES, sizes, strict=True)) | others
     for model_type, sizes, others in (
@@ -131,8 +131,8 @@ CONFIG_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     )
 }  # fmt: skip
 
-# Model types whose parity tests cover every usual config.json, so the checks of model_rules.py suffice. A model of
-# another type must be built without weights to find out whether it can be served (meta_model.py).
+# Model types whose parity tests cover every usual config.json. For these the checks of model_rules.py suffice. A model
+# of another type must be built without weights to find out whether it can be served (meta_model.py).
 TESTED_MODEL_TYPES: Final = frozenset(CONFIG_FIELDS)
 
 ACTIVATIONS: Final = frozenset(
@@ -166,7 +166,7 @@ def check_causal(name: str, model_type: str) -> None:
     configs, models = _config_classes(), _causal_types()
     if not models or model_type not in configs:
         return
-    # transformers maps a config class to a model, and several types may share a config class.
+    # transformers maps config classes to models, and several model types may share a config class.
     if configs[model_type] not in {configs[causal] for causal in models if causal in configs}:
         raise InvalidModel(
             f"{name}: config.json has model_type {model_type!r}, and transformers {metadata.version('transformers')} "
@@ -190,7 +190,7 @@ def _causal_types() -> frozenset[str]:
 
 def _read_source(file: str) -> str:
     """The text of a file in transformers/models/auto; "" if it cannot be read."""
-    package = util.find_spec("transformers")  # does not import it
+    package = util.find_spec("transformers")  # does not import transformers
     try:
         return (Path(str(package and package.origin)).parent / "models" / "auto" / file).read_text(encoding="utf-8")
     except OSError:

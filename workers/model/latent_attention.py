@@ -1,4 +1,4 @@
-"""LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2, V3 and their kin, over a pool of latents.
+"""LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2, V3 and similar models, over a pool of latents.
 
 What differs between model types is in LatentDescription (workers/attention/latent_description.py).
 
@@ -8,16 +8,17 @@ What differs between model types is in LatentDescription (workers/attention/late
 
 The pool stores norm(c) and the rotated k_rope: kv_lora_rank + qk_rope_head_dim elements per token for all heads.
 
-Absorbed form: W_UK is multiplied into the query and W_UV into the output, so all heads attend to the latents
-themselves. Expanded form: keys and values of a sequence's context are computed from its latents, some heads at a time.
-Decodes take the absorbed form. On CPUs a prefill takes whichever needs fewer operations (`prefers_expanded`), except
-with `batch_invariant`, where a token's bits must not depend on the length of its chunk. On GPUs every token takes the
-absorbed form, because the host would have to wait for the lengths.
+There are two forms. *Absorbed*: W_UK is multiplied into the query and W_UV into the output, so all heads attend to the
+latents. *Expanded*: the keys and values of a sequence's context are computed from its latents, some heads at a time.
+Decodes take the absorbed form. On CPUs a prefill takes the form with fewer operations (`prefers_expanded`). With
+`batch_invariant` it takes the absorbed form, because a token's bits must not depend on the length of its chunk. On GPUs
+every token takes the absorbed form, because to choose the host would have to wait for the lengths.
 
-With --mla-shard tokens a rank stores every tp-th token (workers/attention/token_shards.py). In the absorbed form the
-ranks exchange queries, so that each computes all heads over its tokens, and then partial results, of which each merges
-those of its heads. Where that is less to move they gather the context's latents, and each computes its heads: in the
-expanded form, and on GPUs in steps with prompts.
+With --mla-shard tokens a rank stores every tp-th token (workers/attention/token_shards.py). There are two ways to
+attend to all tokens. In the first, each rank gets the queries of all heads, attends to its own tokens, and sends the
+partial results to the ranks of the heads, which merge them. In the second, each rank gathers the latents of the context
+and computes its own heads. The expanded form takes the second way, and so do steps with prompts on GPUs where it moves
+fewer bytes.
 """
 
 from dataclasses import replace
@@ -42,12 +43,13 @@ from coatcheck.workers.attention.token_shards import local_queries
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.multi_head_attention import RotaryTables
 
-# Bytes of keys and values that the expanded form holds at a time: as many heads as fit, at least one.
+# The most bytes of keys and values that the expanded form computes at a time. At least one head is computed at a time.
 EXPANDED_BYTES: Final = 64 << 20
 
 
 class LatentDims(NamedTuple):
-    """Elements of a latent, and of a head's key without rotation, its rotary key and its value."""
+    """Numbers of elements. `rank`: of a latent. `nope`, `rope`: of the part of a head's key without rotation, and of
+    the rotated part. `value`: of a head's value."""
 
     rank: int
     nope: int
@@ -58,8 +60,8 @@ class LatentDims(NamedTuple):
 def prefers_expanded(dims: LatentDims, q_len: int, seq_len: int) -> bool:
     """Whether the expanded form takes fewer multiplications for the last `q_len` of `seq_len` tokens.
 
-    Per head: the absorbed form multiplies W_UK and W_UV with each query, and 2 * rank + rope elements for each pair of
-    query and key. The expanded form multiplies W_UK and W_UV with each key, and nope + rope + value for each pair.
+    Multiplications per head. Absorbed: rank * (nope + value) for each query, and 2 * rank + rope for each pair of query
+    and key. Expanded: rank * (nope + value) for each key, and nope + rope + value for each pair.
     """
     projection = dims.rank * (dims.nope + dims.value)
     pairs = q_len * (2 * seq_len - q_len + 1) // 2
@@ -80,8 +82,9 @@ class LatentAttention:
     ) -> None:
         """`attention`: transformers' module. `spec`: with this rank's heads.
 
-        Where rotary embeddings rotate neighbours, the weights' rows are reordered, so that pairs lie half a head apart;
-        the scores are the same. Scales behind norms are multiplied into the norms' weights.
+        If the model's RoPE rotates neighbouring elements, the rows of the weights are reordered, so that the elements
+        of a pair lie half of `rope` apart. The scores are the same. Factors after norms are multiplied into the norms'
+        weights.
         """
         description = LatentDescription.of(attention)
         assert description is not None, "the probe found latents"
@@ -114,7 +117,7 @@ class LatentAttention:
         self.q_up = PackedLinear(q_weight, batch_invariant=batch_invariant) if has_q_a else None
         self.kv_norm = _norm(attention.kv_a_layernorm, description.latent_scale)
         self.k_up_absorbed = HeadsLinear(up[:, :nope].transpose(1, 2), batch_invariant=batch_invariant)
-        # On a GPU the lengths that decide about the form are not on the host.
+        # Only for the expanded form. On a GPU the lengths by which to choose a form are not on the host.
         self.k_up = None if batch_invariant or uses_triton(up) else HeadsLinear(up[:, :nope])
         self.v_up = HeadsLinear(up[:, nope:], batch_invariant=batch_invariant)
 
@@ -129,7 +132,7 @@ class LatentAttention:
         cache: LatentCache,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        """Returns only the rows of `logits_indices`, if given."""
+        """x [T, hidden] -> [T, heads * value], or only the rows of `logits_indices`, if given."""
         _, nope, rope, value = self.dims
         q, kv = self.input(x).split_with_sizes(self.input_sizes, dim=1)
         if self.q_norm is not None and self.q_up is not None:
@@ -188,14 +191,14 @@ class LatentAttention:
     def _attend_all_ranks(
         self, q: Tensor, cu_seqlens_q: Tensor, metadata: AttentionMetadata, cache: LatentCache
     ) -> Tensor:
-        """This rank's heads over the tokens of all ranks: q [R, heads, rank + rope] -> [R, heads, rank]."""
+        """Attend with this rank's heads to the tokens of all ranks: q [R, heads, rank + rope] -> [R, heads, rank]."""
         local = metadata.local
         if local is None or cu_seqlens_q is not metadata.cu_seqlens_q:
             local = local_queries(replace(metadata, cu_seqlens_q=cu_seqlens_q), self.spec, len(q))
-        every = self._communicator.all_gather(q, dim=1)
-        lse = torch.empty(every.shape[:2], dtype=torch.float32, device=q.device)
+        all_heads = self._communicator.all_gather(q, dim=1)
+        lse = torch.empty(all_heads.shape[:2], dtype=torch.float32, device=q.device)
         out = latent_attention(
-            every,
+            all_heads,
             cache,
             block_tables=local.block_tables,
             seq_lens=local.seq_lens,
@@ -210,7 +213,7 @@ class LatentAttention:
     def _attend_gathered(
         self, q: Tensor, gathered: GatheredContext, metadata: AttentionMetadata, cache: LatentCache
     ) -> Tensor:
-        """As `_attend_all_ranks`, for all queries of the step."""
+        """As `_attend_all_ranks`, for all queries of a step, with the latents of all ranks gathered first."""
         latents, rope_keys = self._gather_rows(gathered.blocks, cache, q.dtype)
         shape = (-1, 1, cache.block_size * self.spec.token_shards)
         context = LatentCache(latents.view(*shape, cache.rank), rope_keys.view(*shape, cache.rope_dim))
@@ -225,7 +228,8 @@ class LatentAttention:
         )
 
     def _gather_rows(self, blocks: Tensor, cache: LatentCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Latents and rotary keys of all tokens of `blocks`, in order. Of n shards rank r has tokens r, r + n, ..."""
+        """(latents [T, rank], rotary keys [T, rope]) of the T tokens of `blocks`, in order. With n token shards rank r
+        stores the tokens r, r + n, r + 2n, ..."""
         if self.spec.token_shards == 1:
             return cache.rows(blocks, dtype)
         latents, rope_keys = (
@@ -234,7 +238,8 @@ class LatentAttention:
         return latents, rope_keys
 
     def _expanded(self, q: Tensor, blocks: Tensor, seq_len: int, cache: LatentCache, out: Tensor) -> None:
-        """One sequence's last queries q [R, heads, nope + rope] -> out [R, heads, value]."""
+        """Attend with the queries of the last R tokens of one sequence: q [R, heads, nope + rope] -> out [R, heads,
+        value]."""
         _, nope, _, value = self.dims
         heads = self.spec.num_heads
         block_size = cache.block_size * self.spec.token_shards

@@ -1,11 +1,11 @@
-"""Layers that keep a state: gated delta nets within fused decoder layers, others within transformers' own layers.
+"""Layers that keep a state. Gated delta nets are part of DecoderLayer; other kinds stay in transformers' own layers.
 
-LinearAttention has the same call as MultiHeadAttention. It has two linears: one for q, k, v and z, one for the b and a
-of each value head. The four linears of Qwen3.5 are merged into these. Qwen3-Next's two have the rows of one key head
-after the other; they are sorted here.
+LinearAttention is called as MultiHeadAttention is. It has two linears: one for q, k, v and z, one for the b and a of
+each value head. The four linears of Qwen3.5 are merged into these two. Qwen3-Next has the same two, with their rows
+grouped by key head. The rows are reordered here.
 
-`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2) or Mamba-2 mixer. Between the
-module's projections our kernels compute all tokens of a step, each sequence with the state in its slot.
+`adapt_state_layer` replaces the forward of transformers' short convolution (LFM2) or Mamba-2 mixer. The module's
+projections stay. Between them our kernels compute all tokens of a step, each sequence with the state in its slot.
 """
 
 from collections.abc import Iterator
@@ -57,8 +57,8 @@ class LinearAttention:
         state: RecurrentState,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        """Compute all tokens, because the state needs them. Return the rows of `logits_indices` only, if given.
-        `rotary` is not used."""
+        """x [T, hidden] -> [T, value_heads * value_dim], or only the rows of `logits_indices`, if given. All T tokens
+        are computed, because the state needs them. `rotary` is not used."""
         assert metadata.state_slots is not None, "the step of a hybrid model has slots"
         rows = StateRows(metadata.state_slots, metadata.seq_lens, metadata.cu_seqlens_q, metadata.max_query_len)
         out = self._net(self._qkvz(x), self._ba(x), state, rows)
@@ -69,7 +69,7 @@ class LinearAttention:
 
 
 def _qkvz_rows(spec: DeltaNetSpec) -> list[Range]:
-    """Which rows of Qwen3-Next's in_proj_qkvz, sorted by key head, give the order q, k, v, z."""
+    """The ranges of rows of Qwen3-Next's in_proj_qkvz, which is grouped by key head, in the order q, k, v, z."""
     k, v = spec.key_dim, spec.value_heads // spec.key_heads * spec.value_dim
     return list(_grouped_rows(spec.key_heads, (k, k, v, v)))
 
@@ -80,33 +80,34 @@ def _ba_rows(spec: DeltaNetSpec) -> list[Range]:
 
 
 def _grouped_rows(groups: int, sizes: tuple[int, ...]) -> Iterator[Range]:
-    """Ranges of rows that sort by part. The rows are sorted by group; a group has one part of each of `sizes` rows."""
+    """The ranges of rows in the order of their parts. The rows are stored group by group. Each group has len(sizes)
+    parts; part i has sizes[i] rows."""
     for part, size in enumerate(sizes):
         for group in range(groups):
             start = group * sum(sizes) + sum(sizes[:part])
             yield start, start + size
 
 
-def adapt_state_layer(module: Any, spec: StateSpec, place: int) -> None:
-    """Replace the forward of `module`, which has this rank's weights. `place`: the index of its state in the step's
-    caches."""
+def adapt_state_layer(module: Any, spec: StateSpec, cache_index: int) -> None:
+    """Replace the forward of `module`, which has this rank's weights. `cache_index`: the index of its state in
+    LayerCaches."""
     assert isinstance(spec, ShortConvSpec | Mamba2Spec), "prepare_model leaves gated delta nets to fusion.py"
     mixer = _read_short_conv(module) if isinstance(spec, ShortConvSpec) else _read_mamba2(module, spec)
-    module.forward = _MixerForward(module, mixer, place)
+    module.forward = _MixerForward(module, mixer, cache_index)
 
 
 class _MixerForward:
-    """[1, T, hidden] -> [1, T, hidden]. `place`: the index of the state in the step's caches."""
+    """[1, T, hidden] -> [1, T, hidden]. `cache_index`: the index of the state in LayerCaches."""
 
-    def __init__(self, module: Any, mixer: ShortConv | Mamba2, place: int) -> None:
-        self._module, self._mixer, self._place = module, mixer, place
+    def __init__(self, module: Any, mixer: ShortConv | Mamba2, cache_index: int) -> None:
+        self._module, self._mixer, self._cache_index = module, mixer, cache_index
         # falcon_h1 multiplies the input by a number, and the projection's output by a vector.
         self._input_factor = getattr(module, "ssm_in_multiplier", None)
         self._factors: Tensor | None = getattr(module, "mup_vector", None)
 
     def __call__(self, hidden_states: Tensor, *others: Any, **ignored: Any) -> Tensor:
         step = current_step()
-        metadata, state = step.metadata, step.layer_caches[self._place]
+        metadata, state = step.metadata, step.layer_caches[self._cache_index]
         assert metadata.state_slots is not None, "the step of a hybrid model has slots"
         assert isinstance(state, RecurrentState)
         if self._input_factor is not None:

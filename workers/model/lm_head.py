@@ -1,8 +1,8 @@
-"""LmHead: a causal model's last step, from normed hidden states to logits.
+"""LmHead: a causal model's last step, from the hidden states after the final norm to logits.
 
 The model's own code around `lm_head` runs unchanged, because soft-caps and logit scaling differ between architectures.
-The base model is replaced by one that returns the given hidden states. Where that code was seen to do nothing besides,
-only the linear runs.
+The base model is replaced by a module that returns the given hidden states. If a trial call shows that the code only
+calls the linear, later calls run the linear alone.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from coatcheck.workers.model.parallel_layers import ParallelLmHead
 
 
 class LmHead:
-    """Removes the base model from `model` and keeps the rest."""
+    """Takes the base model out of `model`, and keeps the head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         get_linear: Any = model.get_output_embeddings
@@ -53,9 +53,11 @@ class LmHead:
             self._parallel.gathers = True
 
     def can_shard(self, communicator: Communicator, hidden: Tensor) -> bool:
-        """Whether `shard_logits` gives the bits of `logits`. Every rank calls this with the same `hidden`.
+        """Whether `shard_logits` has the same bits as `logits`, by a trial with `hidden`. A collective: every rank
+        calls this with the same `hidden`.
 
-        Soft-caps and scales take each logit alone. A head that looks at other logits, or at a token's id, does not.
+        It has if the head's code changes each logit alone, as soft-caps and scales do. It has not if that code reads
+        several logits, or a token's id.
         """
         if self._parallel is None:
             return False
@@ -68,10 +70,10 @@ class LmHead:
         return communicator.all_reduce_min([int(is_equal)]) == [1]
 
     def _find_only_linear(self, dtype: torch.dtype) -> nn.Module | None:
-        """The linear, if the model's code hands it the hidden states and returns what it returns. Else None.
+        """The linear, if the model's code passes the hidden states to it and returns its result unchanged. Else None.
 
-        The code of transformers around a llama's linear takes 0.2 ms of a decode step. A linear that records its input
-        takes the place of the real one, whichever module that has become, for one call.
+        transformers' code around the linear of a llama takes 0.2 ms of a decode step. For one trial call a module that
+        records its input replaces the linear.
         """
         if self._linear_name is None:
             return None
@@ -79,7 +81,7 @@ class LmHead:
         owner, config = self.model.get_submodule(parent), self.model.config
         linear: nn.Module = getattr(owner, name)
         sizes = (config.hidden_size, config.vocab_size)
-        # Some logits are beyond any soft-cap.
+        # The range of the logits exceeds any soft-cap, so a soft-cap would change some.
         hidden, result = (torch.linspace(-99, 88, 2 * size, device="cpu").view(1, 2, size).to(dtype) for size in sizes)
         recorder = _Recorder(result)
         setattr(owner, name, recorder)
@@ -90,27 +92,27 @@ class LmHead:
             return None
         finally:
             setattr(owner, name, linear)
-        is_same = logits.data_ptr() == recorder.result.data_ptr() and torch.equal(logits, result)
-        has_given = len(recorder.given) == 1 and torch.equal(recorder.given[0], hidden)
-        return linear if is_same and has_given else None
+        returns_result = logits.data_ptr() == recorder.result.data_ptr() and torch.equal(logits, result)
+        passes_hidden = len(recorder.inputs) == 1 and torch.equal(recorder.inputs[0], hidden)
+        return linear if returns_result and passes_hidden else None
 
 
 class _Recorder(nn.Module):
-    """Records copies of its inputs, and returns a copy of `result`."""
+    """Records copies of its inputs. Returns the same copy of `result` in every call."""
 
     def __init__(self, result: Tensor) -> None:
         super().__init__()
         self.result = result.clone()
-        self.given: list[Tensor] = []
+        self.inputs: list[Tensor] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.given.append(hidden.clone())
+        self.inputs.append(hidden.clone())
         return self.result
 
 
 @dataclass
 class _BodyOutput(MoeModelOutputWithPast):
-    """Has the further fields that the heads of GPT-2, BioGPT and Gemma 4 copy into their output."""
+    """A base model's output, with the fields that the heads of GPT-2, BioGPT and Gemma 4 copy from it."""
 
     cross_attentions: None = None
     shared_kv_states: None = None
@@ -118,7 +120,7 @@ class _BodyOutput(MoeModelOutputWithPast):
 
 class _PassThroughBody(nn.Module):
     def __init__(self, base: nn.Module) -> None:
-        """Has the numbers of `base`: the head of falcon_h1 reads one."""
+        """Copies the int and float attributes of `base`, because the head of falcon_h1 reads one."""
         super().__init__()
         for name, value in vars(base).items():
             if type(value) in (int, float):
@@ -126,7 +128,7 @@ class _PassThroughBody(nn.Module):
 
     @property
     def decoder(self) -> Self:
-        """OPT's head calls this part of its base model."""
+        """OPT's head calls `decoder` of its base model."""
         return self
 
     def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _BodyOutput:

@@ -1,8 +1,8 @@
 """The model without weights: transformers' own modules on the meta device, checked before any weight is read.
 
-`prepare_model` is everything that a rank does before it loads weights, and all that `coatcheck serve` runs to find out
-whether an untested architecture can be served: build the modules from config.json, find the attention parameters
-(attention_probe.py), plan the shards. It takes seconds for any model size.
+`prepare_model` is what a rank does before it loads weights: it builds the modules from config.json, finds the attention
+parameters (attention_probe.py) and plans the shards. `coatcheck serve` runs it to find out whether an untested
+architecture can be served. It takes seconds for any model size.
 """
 
 import re
@@ -54,7 +54,7 @@ from coatcheck.workers.model.sparse_mlp import (
 )
 
 _PROBED_LENGTH: Final = 4096
-# The linears beside attention that can have LoRA adapters, of fused models and of others.
+# Names of linears, apart from attention, that can have LoRA adapters: in fused models, and in others.
 _FUSED_MLP: Final = re.compile(r".+\.layers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)")
 _ANY_MLP: Final = re.compile(r".+\.(layers|h|blocks)\.\d+\.\w+\.\w+")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,9 +64,9 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 class PreparedModel:
     """A model without weights that this rank can serve.
 
-    `layers`: attention parameters, with all ranks' heads. `states`: the layers that keep a state instead.
+    `layers`: the attention layers. `states`: the layers that keep a state. Both with the heads of all ranks.
     `plan`: this rank's slice of each parameter.
-    `unpackable_linears`: linears whose weight or sizes the model's own code reads, or latent attention splits.
+    `unpackable_linears`: linears whose weight or sizes the model's own code or LatentAttention reads.
     """
 
     causal: PreTrainedModel
@@ -103,19 +103,7 @@ def prepare_model(
         layers = probe_attention(causal, length)
         probe_head(causal)
     states = find_state_layers(causal)
-    check_convolutions(config.model_type, [state.spec for state in states])
-    if any(isinstance(state.spec, DeltaNetSpec) for state in states) and not is_fusable(causal):
-        raise InvalidModel(
-            f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
-            "with silu; set hidden_act, if config.json is wrong"
-        )
-    for state in states:
-        check_mixer_activation(config.model_type, getattr(causal.get_submodule(state.module), "activation", "silu"))
-    if any(layer.is_latent for layer in layers) and not is_fusable(causal):
-        raise InvalidModel(
-            f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
-            f"{', '.join(LATENT_TYPES)} with silu; set model_type and hidden_act, if the checkpoint is one of them"
-        )
+    _check_mixers(causal, layers, states)
     if deterministic_on is not None:
         check_deterministic(causal, layers, model_dtype, deterministic_on)
         if deterministic_on.type == "cpu":
@@ -147,22 +135,14 @@ def prepare_model(
                 f"the code of {config.model_type} reads the weight of {name} directly, of which each rank would hold "
                 "only a part; serve it with tp 1"
             )
-    # Latent attention splits and reorders its projections, so their weights stay plain; its output projection need not.
-    for layer in layers:
-        if layer.is_latent:
-            attention = causal.get_submodule(layer.module)
-            unpackable_linears |= {
-                linear
-                for name, linear in attention.named_children()
-                if isinstance(linear, nn.Linear) and name != "o_proj"
-            }
+    unpackable_linears |= _latent_projections(causal, layers)
     return PreparedModel(causal, layers, states, unpackable_linears, plan, model_dtype, length)
 
 
 def adaptable_linears(prepared: PreparedModel) -> dict[str, tuple[int, int]]:
     """[out, in] of the linears that can have LoRA adapters, by name: those of the attention and MLP of each layer.
 
-    Left out are latent and gated attention, whose weights are reordered, linear attention, and experts.
+    Excluded: latent and gated attention, whose weights are reordered, linear attention, and experts.
     """
     attention = {layer.module for layer in prepared.layers if not layer.is_latent and not layer.has_gate}
     others = _FUSED_MLP if is_fusable(prepared.causal) else _ANY_MLP
@@ -175,7 +155,7 @@ def adaptable_linears(prepared: PreparedModel) -> dict[str, tuple[int, int]]:
 
 
 def read_config(directory: Path) -> Any:
-    """transformers' config object; of a multimodal checkpoint that of its text model.
+    """transformers' config object, or the config of the text model of a multimodal checkpoint.
 
     Raises InvalidModel for a model type that transformers or Coatcheck lacks.
     """
@@ -185,7 +165,7 @@ def read_config(directory: Path) -> Any:
             fields = resolve_alias(values)
             config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
         else:
-            # Code in the checkpoint never runs. By default transformers asks at the terminal.
+            # Code in the checkpoint never runs. Without this argument transformers asks the user at the terminal.
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if text_model_type(config.to_dict()) is not None:
             fields = text_fields(config.to_dict(), config.get_text_config(decoder=True).to_dict())
@@ -205,15 +185,15 @@ def read_config(directory: Path) -> Any:
 
 
 def choose_length(config: Any, requested: int | None) -> int:
-    """As choose_max_model_len. For a model without max_position_embeddings, raises a better reason if there is one:
-    models that keep a state instead of keys and values have no such field."""
+    """The result of choose_max_model_len. A model without max_position_embeddings is probed first: if it keeps a state
+    that is not served, the probe raises that as the reason."""
     if not getattr(config, "max_position_embeddings", None):
         probe_attention(build_meta_model(config, torch.float32, torch.device("cpu"), _PROBED_LENGTH), _PROBED_LENGTH)
     return choose_max_model_len(config, requested)
 
 
 def choose_dtype(requested: str, config: Any, stored: torch.dtype) -> torch.dtype:
-    """The dtype to serve in; `auto` is the config's, else `stored`, the checkpoint's."""
+    """The dtype to serve in. `auto`: the dtype of config.json, or else `stored`, that of the checkpoint's tensors."""
     if requested == "auto":
         named: torch.dtype | None = getattr(config, "dtype", None)
         return stored if named is None or named not in DTYPES.values() else named
@@ -244,9 +224,10 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
         _keep_in_float32(model)
         correct_dt_limits(model)
         drop_weights_of_identity_experts(model)
-        if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
+        if model.base_model is model and hasattr(model, "model"):  # llama4: its prefix is that of the multimodal model
             model.base_model_prefix = "model"
-        uninitialised = _compute_buffers(model, model, device)
+        _compute_buffers(model, model, device)
+        uninitialised = _unset_buffers(model)
         if uninitialised:  # falcon_h1's base model initialises the buffers of its mixers
             with torch.no_grad():
                 model._init_weights(model.base_model)
@@ -257,7 +238,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
     except Exception as error:  # the model's code may raise anything
         raise InvalidModel(f"{config.model_type} cannot be served: {_explain_build_error(error)}") from error
     if uninitialised:
-        probe_attention(model, max_model_len)  # raises a better reason if the cause is a state outside of attention
+        probe_attention(model, max_model_len)  # if the buffers belong to a state that is not served, raises that
         raise InvalidModel(
             f"{config.model_type} cannot be served: transformers does not initialise {', '.join(uninitialised)}"
         )
@@ -276,11 +257,10 @@ def _build_uninitialised(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class _ArangeOnCpu(TorchFunctionMode):
-    """While inside, `torch.arange` makes CPU tensors, so that rotary frequencies are computed from them on the CPU too.
+    """While it is active, `torch.arange` makes CPU tensors, and RoPE's frequencies are computed from them on the CPU.
 
-    torch imports its compiler and sympy before it computes arange or a division on meta, or fills a meta tensor with
-    random numbers (`no_init_weights` leaves that out). That took 1.3 of the 7 CPU seconds of a rank's start
-    (bench/LOG.md, 2026-11-23).
+    Before torch computes arange or a division on meta, it imports its compiler and sympy. That took 1.3 of the 7 CPU
+    seconds of a rank's start (bench/LOG.md, 2026-11-23).
     """
 
     def __torch_function__(
@@ -293,7 +273,7 @@ class _ArangeOnCpu(TorchFunctionMode):
 
 
 def _move_to_meta(model: nn.Module) -> None:
-    """Move all buffers and plain attributes to meta, as a model's own code would have made them there."""
+    """Move all tensors in buffers and plain attributes to meta, as if _ArangeOnCpu had not been active."""
     for module in model.modules():
         for tensors in (module._buffers, vars(module)):
             for name, value in list(tensors.items()):
@@ -302,10 +282,9 @@ def _move_to_meta(model: nn.Module) -> None:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Give the parameters and buffers that transformers never rounds to 16 bits their dtype. One is the bias by which
-    DeepSeek-V3 and its kin choose experts: its differences are smaller than bfloat16's steps. Another is the decay of
-    gated delta nets, of which each token takes the exponential."""
-    # longcat_flash does not name the first, and no type names the second.
+    """Make the parameters and buffers float32 that must not be rounded to 16 bits."""
+    # The differences of the bias by which DeepSeek-V3 chooses experts are smaller than bfloat16's steps. A_log is the
+    # decay of gated delta nets, of which each token takes the exponential.
     kept = {"e_score_correction_bias", "A_log", *(model._keep_in_fp32_modules_strict or ())}
     patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in kept]
     for name in list(model.state_dict()):
@@ -325,32 +304,53 @@ def _explain_build_error(error: Exception) -> str:
     return f"transformers cannot build it with our attention ({reason[:300]})"
 
 
-def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> list[str]:
-    """Compute the non-persistent buffers of `module` and below by transformers' own initialiser.
+def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Compute the non-persistent buffers of `module` and its children by transformers' own initialiser.
 
-    No checkpoint has these buffers. Returns the names of those that the initialiser leaves out. The module's weights
-    are on meta, where initialising costs nothing. A PreTrainedModel inside the model initialises its own modules.
+    No checkpoint has these buffers. Those that the initialiser leaves out become NaN. The weights are on meta, where
+    initialising them costs nothing. A PreTrainedModel inside the model initialises its own modules.
     """
-    uninitialised = []
     for child in module.children():
-        uninitialised += _compute_buffers(child if isinstance(child, PreTrainedModel) else model, child, device)
-    names = sorted(module._non_persistent_buffers_set)
-    buffers = {name: buffer for name in names if (buffer := module._buffers[name]) is not None}
-    not_float = [name for name, buffer in buffers.items() if not buffer.is_floating_point()]
-    if not buffers or not_float:
-        return uninitialised + not_float
-    for name, buffer in buffers.items():  # filled with NaN, to detect those that the initialiser leaves out
+        _compute_buffers(child if isinstance(child, PreTrainedModel) else model, child, device)
+    buffers = {name: x for name in module._non_persistent_buffers_set if (x := module._buffers[name]) is not None}
+    if not buffers or not all(buffer.is_floating_point() for buffer in buffers.values()):
+        return
+    for name, buffer in buffers.items():
         module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device=device)
     with torch.no_grad():
         initialise: Any = model._init_weights  # untyped in transformers
         initialise(module)
-    return uninitialised + [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
 
 
 def _unset_buffers(model: nn.Module) -> list[str]:
-    """The non-persistent buffers that `_compute_buffers` could not fill: NaN, or no floats."""
+    """The non-persistent buffers that `_compute_buffers` has not computed: those with NaN, or not of a float type."""
     names = [(module._buffers[name], name) for module in model.modules() for name in module._non_persistent_buffers_set]
     return [name for x, name in names if x is not None and (not x.is_floating_point() or bool(x.isnan().any()))]
+
+
+def _check_mixers(causal: Any, layers: list[AttentionLayer], states: list[StateLayer]) -> None:
+    """Raise InvalidModel for latent attention or a layer with a state that no kernel computes."""
+    config = causal.config
+    check_convolutions(config.model_type, [state.spec for state in states])
+    if any(isinstance(state.spec, DeltaNetSpec) for state in states) and not is_fusable(causal):
+        raise InvalidModel(
+            f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: gated delta nets are served "
+            "with silu; set hidden_act, if config.json is wrong"
+        )
+    for state in states:
+        check_mixer_activation(config.model_type, getattr(causal.get_submodule(state.module), "activation", "silu"))
+    if any(layer.is_latent for layer in layers) and not is_fusable(causal):
+        raise InvalidModel(
+            f"{config.model_type} with hidden_act {config.hidden_act} cannot be served: latent attention is served for "
+            f"{', '.join(LATENT_TYPES)} with silu; set model_type and hidden_act, if the checkpoint is one of them"
+        )
+
+
+def _latent_projections(causal: nn.Module, layers: list[AttentionLayer]) -> set[nn.Module]:
+    """The linears of latent attention except o_proj. LatentAttention splits and reorders their weights."""
+    modules = [causal.get_submodule(layer.module) for layer in layers if layer.is_latent]
+    children = [pair for module in modules for pair in module.named_children()]
+    return {child for name, child in children if isinstance(child, nn.Linear) and name != "o_proj"}
 
 
 def check_deterministic(
@@ -362,9 +362,9 @@ def check_deterministic(
     any batch and any chunks, with or without a cached prefix, and after a preemption. The guarantee holds because
 
     - attention adds keys in one order, by absolute position (kernels/attention/paged_attention.py),
-    - linears compute rows alone or in tiles of one height (kernels/layers/linear.py),
-    - experts are chosen by a token's logits alone, compute rows alone or in tiles of one height, and are added in the
-      order of the choice (kernels/layers/experts.py),
+    - linears compute each row alone, or in tiles of a fixed height (kernels/layers/linear.py),
+    - experts are chosen by a token's logits alone, compute rows as linears do, and are added in the order of the choice
+      (kernels/layers/experts.py),
     - all-reduces add ranks in order (communicator.py),
     - a draw depends only on seed, choice and position (kernels/sampling).
     """

@@ -40,7 +40,7 @@ from coatcheck.workers.lora.open_adapters import load_fingerprints, open_adapter
 from coatcheck.workers.model.fusion import fuse
 from coatcheck.workers.model.linear_attention import adapt_state_layer
 from coatcheck.workers.model.lm_head import LmHead
-from coatcheck.workers.model.meta_model import adaptable_linears, check_complete, prepare_model
+from coatcheck.workers.model.meta_model import PreparedModel, adaptable_linears, check_complete, prepare_model
 from coatcheck.workers.model.model_rules import check_mla_shard, check_state_device
 from coatcheck.workers.model.packed_linears import describe_activations, pack_linears
 from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
@@ -48,7 +48,7 @@ from coatcheck.workers.model.sparse_mlp import packable_experts, replace_experts
 
 
 class Body(Protocol):
-    """All of a model but its head."""
+    """The part of a model before its head: embedding, layers and final norm."""
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class Body(Protocol):
         """As Model.forward."""
 
     def experts(self) -> Sequence[PackedExperts]:
-        """The experts of each layer that has some."""
+        """The experts of each layer that has experts."""
 
     def linears(self) -> Sequence[PackedLinear]:
         """Every linear of the layers."""
@@ -71,7 +71,7 @@ class Body(Protocol):
 
     @property
     def lora_step(self) -> LoraStep:
-        """The rows of the step that have an adapter."""
+        """The adapter of each row of the current step."""
 
 
 class Model:
@@ -79,7 +79,7 @@ class Model:
 
     `directory`: of the checkpoint. `supports_cuda_graphs`: whether a CUDA graph can capture the collectives.
     `shards_logits`: whether `shard_logits` can be called. `note`: a limit of the model that users must know, or "".
-    `lora_step`: within its `use`, `forward` adds the adapters of rows.
+    `lora_step`: while its `use` is open, `forward` adds the LoRA adapters of the rows.
     """
 
     def __init__(
@@ -138,16 +138,14 @@ class Model:
         return sum(module.padding_bytes for module in packed)
 
     def describe_activations(self) -> str:
-        """How activations are quantised, or why not though the checkpoint asks for that; "" if it does not ask."""
+        """How activations are quantised, or why they are not although the checkpoint asks for it. "" if it does not."""
         linears = [linear.activations for linear in self._body.linears()]
         experts = [choice for experts in self._body.experts() for choice in experts.activations]
         return describe_activations([*linears, *experts])
 
     def expert_tokens(self) -> list[int]:
-        """How many tokens chose each expert, over all layers; empty without experts, and where they are not counted.
-
-        Where layers have different numbers of experts, expert i is counted in the layers that have one.
-        """
+        """[how many tokens chose expert i, summed over all layers that have an expert i]. Empty without experts, and if
+        they are not counted."""
         counts = [experts.chosen for experts in self._body.experts() if experts.chosen is not None]
         most = max(map(len, counts), default=0)
         padded = [pad(count, (0, most - len(count))) for count in counts]
@@ -162,7 +160,8 @@ class Model:
 
     @torch.inference_mode()
     def shard_logits(self, hidden: Tensor) -> Tensor:
-        """As `logits`, of this rank's part of the vocabulary (TpShard.vocab_rows) alone."""
+        """[R, hidden_size] -> float32 [R, rows]: as `logits`, of this rank's rows of the vocabulary
+        (TpShard.vocab_rows) alone."""
         return self._head.shard_logits(hidden)
 
 
@@ -184,18 +183,18 @@ def load_model(
     progress: Progress | None = None,
     check_memory: Callable[[int], None] | None = None,
 ) -> Model:
-    """Load this rank's slices of a checkpoint, from a directory or the hub.
+    """Load this rank's slices of a checkpoint, from a directory or the hub. All ranks of a group call this together.
 
     `quantization`: int8, int4 or fp8 quantises linears and experts of an unquantised checkpoint, not head and routers.
-    `activation_quantization`: `auto` quantises activations on GPUs if the checkpoint asks for that, `dynamic` those of
-    all weights of 8 bits, `off` none.
+    `activation_quantization`: `auto` quantises activations on GPUs if the checkpoint asks for it, `dynamic` quantises
+    the activations of all 8-bit weights, `off` quantises none.
     `deterministic`: a token's hidden state has the same bits in any batch, in prefill and decode, with a cached prefix
     or without. `expert_parallel`: each rank holds whole experts instead of a part of each.
     `mla_shard`: `tokens` divides latents (MLA) over the ranks, `replicate` stores all of them on each.
-    `attention_backend`, `kv_dtype`: as in GroupConfig; they are compared with the model, and change nothing in it.
+    `attention_backend`, `kv_dtype`: as in GroupConfig. They are only checked against the model.
     `lora_modules`: LoRA adapters to load; `spec.adapters` has them in this order.
-    `progress(done_bytes, total_bytes)` is called while weights are read, `check_memory` before that with the bytes that
-    they will take on this rank at least.
+    `progress(done_bytes, total_bytes)`: called while weights are read. `check_memory(weight_bytes)`: called before,
+    with a lower bound of the bytes of this rank's weights.
     Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     device = torch.device(device)
@@ -211,10 +210,10 @@ def load_model(
             expert_parallel=expert_parallel,
         )
         causal, config = prepared.causal, prepared.causal.config
+        dtype_name = str(prepared.dtype).removeprefix("torch.")
         if mla_shard == "tokens":
             check_mla_shard(config.model_type, any(layer.is_latent for layer in prepared.layers))
         check_state_device(config.model_type, device.type, [state.spec for state in prepared.states])
-        dtype_name = str(prepared.dtype).removeprefix("torch.")
         check_backend_model(
             attention_backend,
             prepared.layers,
@@ -238,21 +237,14 @@ def load_model(
             quantise_to=_code_kind(quantization, checkpoint, device, prepared.dtype),
             activation_quantization=activation_quantization,
         )
-        settings = (quantization, *([f"a-{activation_quantization}"] if activation_quantization != "auto" else []))
-        fingerprint = "-".join((checkpoint.fingerprint(), *(value for value in settings if value != "auto")))
+        fingerprint = _fingerprint(checkpoint, quantization, activation_quantization)
         directory = checkpoint.directory
         eos_token_ids = _eos_token_ids(directory, config)
     check_complete(causal)
     layers = tuple(shard.shard_layer(layer) for layer in prepared.layers)
     states = [replace(state, spec=shard.shard_state(state.spec)) for state in prepared.states]
-    if shard.size > 1:
-        apply_tensor_parallel(causal, prepared.plan, layers, config.vocab_size, communicator)
-    body = fuse(causal, layers, states, communicator, batch_invariant=deterministic) or TransformersBody(
-        causal, layers, states, batch_invariant=deterministic, unpackable=prepared.unpackable_linears
-    )
-    prefix = next(name for name, module in causal.named_modules() if module is causal.base_model)
-    targets = {f"{prefix}.{name}".lstrip("."): target for name, target in body.lora_targets().items()}
-    lora_bytes = attach_adapters(adapters, targets, prepared.plan.slices, body.lora_step)
+    body = _build_body(prepared, layers, states, communicator, batch_invariant=deterministic)
+    lora_bytes = attach_adapters(adapters, _lora_targets(causal, body), prepared.plan.slices, body.lora_step)
     head = LmHead(causal)
     pack_linears(head.model, batch_invariant=deterministic, exclude=prepared.unpackable_linears)
     spec = ModelSpec(
@@ -286,7 +278,8 @@ def load_model(
 
 
 def _code_kind(quantization: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> CodeKind | None:
-    """What linears are quantised to at load. Raises InvalidConfig if that is not possible."""
+    """The format to which linears are quantised at load; None for "auto". Raises InvalidConfig if it is not
+    possible."""
     scheme = read_scheme(checkpoint.name, checkpoint.config)
     check_quantization(checkpoint.name, quantization, scheme)
     if quantization == "auto":
@@ -300,8 +293,18 @@ def _code_kind(quantization: str, checkpoint: Checkpoint, device: torch.device, 
     return kind
 
 
+def _fingerprint(checkpoint: Checkpoint, quantization: str, activation_quantization: str) -> str:
+    """Identifies the weights and how they are quantised, for block hashes and for failover between equal groups."""
+    parts = [checkpoint.fingerprint()]
+    if quantization != "auto":
+        parts.append(quantization)
+    if activation_quantization != "auto":
+        parts.append(f"a-{activation_quantization}")
+    return "-".join(parts)
+
+
 def _eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
-    """The ids in generation_config.json (chat models may have several), else in config.json.
+    """The end-of-sequence ids of generation_config.json (chat models may have several), or else of config.json.
 
     Ids outside the vocabulary are dropped: some files have -1, and the logits have no such column.
     """
@@ -312,8 +315,31 @@ def _eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
     return in_vocabulary(end_token_ids(directory)) or in_vocabulary(check_end_tokens(directory, config.eos_token_id))
 
 
+def _build_body(
+    prepared: PreparedModel,
+    layers: Sequence[AttentionLayer],
+    states: Sequence[StateLayer],
+    communicator: Communicator,
+    *,
+    batch_invariant: bool,
+) -> Body:
+    """Make the loaded model tensor-parallel, and pack its layers. `layers`, `states`: with this rank's heads."""
+    causal: Any = prepared.causal
+    if communicator.size > 1:
+        apply_tensor_parallel(causal, prepared.plan, layers, causal.config.vocab_size, communicator)
+    return fuse(causal, layers, states, communicator, batch_invariant=batch_invariant) or TransformersBody(
+        causal, layers, states, batch_invariant=batch_invariant, unpackable=prepared.unpackable_linears
+    )
+
+
+def _lora_targets(causal: Any, body: Body) -> dict[str, LoraTarget]:
+    """The linears that can have LoRA adapters, by name within the causal model."""
+    prefix = next(name for name, module in causal.named_modules() if module is causal.base_model)
+    return {f"{prefix}.{name}".lstrip("."): target for name, target in body.lora_targets().items()}
+
+
 class TransformersBody:
-    """transformers' base model with packed linears, for architectures that are not in fusion.py."""
+    """transformers' base model with PackedLinears and PackedExperts, for architectures that are not in fusion.py."""
 
     def __init__(
         self,
@@ -327,9 +353,9 @@ class TransformersBody:
         self.base: nn.Module = causal.base_model
         self.lora_step = LoraStep()
         self._layers = layers
-        self._places = {layer_index(causal.get_submodule(layer.module)): i for i, layer in enumerate(layers)}
-        for place, state in enumerate(states, len(layers)):
-            adapt_state_layer(causal.get_submodule(state.module), state.spec, place)
+        self._cache_indices = {layer_index(causal.get_submodule(layer.module)): i for i, layer in enumerate(layers)}
+        for cache_index, state in enumerate(states, len(layers)):
+            adapt_state_layer(causal.get_submodule(state.module), state.spec, cache_index)
         replace_experts(self.base, batch_invariant=batch_invariant)
         pack_linears(self.base, batch_invariant=batch_invariant, exclude=unpackable)
 
@@ -341,7 +367,7 @@ class TransformersBody:
         layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        with use_step(AttentionStep(metadata, self._layers, self._places, layer_caches)):
+        with use_step(AttentionStep(metadata, self._layers, self._cache_indices, layer_caches)):
             hidden: Tensor = self.base(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             ).last_hidden_state

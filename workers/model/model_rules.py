@@ -1,6 +1,6 @@
 """Checks of a model that need only its config.json and the settings.
 
-`coatcheck serve` applies them before anything starts, the ranks again to transformers' config objects.
+`coatcheck serve` applies them before anything starts. The ranks apply them again to transformers' config objects.
 """
 
 import sys
@@ -12,7 +12,8 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.text_tower import MULTIMODAL_TYPES
 from coatcheck.workers.core.model_spec import DeltaNetSpec, LayerSpec, Mamba2Spec, ShortConvSpec, StateSpec
 
-# Fields of DeepSeek's own code that transformers' classes do not read, and the values that they compute.
+# By model type: config.json fields of DeepSeek's own code that transformers does not read, and the values for which
+# transformers computes the same as DeepSeek's code.
 _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "deepseek_v2": {
         "scoring_func": ("softmax",),
@@ -23,11 +24,11 @@ _ROUTING: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
 }
 
-_MAX_TAPS: Final = 8  # of a convolution: the kernels compute no more
+_MAX_TAPS: Final = 8  # tokens that a convolution kernel reads at most
 
 
 def check_docstrings() -> None:
-    """Raise InvalidConfig if this Python process removes docstrings, from which transformers builds its models."""
+    """Raise InvalidConfig if this Python process removes docstrings. transformers parses its own to build a model."""
     if sys.flags.optimize > 1:
         raise InvalidConfig(
             "this Python removes docstrings (PYTHONOPTIMIZE=2 or python -OO), and transformers needs its own to build "
@@ -50,10 +51,10 @@ def check_model_kind(model_type: str, *, is_multimodal: bool, is_encoder_decoder
 
 
 def check_latent_attention(name: str, model_type: str, values: Mapping[str, Any]) -> None:
-    """Raise InvalidModel for a config.json of DeepSeek's classes that transformers' code does not compute as meant.
+    """Raise InvalidModel for a config.json of deepseek_v2 or deepseek_v3 that transformers' code would compute wrongly.
 
-    transformers has one way of routing for each class, whatever these fields say. `name`: of the model. `values`: of
-    config.json; other model types pass.
+    transformers has one way of routing for each model type, and ignores these fields. Other model types pass.
+    `name`: of the model. `values`: the fields of config.json.
     """
     for field, served in _ROUTING.get(model_type, {}).items():
         if values.get(field, served[0]) not in served:
@@ -85,13 +86,14 @@ def check_latent_attention(name: str, model_type: str, values: Mapping[str, Any]
 def resolve_max_model_len(
     requested: int | None, model_len: int, rope_parameters: Mapping[str, Any], index_topk: int | None = None
 ) -> int:
-    """The max_model_len to serve: `requested`, else the model's own length.
+    """The max_model_len to serve: `requested`, or else the model's own length.
 
     `model_len`: config.json's max_position_embeddings. `rope_parameters`: of config.json; empty if absent, or if they
     differ by layer type. With yarn the model's own length is the original length times the factor. With dynamic NTK
-    `requested` may be up to the factor times longer. `index_topk`: of a model with sparse attention, the longest
-    context at which that equals full attention. Raises InvalidConfig for more than that: the model was not trained for
-    such positions, or would attend to other tokens.
+    `requested` may be up to the factor times the model's own length. `index_topk`: of a model with sparse attention;
+    up to this length sparse attention equals full attention.
+    Raises InvalidConfig if `requested` is longer: the model was not trained for such positions, or would attend to
+    other tokens.
     """
     longest = model_len
     kind, factor = rope_parameters.get("rope_type"), rope_parameters.get("factor")
@@ -121,7 +123,7 @@ def deterministic_experts_error(module: str, model_type: str) -> InvalidConfig:
 
 
 def check_mla_shard(model_type: str, is_latent: bool) -> None:
-    """Raise InvalidConfig for --mla-shard tokens and a model without latents."""
+    """Raise InvalidConfig if a model with --mla-shard tokens has no latent attention."""
     if not is_latent:
         raise InvalidConfig(
             f"mla-shard tokens divides the latents of latent attention (MLA), and {model_type} has none; leave "
@@ -146,7 +148,7 @@ def check_deterministic_heads(layer: LayerSpec) -> None:
 
 
 def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidConfig for sizes of layers with a state that the C library does not compute."""
+    """Raise InvalidConfig for a layer with a state whose sizes the C library's deterministic kernels do not compute."""
     for layer in layers:
         if isinstance(layer, DeltaNetSpec) and any(dim % 16 or dim > 256 for dim in (layer.key_dim, layer.value_dim)):
             raise InvalidConfig(
@@ -167,7 +169,7 @@ def check_deterministic_states(layers: Sequence[StateSpec]) -> None:
 
 
 def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidModel for a convolution of a layer with a state that kernels do not compute."""
+    """Raise InvalidModel for a layer whose convolution reads more tokens than the kernels compute."""
     fields = {DeltaNetSpec: "linear_conv_kernel_dim", ShortConvSpec: "conv_L_cache", Mamba2Spec: "mamba_d_conv"}
     for layer in layers:
         size, field = layer.window[0] + 1, fields[type(layer)]
@@ -179,7 +181,7 @@ def check_convolutions(model_type: str, layers: Sequence[StateSpec]) -> None:
 
 
 def check_mixer_activation(model_type: str, activation: str) -> None:
-    """Raise InvalidModel for an activation behind a mixer's convolution that kernels do not compute."""
+    """Raise InvalidModel unless the activation after a mixer's convolution is silu."""
     if activation not in ("silu", "swish"):
         raise InvalidModel(
             f"{model_type} with {activation} behind its convolutions cannot be served: Mamba-2 is served with silu; "
@@ -188,7 +190,7 @@ def check_mixer_activation(model_type: str, activation: str) -> None:
 
 
 def check_host_tier(architecture: str, host_kv_memory: float, *, has_states: bool) -> None:
-    """Raise InvalidConfig for a host tier whose blocks no prompt could use."""
+    """Raise InvalidConfig for a host tier with a model that keeps states: no prompt could start at its blocks."""
     if host_kv_memory and has_states:
         raise InvalidConfig(
             f"host-kv-memory keeps blocks of KV, and some layers of {architecture} keep states, whose snapshots stay "
@@ -197,7 +199,8 @@ def check_host_tier(architecture: str, host_kv_memory: float, *, has_states: boo
 
 
 def check_state_device(model_type: str, device: str, layers: Sequence[StateSpec]) -> None:
-    """Raise InvalidConfig for layers with a state that GPUs do not compute. `device`: torch's type of device."""
+    """Raise InvalidConfig for layers with a state that have no GPU kernel, unless `device`, torch's device type, is
+    cpu."""
     for layer in layers if device != "cpu" else ():
         if not isinstance(layer, DeltaNetSpec):
             raise InvalidConfig(

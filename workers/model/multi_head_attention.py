@@ -1,6 +1,7 @@
-"""MultiHeadAttention: the attention of a fused decoder layer with keys and values of its own (MHA, GQA, MQA).
+"""MultiHeadAttention: MHA, GQA or MQA of a fused decoder layer.
 
-One linear for Q, K and V, one operation for RoPE and the KV store. latent_attention.py is called in the same way.
+One linear for Q, K and V, one operation for RoPE and the KV store. LatentAttention and LinearAttention are called in
+the same way.
 """
 
 from dataclasses import dataclass
@@ -24,14 +25,15 @@ from coatcheck.workers.model.packed_linears import PlainLinear, merged_targets, 
 class Family:
     """How an architecture differs from llama."""
 
-    norm_offset: float = 0.0  # gemma's norms scale by 1 + weight
-    has_post_norms: bool = False  # gemma norms the outputs of attention and MLP, too
-    has_half_tables: bool = False  # gpt-oss' cos and sin have no second half, which would repeat the first
+    norm_offset: float = 0.0  # norms scale by norm_offset + weight; 1 in Gemma
+    has_post_norms: bool = False  # Gemma also normalises the outputs of attention and MLP
+    has_half_tables: bool = False  # gpt-oss' rotary module returns only the first of two equal halves of cos and sin
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """A step's cos and sin, [T, rot_dim]. `native`: both for the C library; None if no layer runs in C."""
+    """A step's cos and sin, each [T, rot_dim]. `native`: both, as the C library reads them; None if the step runs no
+    layer in C."""
 
     cos: Tensor
     sin: Tensor
@@ -41,14 +43,14 @@ class RotaryTables:
 class MultiHeadAttention:
     """From the normalised hidden states [T, hidden] to every head's output, [T, heads * output_dim].
 
-    Where values are shorter than keys (mimo_v2_flash) the pool stores them with zeros behind them, so that attention
-    reads rows of one size.
+    If values are shorter than keys (mimo_v2_flash), the pool pads them with zeros, so that attention reads rows of one
+    size.
     """
 
     def __init__(self, attention: Any, spec: AttentionLayer, family: Family, *, batch_invariant: bool) -> None:
         """`attention`: transformers' module. `spec`: with this rank's heads."""
         self.spec = spec
-        # Of a gated attention the rows are those of q, k, v and the gates.
+        # Heads of q, k and v; gated attention has as many gates as heads of q.
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, *([spec.num_heads] * spec.has_gate))
         keys = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         self._key_and_value_columns = keys, spec.num_kv_heads * spec.output_dim
@@ -57,7 +59,7 @@ class MultiHeadAttention:
             _separate_gates(attention, spec)
         names = ("q_proj", "k_proj", "v_proj", *(["gate_proj"] if spec.has_gate else []))
         self.qkv = pack_merged(attention, "qkv_proj", names, batch_invariant=batch_invariant)
-        # A gated attention's rows of q are not those of q_proj.
+        # _separate_gates has reordered the rows of a gated q_proj, so an adapter of q_proj does not fit.
         self.lora_targets = {} if spec.has_gate else merged_targets(self.qkv, attention, "qkv_proj", names)
         self.sinks = attention.sinks.detach().float() if spec.has_sinks else None
         has_qk_norm = hasattr(attention, "q_norm")
@@ -72,7 +74,7 @@ class MultiHeadAttention:
         cache: KVCache,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        """Returns only the rows of `logits_indices`, if given."""
+        """x [T, hidden] -> [T, heads * output_dim], or only the rows of `logits_indices`, if given."""
         spec, qkv = self.spec, self.qkv(x)
         gate = None
         if spec.unpadded_v_dim:
@@ -92,7 +94,7 @@ class MultiHeadAttention:
         return out[..., : spec.output_dim].flatten(1)
 
     def _split_and_pad(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [T, heads, head_dim]; v is scaled, with zeros behind it."""
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim]. v is scaled, and padded with zeros."""
         spec = self.spec
         keys, values = qkv.split_with_sizes(self._key_and_value_columns, dim=1)
         q, k = keys.unflatten(1, (-1, spec.head_dim)).split_with_sizes(self.heads[:2], dim=1)
@@ -127,7 +129,8 @@ class MultiHeadAttention:
 
 
 def _separate_gates(attention: Any, spec: AttentionLayer) -> None:
-    """Divide a query projection, whose rows are each head's query and then its gate, into two linears."""
+    """Split `q_proj`, which has for each head the rows of its query and then of its gate, into `q_proj` and
+    `gate_proj`."""
     dim, whole = spec.head_dim, attention.q_proj
     del attention.q_proj
     for name, first in (("q_proj", 0), ("gate_proj", dim)):
@@ -137,6 +140,6 @@ def _separate_gates(attention: Any, spec: AttentionLayer) -> None:
 
 
 def read_norm(module: Any, family: Family) -> RmsNorm:
-    """Our norm with the weight of one of transformers' RMS norms."""
+    """RmsNorm with the weight and epsilon of one of transformers' RMS norms."""
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return RmsNorm(module.weight.detach(), eps, family.norm_offset)

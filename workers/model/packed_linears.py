@@ -1,7 +1,8 @@
-"""Replaces a model's linears by PackedLinear: one by one, merged (QKV, gate and up), or as one rank's part of a sum.
+"""Replaces a model's linears by PackedLinear: one by one, merged (QKV, gate and up), or row-parallel.
 
-A linear's `weight` is a tensor or a QuantisedWeight (weight_loader.py); it is dropped. A linear whose attributes the
-model's own code reads cannot be replaced; `record_weight_reads` finds such linears.
+The `weight` of a loaded linear is a tensor or a QuantisedWeight (weight_loader.py). A PackedLinear holds it in the form
+that its kernels read. A linear whose attributes the model's own code reads cannot be replaced; `record_weight_reads`
+finds these linears.
 
 `batch_invariant`: a row's result does not depend on the other rows (see kernels/layers/linear.py).
 """
@@ -24,7 +25,7 @@ from coatcheck.workers.model.parallel_layers import RankSum
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """The weight and bias of a part of a linear, to be packed."""
+    """The weight and bias of some rows of a linear, to be packed."""
 
     weight: Tensor | QuantisedWeight
     bias: Tensor | None
@@ -33,7 +34,7 @@ class PlainLinear:
 def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collection[nn.Module] = ()) -> None:
     """Replace every linear below `module` that is not in `exclude`."""
     for name, child in module.named_children():
-        if type(child) is nn.Linear:  # a subclass has its own forward: phimoe's router is one
+        if type(child) is nn.Linear:  # a subclass may have its own forward, as phimoe's router has
             if child not in exclude:
                 setattr(module, name, PackedLinear(child.weight, child.bias, batch_invariant=batch_invariant))
         else:
@@ -43,7 +44,7 @@ def pack_linears(module: nn.Module, *, batch_invariant: bool, exclude: Collectio
 def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invariant: bool) -> PackedLinear:
     """One linear for the linears `parts` of `owner`, which read the same input.
 
-    `merged`: its name in models that have it merged already, such as phi3's qkv_proj.
+    `merged`: the attribute of `owner` in models that store the merged linear, such as phi3's qkv_proj.
     """
     if hasattr(owner, merged):
         linear = getattr(owner, merged)
@@ -54,7 +55,7 @@ def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invari
 
 
 def merged_targets(packed: PackedLinear, owner: Any, merged: str, parts: tuple[str, ...]) -> dict[str, LoraTarget]:
-    """The linears in `packed`, made by `pack_merged` with the same arguments, that can have LoRA adapters."""
+    """The linears that can have LoRA adapters, by name. `packed`: what `pack_merged` made with the same arguments."""
     if hasattr(owner, merged):
         return {merged: LoraTarget(packed, 0, packed.weight_shape[0])}
     targets, column = {}, 0
@@ -66,20 +67,20 @@ def merged_targets(packed: PackedLinear, owner: Any, merged: str, parts: tuple[s
 
 
 def pack_reordered(linear: Any, rows: Sequence[Range], *, batch_invariant: bool) -> PackedLinear:
-    """A linear with these ranges of its rows, one after the other."""
+    """`linear` with its rows in the order of the ranges `rows`."""
     bias = None if linear.bias is None else select_rows(linear.bias, rows)
     return PackedLinear(select_rows(linear.weight, rows), bias, batch_invariant=batch_invariant)
 
 
 def select_rows(weight: Tensor | QuantisedWeight, rows: Sequence[Range]) -> Any:
-    """These ranges of the rows of a weight or bias, one after the other."""
+    """The rows of a weight or bias in the order of the ranges `rows`."""
     if isinstance(weight, QuantisedWeight):
         return weight.select_rows(rows)
     return torch.cat([weight.detach()[start:stop] for start, stop in rows])
 
 
 def _merge(weights: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight:
-    """The rows of all weights. They are dequantised if they are not all stored alike."""
+    """The rows of all weights, one after the other. Dequantised unless all weights are quantised in the same way."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if len(quantised) == len(weights) and (merged := QuantisedWeight.concatenate(quantised)) is not None:
         return merged
@@ -87,7 +88,8 @@ def _merge(weights: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWei
 
 
 def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLinear, RankSum | None]:
-    """(the linear, the sum over ranks). The sum is None in a group of one rank."""
+    """(the linear, the all-reduce after it). `linear`: an nn.Linear or a RowParallelLinear. The all-reduce is None in a
+    group of one rank."""
     if isinstance(linear, nn.Linear):
         return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant), None
     packed = PackedLinear(linear.linear.weight, linear.linear.bias, batch_invariant=batch_invariant)
@@ -95,7 +97,7 @@ def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLine
 
 
 def describe_activations(choices: Iterable[FormatChoice | None]) -> str:
-    """One phrase about the activations of linears; "" if no weight asks for quantised ones."""
+    """How the linears quantise their activations, in words; "" if no weight asks for quantised activations."""
     asked = [choice for choice in choices if choice is not None]
     formats = sorted({(choice.format.kind.name.lower(), choice.format.group) for choice in asked if choice.format})
     phrases = [
@@ -107,9 +109,9 @@ def describe_activations(choices: Iterable[FormatChoice | None]) -> str:
 
 @contextmanager
 def record_weight_reads(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Collect the linears of `model` whose weight or sizes the model's own code reads; they cannot be packed.
+    """Collect the linears whose weight or sizes the model's own code reads while the context is open.
 
-    hunyuan_v1_moe, for example, reads the dtype of a weight.
+    These cannot be packed. hunyuan_v1_moe, for example, reads the dtype of a weight.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     read: set[nn.Module] = set()

@@ -27,7 +27,7 @@ def apply_tensor_parallel(
     vocab_size: int,
     communicator: Communicator,
 ) -> None:
-    """Replace every module that has a role in `plan`. The parameters must hold this rank's slices already.
+    """Wrap every module that has a role in `plan`. The parameters must hold this rank's slices already.
 
     `layers`: with this rank's heads.
     """
@@ -44,7 +44,7 @@ def apply_tensor_parallel(
                 part = plan.slices[f"{name}.down_proj"]
                 is_whole = part.dim == 0  # a rank holds whole experts
                 if communicator.rank and not is_whole and hasattr(module, "down_proj_bias"):
-                    module.down_proj_bias.data.zero_()  # rank 0 alone adds it, because the ranks' outputs are added
+                    module.down_proj_bias.data.zero_()  # only rank 0 adds the bias: the all-reduce sums the outputs
                 wrapped = TensorParallelExperts(module, communicator, first=part.ranges[0][0] if is_whole else 0)
             case ParallelRole.EMBEDDING:
                 wrapped = VocabParallelEmbedding(module, plan.slices[f"{name}.weight"], communicator)
@@ -67,27 +67,28 @@ def _set_local_heads(attention: nn.Module, layer: AttentionLayer) -> None:
 
 
 def _has_one_value(owner: Any, name: str) -> bool:
-    """Whether `owner` has an attribute `name` that holds for all layers."""
+    """Whether `owner` has an attribute `name` with one value for all layers."""
     try:
         return hasattr(owner, name)
-    except RuntimeError:  # Gemma 4: its config raises this, because its layers have different numbers of KV heads
+    except RuntimeError:  # raised by Gemma 4's config, because its layers have different numbers of KV heads
         return False
 
 
 class RankSum:
-    """Adds the ranks' partial results, [T, hidden] each, and a bias."""
+    """The all-reduce after a row-parallel linear: adds the ranks' partial results [T, hidden], and a bias if given."""
 
     def __init__(self, communicator: Communicator, bias: Tensor | None = None) -> None:
         self.bias = bias
         self._communicator = communicator
 
     def __call__(self, partial: Tensor) -> Tensor:
-        """The sum. May be written into `partial`."""
+        """The sum [T, hidden]. It may be written into `partial`."""
         y = self._communicator.all_reduce(partial)
         return y if self.bias is None else y + self.bias
 
     def add_and_norm(self, partial: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-        """(norm(sum + residual), sum + residual): on GPUs with peer memory one kernel for few tokens."""
+        """(norm(sum + residual), sum + residual), both [T, hidden]. On GPUs with peer memory one kernel computes both
+        for few tokens."""
         peers = self._communicator.peer_memory_for(partial) if self.bias is None else None
         if peers is None:
             return norm.add_and_norm(self(partial), residual)
@@ -96,7 +97,7 @@ class RankSum:
     def add_norm_and_quantise(
         self, partial: Tensor, residual: Tensor, norm: RmsNorm, format: RowFormat, *, keeps_plain: bool = False
     ) -> tuple[QuantisedRows, Tensor]:
-        """As `add_and_norm`, with the norm quantised; unquantised too if `keeps_plain`."""
+        """As `add_and_norm`, with the norm's output quantised to `format`. `keeps_plain`: hold it unquantised, too."""
         peers = self._communicator.peer_memory_for(partial) if self.bias is None else None
         if peers is None:
             return norm.add_norm_and_quantise(self(partial), residual, format, keeps_plain=keeps_plain)
@@ -104,24 +105,25 @@ class RankSum:
 
 
 def norm_for_linear(
-    norm: RmsNorm, x: Tensor, residual: Tensor | None, owed: RankSum | None, format: RowFormat | None, *,
+    norm: RmsNorm, x: Tensor, residual: Tensor | None, deferred_sum: RankSum | None, format: RowFormat | None, *,
     keeps_plain: bool = False,
 ) -> tuple[Tensor | QuantisedRows, Tensor]:  # fmt: skip
-    """(norm(x + residual), x + residual), the norm as a linear with this `row_format` reads it; unquantised too if
-    `keeps_plain`.
+    """(norm(x + residual), x + residual), or (norm(x), x) without a residual. The norm's output is quantised to
+    `format`.
 
-    Without a residual the second is x. `owed`: the sum over ranks that `x` still lacks; None without a residual.
+    `format`: of the linear that reads the norm's output; None: plain. `keeps_plain`: hold it unquantised, too.
+    `deferred_sum`: the all-reduce that `x` still needs; None without a residual.
     """
     if format is None:
-        return (norm(x), x) if residual is None else add_and_norm(norm, x, residual, owed)
-    if owed is None or residual is None:
+        return (norm(x), x) if residual is None else add_and_norm(norm, x, residual, deferred_sum)
+    if deferred_sum is None or residual is None:
         return norm.add_norm_and_quantise(x, residual, format, keeps_plain=keeps_plain)
-    return owed.add_norm_and_quantise(x, residual, norm, format, keeps_plain=keeps_plain)
+    return deferred_sum.add_norm_and_quantise(x, residual, norm, format, keeps_plain=keeps_plain)
 
 
-def add_and_norm(norm: RmsNorm, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual). `owed`: the sum over ranks that `x` still lacks."""
-    return norm.add_and_norm(x, residual) if owed is None else owed.add_and_norm(x, residual, norm)
+def add_and_norm(norm: RmsNorm, x: Tensor, residual: Tensor, deferred_sum: RankSum | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual). `deferred_sum`: the all-reduce that `x` still needs."""
+    return norm.add_and_norm(x, residual) if deferred_sum is None else deferred_sum.add_and_norm(x, residual, norm)
 
 
 class RowParallelLinear(nn.Module):
@@ -137,8 +139,11 @@ class RowParallelLinear(nn.Module):
 
 
 class TensorParallelExperts(nn.Module):
-    """Every rank runs all experts on its part of their intermediate size, or, with --expert-parallel, some experts
-    whole, from the one with the id `first` on. The outputs are all-reduced."""
+    """A rank's part of the experts, with an all-reduce of the outputs.
+
+    Each rank has its part of the intermediate size of all experts. With --expert-parallel it has some experts whole;
+    `first` is the id of the first one.
+    """
 
     def __init__(self, experts: nn.Module, communicator: Communicator, *, first: int) -> None:
         super().__init__()
@@ -152,7 +157,7 @@ class TensorParallelExperts(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Looks up the ids of this rank's rows, takes zero for the others, and all-reduces."""
+    """Looks up the ids among this rank's rows, takes zeros for all other ids, and all-reduces."""
 
     def __init__(self, embedding: nn.Module, rows: TensorSlice, communicator: Communicator) -> None:
         super().__init__()
@@ -169,9 +174,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLmHead(nn.Module):
-    """Every rank computes the logits of its rows of the vocabulary; all ranks get all logits.
+    """Every rank computes the logits of its rows of the vocabulary. An all-gather gives all ranks all logits.
 
-    `gathers`: false to return this rank's logits alone, [..., its rows].
+    `gathers`: if False, there is no all-gather, and the result is this rank's logits alone, [..., its rows].
     """
 
     def __init__(self, linear: nn.Module, vocab_size: int, communicator: Communicator) -> None:
@@ -192,9 +197,9 @@ class ParallelLmHead(nn.Module):
 
 
 class ParallelRmsNorm(nn.Module):
-    """RMS norm over the heads of all ranks: the ranks' mean squares are averaged.
+    """RMS norm over the heads of all ranks, from the average of the ranks' mean squares.
 
-    This is exact also if ranks share a KV head, because every head is then counted equally often.
+    It is exact even if several ranks hold the same KV head, because then every head is held equally often.
     """
 
     def __init__(self, weight: Tensor, eps: float, communicator: Communicator) -> None:

@@ -1,8 +1,8 @@
 """RoPE: frequencies that do not depend on the other requests of a step, and a table of cos and sin on CPUs.
 
-transformers' longrope and dynamic NTK choose their frequencies by the largest position in the batch. An answer would
-then depend on the other requests, and cached keys would not match new ones. Here `max_model_len` decides: longrope
-takes its long factors if max_model_len exceeds the original length, and dynamic NTK computes its base for
+transformers chooses the frequencies of longrope and dynamic NTK by the largest position in the batch. An answer would
+then depend on the other requests, and cached keys would not match new ones. Here the frequencies are fixed at load:
+longrope takes its long factors if max_model_len exceeds the original length, and dynamic NTK computes its base for
 max_model_len. So cos and sin depend on the position alone.
 """
 
@@ -17,17 +17,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.model.model_rules import resolve_max_model_len
 
-# Later positions are computed in each step: a table for a context of a million tokens could take 1 GiB.
+# The most positions of a table. A step with later positions computes cos and sin itself: a table for a context of a
+# million tokens could take 1 GiB.
 _TABLE_POSITIONS: Final = 32768
-_LEAST_TABLE: Final = 2048
+_LEAST_TABLE: Final = 2048  # positions
 
 
 class CosSinTable:
-    """cos and sin of every position up to the largest one so far, computed once. On a CPU.
+    """cos and sin of the positions up to the largest one so far, computed once. For CPUs.
 
-    Computing them in each step takes ten operations of torch, which wake the other threads: 0.06 to 0.33 ms of a decode
-    step (bench/LOG.md, "What a decode step does outside the C kernels"). `compute`: positions [T] -> (cos, sin), each
-    [T, rot_dim].
+    To compute them in each step takes ten operations of torch, which wake its other threads: 0.06 to 0.33 ms of a
+    decode step (bench/LOG.md, "What a decode step does outside the C kernels"). `compute`: positions [T] -> (cos, sin),
+    each [T, rot_dim].
     """
 
     def __init__(self, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -36,7 +37,7 @@ class CosSinTable:
         self._cos = self._sin = torch.empty(0)
 
     def rows(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions, int64 [T], all below `end`."""
+        """(cos, sin), each [T, rot_dim], of positions, int64 [T], all below `end`."""
         if end > _TABLE_POSITIONS:
             return self._compute(positions)
         if end > self._size:
@@ -68,7 +69,8 @@ def pin_rope_scaling(model: PreTrainedModel, max_model_len: int) -> None:
 
 
 def _pin_frequencies(module: nn.Module, rope_type: str, prefix: str, layer_type: str | None, max_model_len: int) -> str:
-    """Compute inv_freq for `max_model_len`. Returns the rope_type to set: "default" keeps forward from recomputing."""
+    """Compute inv_freq for `max_model_len`, if the rope_type depends on it. Returns the rope_type to set: with
+    "default" the module's forward does not recompute inv_freq."""
     if rope_type != "longrope" and "dynamic" not in rope_type:
         return rope_type
     buffer = getattr(module, f"{prefix}inv_freq")

@@ -5,8 +5,8 @@
     x3  = x2 + attention_1(norm(x2))
     out = x3 + mlp_1(norm(x3)) + experts(h)
 
-Each half of such a layer is a DecoderLayer. The MLP of the first half starts the experts, that of the second half adds
-their output.
+Each half of such a layer is a DecoderLayer. The MLP of the first half computes the experts. The MLP of the second half
+adds their output.
 """
 
 from collections.abc import Iterator
@@ -54,13 +54,14 @@ def has_halves(layer: Any) -> bool:
 def halves_of(
     layer: Any, *, batch_invariant: bool
 ) -> Iterator[tuple[Any, ShortcutExperts | None, ShortcutExperts | None]]:
-    """Each half, with the attributes of an ordinary decoder layer; the experts that it starts; those that it adds."""
+    """For each half: an object with the attributes of an ordinary decoder layer, the experts that it computes or None,
+    and the experts whose output it adds or None."""
     experts = ShortcutExperts(layer.mlp, batch_invariant=batch_invariant)
-    for index, (starts, adds) in enumerate(((experts, None), (None, experts))):
+    for index, (to_start, to_add) in enumerate(((experts, None), (None, experts))):
         half = SimpleNamespace(
             self_attn=layer.self_attn[index],
             mlp=layer.mlps[index],
             input_layernorm=layer.input_layernorm[index],
             post_attention_layernorm=layer.post_attention_layernorm[index],
         )
-        yield half, starts, adds
+        yield half, to_start, to_add

@@ -1,9 +1,9 @@
-"""SparseMlp: the mixture of experts of a decoder layer, read from transformers' modules.
+"""SparseMlp: the mixture of experts of a decoder layer, built from transformers' modules.
 
     h = norm(x + residual),  experts chosen by router(h),  out = weighted sum of their outputs + shared expert(h)
 
-The table of routers tells how each of transformers' routers chooses (kernels/layers/route.py). Blocks with another
-router keep transformers' code, with our grouped products in place of its experts.
+`_ROUTERS` has the Routing (kernels/layers/route.py) of each of transformers' routers that is known. A block with
+another router keeps transformers' code for its router, and has PackedExperts in place of its experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers
 
 
 class SparseMlp:
-    """Returns the experts' output and x + residual."""
+    """(x, residual) -> (experts(h), x + residual), with h = norm(x + residual)."""
 
     def __init__(self, block: Any, norm: RmsNorm, *, batch_invariant: bool) -> None:
         """`block`: transformers' module, one that `is_known_block` accepts."""
@@ -44,12 +44,13 @@ class SparseMlp:
     def linears(self) -> list[PackedLinear]:
         return self.moe.linears()
 
-    def __call__(self, x: Tensor, residual: Tensor, owed: RankSum | None) -> tuple[Tensor, Tensor]:
-        """`owed`: see DenseMlp."""
+    def __call__(self, x: Tensor, residual: Tensor, deferred_sum: RankSum | None) -> tuple[Tensor, Tensor]:
+        """`deferred_sum`: see DenseMlp."""
         if self.native_sublayer is not None:
-            x, residual = self.native_sublayer(x if owed is None else owed(x), residual)
+            x, residual = self.native_sublayer(x if deferred_sum is None else deferred_sum(x), residual)
         else:
-            normed, residual = norm_for_linear(self.norm, x, residual, owed, self.moe.row_format, keeps_plain=True)
+            format = self.moe.row_format
+            normed, residual = norm_for_linear(self.norm, x, residual, deferred_sum, format, keeps_plain=True)
             x = self.moe(normed)
         return (x if self.reduce is None else self.reduce(x)), residual
 
@@ -57,7 +58,7 @@ class SparseMlp:
 class MixtureOfExperts:
     """Router, experts and shared expert of one of transformers' blocks: [T, hidden] -> [T, hidden].
 
-    `reduce`: all-reduces what the ranks return; None in a group of one rank.
+    `reduce`: the all-reduce of the ranks' outputs; None in a group of one rank. The caller applies it.
     """
 
     def __init__(self, block: Any, *, batch_invariant: bool) -> None:
@@ -65,14 +66,14 @@ class MixtureOfExperts:
         router = _router_of(block)
         read, in_float32 = _ROUTERS[type(router).__name__]
         self.routing = read(router)
-        linear = getattr(router, "classifier", router)  # longcat_flash, whose code leaves out the linear's bias
+        linear = getattr(router, "classifier", router)  # in longcat_flash, whose code ignores the linear's bias
         weight, bias = linear.weight.detach(), getattr(router, "bias", None)
         if in_float32:
             weight = weight.float()
         self.router = PackedLinear(weight, bias, batch_invariant=batch_invariant)
         first = _first_expert(block.experts)
         self.experts = pack_experts(module, self.routing.top_k, first=first, batch_invariant=batch_invariant)
-        # Experts of longcat_flash from this id on have no weights and return their input. One rank adds that input.
+        # From this id on the experts of longcat_flash are identities without weights. One rank adds their outputs.
         self._first_identity = module.num_routed_experts if getattr(module, "zero_expert_num", 0) else None
         self._adds_identity = self.reduce is None or block.experts.rank == 0
         self.shared: tuple[PackedLinear, PackedLinear] | None = None
@@ -86,13 +87,13 @@ class MixtureOfExperts:
 
     @property
     def row_format(self) -> RowFormat | None:
-        """The format in which the experts read x; None: plain. The shared expert reads the same rows if its format is
-        the same."""
+        """The format in which the experts read x; None: unquantised. A shared expert with the same format reads the
+        same quantised rows."""
         return self.experts.row_format
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
-        """This rank's part of the output, not reduced yet. `x`: QuantisedRows with `plain` if a norm has quantised it
-        to `row_format`."""
+        """This rank's part of the output [T, hidden], before the all-reduce. `x`: [T, hidden], or QuantisedRows with
+        `plain` if a norm has quantised it to `row_format`."""
         rows = x
         if isinstance(x, QuantisedRows):
             plain = x.plain
@@ -121,7 +122,7 @@ class MixtureOfExperts:
         return [self.router, *(self.shared or ()), *gate]
 
     def native_sublayer(self, norm: RmsNorm) -> ExpertsSublayer | None:
-        """Norm and block as one call into C; None if the weights do not have the native form."""
+        """Norm and block as one call into C; None if the C library does not compute these weights."""
         others = () if self.shared is None else self.shared
         if self._first_identity is not None or not is_native(self.router, self.experts, *others):
             return None
@@ -134,7 +135,7 @@ class PackedBlock(nn.Module):
     def __init__(self, block: nn.Module, *, batch_invariant: bool) -> None:
         super().__init__()
         self._moe = MixtureOfExperts(block, batch_invariant=batch_invariant)
-        self.experts = self._moe.experts  # found among the model's modules
+        self.experts = self._moe.experts  # registered here, so that TransformersBody.experts finds it
         self._norm: nn.Module | None = getattr(block, "post_mlp_layernorm", None)  # axk1
         self._returns_scores = type(block).__name__ == "GptOssMLP"
 
@@ -174,7 +175,7 @@ def replace_experts(module: nn.Module, *, batch_invariant: bool) -> None:
 
 
 def expert_tp_plan(model: nn.Module) -> dict[str, str]:
-    """Styles for plan_sharding that transformers' own plan lacks: those of gpt-oss' experts."""
+    """The sharding styles of gpt-oss' experts, which transformers' own tp_plan lacks. See plan_sharding."""
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module).__name__ == "GptOssExperts":
@@ -205,7 +206,8 @@ def is_experts(module: Any) -> bool:
 
 
 def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) -> PackedExperts:
-    """Our form of transformers' module of experts, whose first has the id `first`. `module` passes `is_experts`."""
+    """PackedExperts with the weights of transformers' module of experts, which passes `is_experts`. `first`: the id of
+    the module's first expert."""
     gate_up, down = (
         weight if isinstance(weight, QuantisedExperts) else weight.detach()
         for weight in (module.gate_up_proj, module.down_proj)
@@ -220,10 +222,10 @@ def pack_experts(module: Any, top_k: int, *, first: int, batch_invariant: bool) 
             activation=activation,
             first=first,
             batch_invariant=batch_invariant,
-            # Of longcat_flash also those without weights, which tokens choose too.
+            # In longcat_flash this counts the experts without weights, too, because tokens choose them.
             num_experts=getattr(module, "total_experts", getattr(module, "num_experts", None)),
         )
-    # gpt-oss has gates and ups in turn, and holds plain weights as [experts, in, out].
+    # gpt-oss interleaves the rows of gate and up, and stores unquantised weights as [experts, in, out].
     bias = module.gate_up_proj_bias.detach()
     order = torch.cat((torch.arange(0, bias.shape[1], 2), torch.arange(1, bias.shape[1], 2)))
     return PackedExperts(
@@ -251,8 +253,8 @@ def _first_expert(experts: Any) -> int:
 
 
 def drop_weights_of_identity_experts(model: nn.Module) -> None:
-    """Shorten the gates of longcat_flash's experts to those that have weights: transformers makes some for the others
-    too, which no published checkpoint has and no code reads. `model` is on the meta device."""
+    """Drop the gate and up weights that transformers creates for the identity experts of longcat_flash. No published
+    checkpoint has them, and no code reads them. `model`: on the meta device."""
     modules: Iterator[Any] = model.modules()
     for module in modules:
         if type(module).__name__ == "LongcatFlashExperts" and module.gate_up_proj is not None:
@@ -261,7 +263,8 @@ def drop_weights_of_identity_experts(model: nn.Module) -> None:
 
 
 def router_linears(model: nn.Module) -> set[nn.Module]:
-    """The linears of routers that MixtureOfExperts replaces; transformers' code may read their weights directly."""
+    """The linears of the routers that MixtureOfExperts replaces. It does not matter that transformers' code reads their
+    weights directly."""
     routers = [_router_of(block) for block in model.modules() if is_known_block(block)]
     return {module for router in routers for module in router.modules() if isinstance(module, nn.Linear)}
 
@@ -360,14 +363,14 @@ def _deepseek_v3(router: Any) -> Routing:
 
 def _longcat(router: Any) -> Routing:
     return Routing(
-        router.n_routed_experts,  # with those that return their input
+        router.n_routed_experts,  # includes the identity experts
         router.top_k,
         scale=router.routed_scaling_factor,
         correction=router.e_score_correction_bias.detach().float(),
     )
 
 
-# By the class of transformers' router: how it chooses, and whether it computes its logits in float32.
+# By the class of transformers' router: a function that reads its Routing, and whether it computes logits in float32.
 _ROUTERS: dict[str, tuple[Callable[[Any], Routing], bool]] = {
     **dict.fromkeys(
         (

@@ -1,7 +1,7 @@
-"""find_difference(): where the logits of a served checkpoint differ from transformers', both in float32.
+"""find_difference(): finds where a served checkpoint's logits differ from those of transformers, both in float32.
 
-The same prompts are computed as a server computes them: whole, in chunks, beside another sequence, and on a cached
-prefix. In each case a token's logits must equal those of one pass of transformers over the whole sequence.
+The same sequences are computed as a server computes them: whole, in chunks, in a batch with another sequence, and on a
+cached prefix. In each case a token's logits must equal those of one pass of transformers over the whole sequence.
 """
 
 import math
@@ -19,13 +19,13 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.verification.paged_driver import PagedDriver
 
-# Of the largest logit. Rounding stays below 1e-4; what is computed wrong is off by a hundredth and more.
+# Relative to the largest logit. Rounding stays below 1e-4; a wrong computation is off by 1e-2 or more.
 TOLERANCE: Final = 1e-3
 # How many tokens of each of two sequences a step computes: chunks beside chunks, chunks beside decodes, decodes alone.
 NEIGHBOUR_STEPS: Final = ((20, 0), (23, 9), (1, 17), (1, 11), (1, 1), (1, 1), (1, 1), (2, 1), (0, 1), (0, 1))
 _CHUNKS: Final = (20, 23, *(1,) * 7)
-_LENGTHS: Final = tuple(map(sum, zip(*NEIGHBOUR_STEPS, strict=True)))  # longer than a window and than several chunks
-_SUFFIX: Final = 21
+_LENGTHS: Final = tuple(map(sum, zip(*NEIGHBOUR_STEPS, strict=True)))  # longer than a sliding window
+_SUFFIX: Final = 21  # tokens at the end of the third sequence that the first does not have
 
 Logits = Mapping[int, Tensor]  # by position in the sequence, float32 [vocab_size] each
 
@@ -36,7 +36,8 @@ class NoReference(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`case`: how the prompt was computed. `amount`: of the largest logit; infinity for NaN."""
+    """`case`: how the sequence was computed, a key of CASES. `amount`: the largest difference relative to the largest
+    logit; infinity for NaN."""
 
     case: str
     position: int
@@ -52,7 +53,7 @@ class Difference:
 def find_difference(
     checkpoint: Path, *, progress: Callable[[str], None] = lambda case: None, seed: int = 0
 ) -> Difference | None:
-    """The first difference in four cases, or None. `progress`: called with the name of each case that begins.
+    """The first difference in the four CASES, or None. `progress`: called with a description of each case that begins.
 
     Raises InvalidModel for a checkpoint that is not served, NoReference if there is nothing to compare with.
     """
@@ -81,8 +82,8 @@ def make_sequences(vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def reference_logits(checkpoint: Path, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' logits of each sequence alone, float32 [tokens, vocab_size], with the limits of dt that config.json
-    has. Raises NoReference."""
+    """transformers' logits of each sequence alone, float32 [tokens, vocab_size]. Limits of dt are corrected (see
+    correct_dt_limits). Raises NoReference."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -99,7 +100,7 @@ def reference_logits(checkpoint: Path, sequences: Sequence[Sequence[int]]) -> li
 
 
 def compare_logits(case: str, logits: Logits, wanted: Tensor) -> Difference | None:
-    """The first position whose logits differ from `wanted`, [tokens, vocab_size]."""
+    """The difference at the first position whose logits differ from `wanted`, float32 [tokens, vocab_size], or None."""
     for position, row in sorted(logits.items()):
         amount = ((row - wanted[position]).abs().max() / wanted.abs().max()).item()
         if not amount < TOLERANCE:
@@ -135,7 +136,7 @@ def run_in_chunks(model: Model, sequences: Sequence[Sequence[int]]) -> list[Logi
 
 
 def run_beside_neighbour(model: Model, sequences: Sequence[Sequence[int]]) -> Sequence[Logits]:
-    """The first two sequences in the same steps; for the third, which has no part in it, nothing."""
+    """The first two sequences in the same steps. The third is not computed, and has no logits in the result."""
     driver = PagedDriver(model)
     running = [driver.start(tokens, 0) for tokens in sequences[:2]]
     rows: list[dict[int, Tensor]] = [{} for _ in sequences]
@@ -148,8 +149,8 @@ def run_beside_neighbour(model: Model, sequences: Sequence[Sequence[int]]) -> Se
 
 
 def run_on_cached_prefix(model: Model, sequences: Sequence[Sequence[int]]) -> list[Logits]:
-    """The third sequence on the blocks of the first, beside a decode of the first. A model without a prefix cache
-    computes the third sequence whole."""
+    """The third sequence on the cached blocks of the first, in a step with a decode of the first. A model that keeps
+    states computes the third sequence whole."""
     driver = PagedDriver(model)
     first = driver.start(sequences[0], 0)
     driver.step([(first, len(first.tokens) - 1)])

@@ -1,6 +1,6 @@
-"""PagedDriver: runs a Model over a KV pool of its own, with chunked prefills, decodes and shared prefixes in one batch.
+"""PagedDriver: runs a Model over its own KV pool, with chunked prefills, decodes and shared prefixes in one batch.
 
-The caller decides what each step computes. There is no scheduler, and nothing is sampled or evicted.
+The caller decides what each step computes. There is no scheduler, no sampler and no eviction.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.kv_memory import add_states, allocate_kv_pool, make_caches, make_states
 
-_MAX_SEQUENCES: Final = 64  # of one driver, each with a slot of its own
+_MAX_SEQUENCES: Final = 64  # sequences of one driver of a model with states; each has its own slot
 
 
 @dataclass(slots=True)
 class PagedSequence:
-    """One sequence. `slot`: of its states, if the model has some. `computed`: how many of its tokens are in the pool.
-    `output`: the tokens that `greedy` added."""
+    """One sequence. `slot`: the slot of its states, if the model keeps states. `computed`: how many of its tokens are
+    in the pool. `output`: the tokens that `greedy` added."""
 
     tokens: list[int]
     blocks: list[int]
@@ -33,17 +33,18 @@ class PagedSequence:
 
 
 class PagedDriver:
-    """A pool of `num_blocks` blocks on the CPU, given out in random order, and the sequences that run over it."""
+    """A pool of `num_blocks` blocks on the CPU, which sequences get in random order. Block 0 is never used."""
 
     def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 128, kv_dtype: str = "auto") -> None:
         self.model = model
         self.layout = BlockLayout.of(model.spec.layers, block_size, choose_kv_dtype(kv_dtype, model.spec.dtype))
-        # All bits set is a NaN of every float type: a read outside of a sequence's own tokens shows in the result.
+        # All bits set is NaN in every float type, so a read of anything but a sequence's own tokens shows in the
+        # result.
         pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
         states = make_states(model.spec, _MAX_SEQUENCES, torch.device("cpu"))
         for tensor in (tensor for state in states for tensor in state.tensors):
-            tensor.fill_(torch.nan)  # as the pool: only a sequence's own state may be read
+            tensor.fill_(torch.nan)  # for the same reason
         self.layer_caches = add_states(make_caches(self.layout, pool), states)
         self._num_sequences = 0
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
@@ -52,8 +53,8 @@ class PagedDriver:
     def start(self, tokens: Sequence[int], max_tokens: int, *, prefix_of: PagedSequence | None = None) -> PagedSequence:
         """A new sequence, with the blocks for its tokens and `max_tokens` more.
 
-        `prefix_of`: a sequence whose computed full blocks this one shares as far as the tokens are equal, except for
-        the block of its last token, as the prefix cache does.
+        `prefix_of`: a sequence whose computed full blocks the new one shares as far as the tokens are equal, as with
+        the prefix cache. The block of the new sequence's last token is not shared.
         """
         size = self.layout.block_size
         shared = 0
@@ -70,10 +71,10 @@ class PagedDriver:
         return PagedSequence(list(tokens), [*inherited, *blocks], self._num_sequences - 1, computed=shared * size)
 
     def step(self, work: list[tuple[PagedSequence, int]], *, sample_chunks: bool = True) -> Tensor:
-        """Logits [R, vocab_size] of one forward pass over the next `n` tokens of each sequence.
+        """One forward pass over the next n tokens of each (sequence, n) of `work`. Returns logits [R, vocab_size].
 
-        A row for each sequence, of the last of its `n` tokens. Without `sample_chunks`, sequences with tokens left to
-        compute get no row.
+        There is a row for each sequence, of the last of its n tokens. Without `sample_chunks` a sequence with tokens
+        left to compute has no row.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -108,7 +109,7 @@ class PagedDriver:
         )
 
     def hidden(self, sequence: PagedSequence, n: int) -> Tensor:
-        """Hidden states [n, hidden_size] of the next `n` tokens of one sequence."""
+        """Compute the next `n` tokens of one sequence. Returns their hidden states [n, hidden_size]."""
         size, span = self.layout.block_size, range(sequence.computed, sequence.computed + n)
         sequence.computed = span.stop
         metadata = AttentionMetadata(
@@ -123,8 +124,8 @@ class PagedDriver:
         return self.model.forward(ids, torch.tensor(list(span)), metadata, self.layer_caches)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
-        """The greedy tokens of each prompt, `max_tokens` each. Prompt i joins at step i * stagger, so that its prefill
-        meets the others' decodes."""
+        """The first `max_tokens` greedy tokens of each prompt. Prompt i joins at step i * stagger, so that its prefill
+        shares steps with decodes of the others. `chunk`: prompt tokens of a step."""
         waiting = [self.start(prompt, max_tokens) for prompt in prompts]
         everyone, running, step = list(waiting), list[PagedSequence](), 0
         while waiting or running:

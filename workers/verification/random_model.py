@@ -1,4 +1,4 @@
-"""write_random_checkpoint(): a checkpoint with random weights, for comparing our results with transformers'."""
+"""write_random_checkpoint(): a checkpoint with random weights, to compare Coatcheck with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 def write_random_checkpoint(config: Any, directory: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
     """Write the checkpoint to `directory` with transformers' own names and conversions. Returns `directory`.
 
-    Matrices are larger than the usual initialisation, so that greedy decoding does not repeat one token. Norms and
-    biases get noise too, because at their initial 1 and 0 some mistakes do not show.
+    The values of matrices are larger than initial values usually are, so that greedy decoding does not repeat one
+    token. Norms and biases get noise, because at their initial 1 and 0 some mistakes do not show.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -25,8 +25,8 @@ def write_random_checkpoint(config: Any, directory: Path, *, seed: int, dtype: t
 def randomise(model: PreTrainedModel) -> None:
     """Give every parameter of `model` random values from torch's global generator.
 
-    The embedding of the padding token is zero: transformers zeroes it after loading for some types, such as youtu, and
-    a tied head would then have other logits than the checkpoint's.
+    The embedding of the padding token is zero. For some model types, such as youtu, transformers sets it to zero after
+    loading. With another value in the checkpoint, the logits of a tied head would differ.
     """
     with torch.no_grad():
         for parameter in model.parameters():

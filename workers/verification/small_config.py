@@ -1,7 +1,7 @@
 """shrink_config(): a small copy of a model's config that takes the same paths through the model's code.
 
-Switches, layer types, activations, multipliers and kinds of scaling stay as they are. Sizes become small, sliding
-windows and original context lengths shorter than the prompts that are compared, and of the layers the first few remain.
+Switches, layer types, activations, multipliers and kinds of scaling stay as they are. Sizes become small. Sliding
+windows and original context lengths become shorter than the sequences that are compared. The first few layers are kept.
 """
 
 import math
@@ -15,22 +15,23 @@ from coatcheck.proto.errors import InvalidModel
 VOCAB_SIZE: Final = 199
 MAX_POSITIONS: Final = 256
 SLIDING_WINDOW: Final = 16
-MAX_LAYERS: Final = 8  # of every published pattern of layer types one period fits
-_MAX_LAYERS_SHARED: Final = 12  # if layers share keys and values: two periods, because one of each kind is not shared
+MAX_LAYERS: Final = 8  # holds one period of every published pattern of layer types
+# If layers share keys and values: two periods, because the first layer of each kind does not share.
+_MAX_LAYERS_SHARED: Final = 12
 _HEAD_DIM: Final = 16
 _INNER_SIZE: Final = 96
 _EXPERT_SIZE: Final = 32
 
 _LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_TOWER_LAYER_COUNTS: Final = (*_LAYER_COUNTS, "num_blocks")  # phi4_multimodal's audio tower has blocks
+_TOWER_LAYER_COUNTS: Final = (*_LAYER_COUNTS, "num_blocks")  # the last: phi4_multimodal's audio tower
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 _HEAD_DIMS: Final = ("head_dim", "global_head_dim", "kv_channels", "d_kv", "query_pre_attn_scalar")
-# The most that a number may be, by the field's name; of several patterns the first that matches.
-_MOST: Final = tuple(
-    (re.compile(pattern), most)
-    for pattern, most in (
+# (pattern for a field's name, limit of the field's number). The first pattern that matches counts.
+_LIMITS: Final = tuple(
+    (re.compile(pattern), limit)
+    for pattern, limit in (
         (r"(sliding_)?window(_size)?|sliding_window_size|local_attention(_window)?|attention_window", SLIDING_WINDOW),
         (r"max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len", MAX_POSITIONS),
         (r"original_max_position_embeddings", 32),
@@ -46,11 +47,11 @@ _MOST: Final = tuple(
     )
 )
 _SIZE: Final = re.compile(r".*(size|dim|rank|inner|width|channels|hidden|ffn|embd|intermediate)(_.*)?|d_ff")
-# Lists of layer indices. Lists with an element for each layer are recognised by their length.
+# Fields that are lists of layer indices. Lists with an element for each layer are recognised by their length.
 _LAYER_INDICES: Final = (
     "mlp_only_layers", "moe_layers", "dense_layers", "global_attn_layers", "attn_layer_indices", "full_attn_idxs",
 )  # fmt: skip
-# The number of first layers of another kind.
+# Fields that say how many of the first layers are of another kind.
 _FIRST_LAYERS: Final = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
@@ -58,8 +59,8 @@ def shrink_config(config: Any) -> Any:
     """A config of the same class with a few layers. Raises InvalidModel if the class refuses the small values."""
     try:
         values = _Shrinker(config).shrink()
-        values.pop("quantization_config", None)  # the copy's random weights are plain
-        values.pop("qk_head_dim", None)  # the config class adds up its two parts, which shrink by themselves
+        values.pop("quantization_config", None)  # the copy's random weights are not quantised
+        values.pop("qk_head_dim", None)  # the config class computes it from two other fields, which are shrunk
         return type(config).from_dict(values)
     except Exception as error:  # transformers' validators raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -74,13 +75,14 @@ def keep_layers(config: Any, num_layers: int) -> Any:
     lists = {name: value for name, value in values.items() if isinstance(value, list)}
     values |= {name: value[:num_layers] for name, value in lists.items() if len(value) == old}
     if by_layer := values.get("per_layer_config"):
-        values["per_layer_config"] = {key: of for key, of in by_layer.items() if int(key) < num_layers}
+        values["per_layer_config"] = {layer: fields for layer, fields in by_layer.items() if int(layer) < num_layers}
     values |= {name: [i for i in value if i < num_layers] for name, value in lists.items() if name in _LAYER_INDICES}
     return type(config).from_dict(values)
 
 
 def _count_layers(config: Any) -> int:
-    """How many layers to keep. The last one is of the kind of the model's last one, because Gemma 4 insists on it."""
+    """The number of first layers to keep. The last one kept has the kind of the model's last layer, because Gemma 4's
+    config requires that."""
     most = _MAX_LAYERS_SHARED if getattr(config, "num_kv_shared_layers", 0) else MAX_LAYERS
     old: int = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
@@ -92,6 +94,8 @@ def _count_layers(config: Any) -> int:
 
 
 class _Shrinker:
+    """The sizes of the small config, from those of `config`."""
+
     layers: int
     heads: int
     kv_heads: int
@@ -110,7 +114,7 @@ class _Shrinker:
         ratio = max(1, self.old_heads // self.old_kv_heads)
         self.kv_heads = min(self.old_kv_heads, 4 if ratio == 1 else 2)
         self.heads = self.kv_heads * min(ratio, 4)
-        # Some models have heads that together are wider, or narrower, than the hidden size.
+        # In some models num_attention_heads * head_dim is not the hidden size. Then it is not in the copy either.
         is_whole = self.old_head_dim * self.old_heads == self.old_hidden
         self.hidden = self.heads * (_HEAD_DIM if is_whole else _HEAD_DIM * 3 // 2)
 
@@ -118,7 +122,7 @@ class _Shrinker:
         """The small config's fields."""
         values = self._fields(self.values)
         if values.get("mamba_n_heads") and values.get("mamba_d_ssm") is None:
-            # The mixer's heads are together as wide as mamba_expand * hidden_size.
+            # mamba_n_heads * mamba_d_head must be mamba_expand * hidden_size.
             inner, head_dim = values["mamba_expand"] * self.hidden, _HEAD_DIM // 2
             groups = math.gcd(values.get("mamba_n_groups") or 1, inner // head_dim)
             values |= dict(mamba_n_heads=inner // head_dim, mamba_d_head=head_dim, mamba_n_groups=groups)
@@ -134,8 +138,8 @@ class _Shrinker:
             if name in ("rope_parameters", "rope_scaling"):
                 return self._rope(value)
             if name == "per_layer_config":
-                return {key: self._fields(of) for key, of in value.items() if int(key) < self.layers}
-            # The config of a part that text does not pass, such as a vision tower.
+                return {layer: self._fields(fields) for layer, fields in value.items() if int(layer) < self.layers}
+            # The config of a part that is not computed for text, such as a vision tower.
             return {inner: 1 if inner in _TOWER_LAYER_COUNTS else number for inner, number in value.items()}
         if isinstance(value, list | tuple):
             return self._list(name, list(value))
@@ -149,7 +153,7 @@ class _Shrinker:
         return [self._field(name, value) for value in values]
 
     def _count(self, name: str, value: int) -> int:
-        """The small value of a whole number, by the field's name."""
+        """The small value of an int field."""
         if name in _LAYER_COUNTS:
             return self.layers
         if name in _FIRST_LAYERS:
@@ -160,9 +164,9 @@ class _Shrinker:
             return self.heads
         if name in _KV_HEADS:
             return self.kv_heads
-        most = next((most for pattern, most in _MOST if pattern.fullmatch(name)), None)
-        if most is not None:
-            return min(value, most)
+        limit = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(name)), None)
+        if limit is not None:
+            return min(value, limit)
         return self._size(name, value) if _SIZE.fullmatch(name) else value
 
     def _size(self, name: str, value: int) -> int:
@@ -185,7 +189,8 @@ class _Shrinker:
         return min(value, _INNER_SIZE)
 
     def _rope(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Rotary parameters of all layers, or by layer type. The factors of longrope, one for each pair, are cut."""
+        """RoPE parameters of all layers, or by layer type. Longrope has a list with a factor for each pair of elements;
+        the list is shortened."""
         small: dict[str, Any] = {}
         for name, value in parameters.items():
             if isinstance(value, dict):

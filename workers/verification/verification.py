@@ -1,8 +1,8 @@
-"""verify_model(): a small copy of a model with random weights, beside transformers in float32.
+"""verify_model(): compares a small copy of a model, with random weights, with transformers in float32.
 
 The parity tests cover the usual configs of some model types. A model of any other type is verified before it is served:
-what our attention, our cache and our batches make of it must be what transformers computes. A model that differs is
-refused, and the refusal names the layer in which the difference begins.
+Coatcheck's attention, cache and batches must give the logits that transformers computes. A model that differs is
+refused. The error names the layer in which the difference begins.
 """
 
 import tempfile
@@ -33,7 +33,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared. `layers`: of the small copy. `seconds`: how long that took."""
+    """What was compared. `layers`: of the small copy. `cases`: keys of CASES. `transformers`: its version. `seconds`:
+    how long the verification took."""
 
     model_type: str
     layers: int
@@ -45,8 +46,8 @@ class Verification:
 def verify_once(
     directory: Path, max_model_len: int | None = None, progress: Progress = lambda stage: None
 ) -> Verification | None:
-    """Verify the model in `directory` unless its type is tested or this host has verified it. Raises InvalidModel as
-    verify_model does."""
+    """Verify the model in `directory`, unless its type is in TESTED_MODEL_TYPES or this host has a record of it. Raises
+    InvalidModel as verify_model does."""
     config = read_config(directory)
     if config.model_type in TESTED_MODEL_TYPES:
         return None
@@ -67,7 +68,7 @@ def verify_model(
 ) -> Verification:
     """Verify the model whose config.json is in `directory`. Reads no weights.
 
-    `max_model_len`: to be served; None for the model's own. `progress`: is told each stage before it begins.
+    `max_model_len`: the length to serve; None for the model's own. `progress`: called with each stage before it begins.
     Raises InvalidModel for a model that cannot be served, that differs from transformers, or that cannot be compared,
     and InvalidConfig for a `max_model_len` that the model does not support.
     """
@@ -77,7 +78,8 @@ def verify_model(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products this small take longer on several threads, and ten times longer on a busy machine."""
+    """Compute on one thread. Products of these small sizes take longer on several threads, and ten times as long on a
+    busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +90,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers shows one for every checkpoint that it reads or writes."""
+    """Hide the progress bar that transformers shows for every checkpoint that it reads or writes."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -110,8 +112,8 @@ def _verify(config: Any, max_model_len: int | None, progress: Progress) -> Verif
         try:
             difference = _difference_of(small, progress)
         except InvalidModel:
-            # The whole model has passed the probe. In a copy, rounding may choose between experts of nearly equal
-            # score, which the probe takes for an effect of other tokens. Half of the layers are another sample.
+            # The whole model has passed the probe. In a small copy two experts may have nearly equal scores. Rounding
+            # then chooses between them, and the probe takes that for an effect of other tokens. So try another copy.
             small = keep_layers(small, -(-small.num_hidden_layers // 2))
             difference = _difference_of(small, progress)
     except NoReference as error:
@@ -135,9 +137,10 @@ def _verify(config: Any, max_model_len: int | None, progress: Progress) -> Verif
 
 
 def _difference_of(config: Any, progress: Progress = lambda stage: None) -> Difference | None:
-    """The difference of a random model of this config, if a second one differs too.
+    """The difference of a random model of this config; None unless a second random model differs, too.
 
-    Two experts of nearly equal score may be chosen differently by rounding alone, in one random model but not in two.
+    Between two experts of nearly equal score rounding may choose differently. That happens in one random model, but not
+    in two.
     """
     first = None
     for seed in (0, 1):
@@ -156,14 +159,14 @@ def _difference_of(config: Any, progress: Progress = lambda stage: None) -> Diff
 
 
 def _first_layer(config: Any) -> str:
-    """The first layer with which a copy of the first layers differs from transformers."""
+    """The layer in which the difference begins: the last layer of the shortest copy that differs."""
     kinds = getattr(config, "layer_types", None) or []
     first = config.num_hidden_layers - 1
     for count in range(1, config.num_hidden_layers):
         try:
             if _difference_of(keep_layers(config, count)) is None:
                 continue
-        except Exception:  # a family that does not take this number of layers
+        except Exception:  # a model type that cannot have this number of layers
             continue
         first = count - 1
         break

@@ -3,7 +3,7 @@
     python -m coatcheck.workers.verification.verify_process '{"directory": "/models/x", "max_model_len": null}'
 
 prints {"stage": …} before each stage, and at the end either the fields of Verification or {"error": …, "message": …}.
-It is a process of its own so that torch and transformers do not stay in the caller's memory.
+It runs in a process of its own, so that torch and transformers do not stay in the caller's memory.
 """
 
 import json
