@@ -113,7 +113,7 @@ class ConfigRollout:
             return f"refused: {self._refusal}"
         waits = []
         if self._pending.scale:
-            waits.append(f"{counted(self.config.groups, 'group')} instead of {self._groups.size}")
+            waits.append(f"{counted(self._wanted_groups, 'group')} instead of {self._groups.size}")
         if names := [*sorted(self._pending.groups), *(f"the router at {one}" for one in self._pending.routers)]:
             waits.append(f"a restart of {', '.join(names)} for {', '.join(self._pending.reasons)}")
         because = f" ({self.obstacle})" if self.obstacle else ""
@@ -163,10 +163,18 @@ class ConfigRollout:
 
     async def _scale(self) -> None:
         if self._pending.scale:
-            wanted = self.config.groups
-            await self._groups.scale_groups(wanted, _DRAIN_SECONDS)
-            self._pending.scale = self.config.groups != wanted  # it may have changed meanwhile
+            groups, wanted = self.config.groups, self._wanted_groups
+            if wanted != self._groups.size:
+                await self._groups.scale_groups(wanted, _DRAIN_SECONDS)
+            self._pending.scale = self.config.groups != groups  # it may have changed meanwhile
             self._publish()
+
+    @property
+    def _wanted_groups(self) -> int:
+        """The number of groups to scale to. With autoscaling `groups` is the minimum, and groups beyond it stay until
+        the autoscaler removes them: the load may need them."""
+        groups, max_groups = self.config.groups, self.config.max_groups
+        return groups if max_groups is None else min(max(self._groups.size, groups), max_groups)
 
     async def _restart_groups(self) -> None:
         """Restart each group that still has the former settings. A group that was started since has the new ones."""

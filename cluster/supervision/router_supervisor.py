@@ -209,8 +209,7 @@ class RouterSupervisor:
         if actor is None:
             actor = launch.start_router(config, self._resource, self._node)
         self._actor = actor
-        address = await actor.start.remote()
-        http_address = await actor.http_address.remote()
+        address, http_address = await (_start_router(actor) if is_new else _adopt_router(actor))
         if is_new and self._config != config:
             raise _SettingsChanged
         self._keep_ports(address, http_address)
@@ -288,6 +287,25 @@ class RouterSupervisor:
         if self._actor is not None:
             launch.kill_actor(self._actor)
             self._actor = None
+
+
+async def _start_router(actor: RouterHandle) -> tuple[str, str]:
+    """Have the router serve. Returns its addresses of gRPC and HTTP."""
+    return await actor.start.remote(), await actor.http_address.remote()
+
+
+async def _adopt_router(actor: RouterHandle) -> tuple[str, str]:
+    """The addresses of a router that a former supervisor has started. Raises TimeoutError if it hangs: then it would
+    never answer."""
+    addresses = asyncio.ensure_future(_start_router(actor))
+    try:
+        while not (await asyncio.wait([addresses], timeout=_WAIT_SECONDS))[0]:
+            report = await _answer_in_time(asyncio.ensure_future(actor.report.remote()))
+            if report is not None and report.heartbeat.hang_reason:
+                raise TimeoutError(report.heartbeat.hang_reason)
+        return addresses.result()
+    finally:
+        addresses.cancel()
 
 
 async def _answer_in_time(answer: asyncio.Future[T]) -> T:

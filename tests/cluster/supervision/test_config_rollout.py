@@ -139,6 +139,17 @@ async def test_the_number_of_groups(cluster: Cluster) -> None:
     assert cluster.groups.size == 3 and cluster.calls[-1] == "scale 3"
 
 
+@pytest.mark.parametrize(("changed", "size"), [({"groups": 3}, 4), ({"groups": 5}, 5), ({"groups": 1}, 4)], ids=str)
+async def test_the_minimum_of_an_autoscaled_cluster(cluster: Cluster, changed: dict[str, object], size: int) -> None:
+    """With `max-groups`, `groups` is the minimum: another minimum removes no group that the load may need. The
+    autoscaler removes those that are idle."""
+    cluster.rollout.apply(settings(max_groups=6))
+    await cluster.groups.scale_groups(4, 0)
+    cluster.rollout.apply(settings(max_groups=6, **changed))
+    await cluster.until(lambda: not cluster.rollout.status)
+    assert cluster.groups.size == size
+
+
 async def test_live_settings_take_effect_at_once(cluster: Cluster) -> None:
     """The autoscaler's, without a restart."""
     cluster.rollout.apply(settings(max_groups=4))

@@ -1,7 +1,6 @@
 """The routers of a cluster are started, restarted, told of the groups and asked for their state, with fake actors."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -362,18 +361,3 @@ def test_which_connection_is_missing() -> None:
     assert missing_connection({"s": drained, "t": lost}, ["g"]) == "t does not use g: the stream broke"
     assert missing_connection({"t": lost}, ["x"]) == "t does not know x"
     assert busy_groups({"r": None, "s": drained, "t": lost}) == {"h"}
-
-
-async def test_a_supervisor_that_was_suspended_itself_reads_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that answers while the supervisor does not run is not restarted; one that never answers hangs."""
-    monkeypatch.setattr(router_supervisor, "HANG_SECONDS", 1.0)
-    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(router_supervisor._answer_in_time(answer))
-    await asyncio.sleep(0)
-    asyncio.get_running_loop().call_soon(answer.set_result, "serving")
-    time.sleep(1.5)  # noqa: ASYNC251 as a suspended process, which runs nothing until the time is over
-    assert await waiting == "serving"
-    silent: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    with pytest.raises(TimeoutError, match="has not answered for 1 s"):
-        await router_supervisor._answer_in_time(silent)
-    assert silent.cancelled()
