@@ -1,4 +1,4 @@
-"""AsyncClient: generates from Python coroutines over gRPC. A stream that loses its router continues at another.
+"""AsyncClient: generates over gRPC, for code with coroutines. A stream that loses its router continues at another one.
 
     async with AsyncClient("127.0.0.1:50051") as client:
         result = await client.generate("The capital of France is", max_tokens=8)
@@ -259,7 +259,8 @@ class AsyncClient:
     async def stream_events(
         self, request: pb.GenerateRequest, *, timeout: float | None = None
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """One Started, Deltas without gap or repeat, and one Final, from one router or several in turn.
+        """One Started, Deltas without gap or repeat, and one Final. They may come from several routers, one after
+        another.
 
         Raises the CoatcheckError of the status of a refusal, and Unavailable if no router can continue the stream.
         """
@@ -276,7 +277,7 @@ class AsyncClient:
                             yield new
                 if delivered.complete:
                     return
-                loss: CoatcheckError = Unavailable(f"{self.address} ended the stream before its end")
+                loss: CoatcheckError = Unavailable(f"{self.address} closed the stream before the answer was complete")
             except grpc.aio.AioRpcError as error:
                 loss = explain_error(error, self.address, timeout)
                 if not _may_resume(error.code(), delivered.started):

@@ -126,7 +126,8 @@ def _send_all(sender: "Sender", requests: list[BatchRequest], concurrency: int) 
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
-    """Raises InvalidConfig, naming the line, for a line that is no request or repeats a custom_id."""
+    """The requests of an input file. Raises InvalidConfig that names the line, for a line that is not a request or that
+    repeats a custom_id."""
     found: dict[str, BatchRequest] = {}
     for number, value in _lines(path):
         custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
@@ -144,11 +145,12 @@ def read_requests(path: Path) -> list[BatchRequest]:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[tuple[FileIO, set[str]]]:
-    """(the output, to append to; the custom_ids that it has an answer for). Removes the lines of failures, and a last
-    line that is incomplete. Raises InvalidConfig, and changes nothing, for a file that is no output of a batch, such as
-    the input, and for one that another run writes."""
+    """Yields (the output, open to append; the custom_ids that it has answers for), and locks the output.
+
+    Lines of failed requests are removed, and an incomplete last line. Raises InvalidConfig, and changes nothing, for a
+    file that is not the output of a batch, such as the input, and for a file that another run writes."""
     if path.exists() and not path.is_file():
-        raise InvalidConfig(f"--output is {path}, which is no regular file; {_GIVE_OUTPUT}")
+        raise InvalidConfig(f"--output is {path}, which is not a regular file; {_GIVE_OUTPUT}")
     with path.open("ab", buffering=0) as present:
         _lock(present)
         answers = _read_answers(path)
@@ -176,12 +178,12 @@ def _lock(file: FileIO) -> None:
 
 
 def _read_answers(path: Path) -> dict[str, str]:
-    """custom_id -> line, of each answer in an output. Raises InvalidConfig for a file that is no output."""
+    """custom_id -> line, for each answer in an output. Raises InvalidConfig for a file that is not an output."""
     answers: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines also splits at U+2028, as in a prompt
     except UnicodeDecodeError:
-        raise InvalidConfig(f"--output is {path}, which is no text; {_GIVE_OUTPUT}") from None
+        raise InvalidConfig(f"--output is {path}, which is not text in UTF-8; {_GIVE_OUTPUT}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -192,14 +194,14 @@ def _read_answers(path: Path) -> dict[str, str]:
                 continue
             value = None
         if not isinstance(value, dict) or not isinstance(value.get("custom_id"), str) or "response" not in value:
-            raise InvalidConfig(f"--output is {path}, whose line {number} is no answer; {_GIVE_OUTPUT}")
+            raise InvalidConfig(f"--output is {path}, whose line {number} is not an answer; {_GIVE_OUTPUT}")
         if _is_success(value):
             answers[value["custom_id"]] = line
     return answers
 
 
 def _write(file: FileIO, text: str, path: Path) -> None:
-    """Raises OSError that names `path`, such as for a full disk."""
+    """Writes all of `text`. Raises OSError with `path` as its file name, for example if the disk is full."""
     data = memoryview(text.encode())
     try:
         while data:
@@ -209,7 +211,7 @@ def _write(file: FileIO, text: str, path: Path) -> None:
 
 
 class Sender:
-    """Sends requests from several threads."""
+    """Sends requests over HTTP. Several threads may use it."""
 
     def __init__(self, server: str, credentials: Credentials) -> None:
         if not server.startswith(("http://", "https://")):
@@ -247,7 +249,7 @@ class Sender:
                     if response.status not in (429, 503) or is_last:
                         return _line(request, response.status, response.headers, response.read())
                     retry_after = response.headers.get("retry-after", "")
-            except (OSError, http.client.HTTPException) as error:  # HTTPException: the server ended amid its answer
+            except (OSError, http.client.HTTPException) as error:  # HTTPException: the connection ended amid a response
                 if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
                     raise Unavailable(
                         f"{self.server} does not speak HTTP: give the router's HTTP address as --server, the second "
@@ -265,7 +267,7 @@ class Sender:
         raise AssertionError("the last send returns or raises")
 
     def _open(self, message: urllib.request.Request, timeout: float | None = None) -> Any:
-        """The response, which is not read yet, of any status."""
+        """The response, with any status. Its body is not read yet."""
         try:
             return self._opener.open(message, timeout=timeout)
         except urllib.error.HTTPError as error:
@@ -282,7 +284,7 @@ def _refusal_of_tls(error: Exception) -> str:
 
 
 def _host_of(server: str) -> str:
-    """The host in a URL. Raises InvalidConfig for a URL that no server can have."""
+    """The host in a URL. Raises InvalidConfig for a text that is not a URL with a host."""
     try:
         parts = urllib.parse.urlsplit(server)
         is_url = parts.port != 0 and not re.search(r"[\s\x00-\x1f\x7f]", server)  # `port` raises ValueError too
@@ -329,5 +331,5 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             raise InvalidConfig(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(value, dict):
-            raise InvalidConfig(f"{path}, line {number} is no JSON object")
+            raise InvalidConfig(f"{path}, line {number} is not a JSON object")
         yield number, value

@@ -52,13 +52,14 @@ class Credentials:
 
     @classmethod
     def build(cls, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Self:
-        """From PEM files (`tls_ca`: or "system") and a key. Raise InvalidConfig for values that cannot be used."""
+        """Build them from PEM files (`tls_ca` may be "system") and an API key. Raise InvalidConfig for values that
+        cannot be used."""
         if bool(tls_cert) != bool(tls_key):
             raise InvalidConfig("--tls-cert and --tls-key belong together; give both")
         if tls_cert and not tls_ca:
             raise InvalidConfig("--tls-cert needs --tls-ca: the authority that signed the router's certificate")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidConfig("the API key has characters that no key has; copy exactly the key")
+            raise InvalidConfig("the API key contains characters that no key has; copy the key exactly")
         roots = _read(tls_ca) if tls_ca and tls_ca != _SYSTEM else None
         pair = (_read(tls_key), _read(tls_cert)) if tls_cert and tls_key else None
         https = _https_context(tls_ca, tls_cert, tls_key) if tls_ca else None

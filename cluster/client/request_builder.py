@@ -54,9 +54,9 @@ class RequestOptions(SamplingOptions, total=False):
     all requests of a session use the same one. `priority`: lower values are served first. `retention`: how long the
     prompt's blocks are kept. `timeout`: seconds for the whole request.
 
-    Of a conversation: `tools`: functions in OpenAI's form that the model may call. `tool_choice`: "auto", "none",
+    Only for conversations: `tools`: functions in OpenAI's form that the model may call. `tool_choice`: "auto", "none",
     "required", or the name of a function. `template_arguments`: further variables of the chat template. `split_output`:
-    reasoning and tool calls are not in the text, but in fields of their own; the default with tools.
+    whether reasoning and tool calls are in their own fields instead of the text; True by default if there are tools.
     """
 
     model: str
@@ -168,7 +168,7 @@ def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = N
     if not isinstance(structured, Grammar | None):
         raise InvalidRequest(f"structured is {structured!r}; it must be a coatcheck.Grammar")
     present = {name: _check_option(name, value) for name, value in present.items()}
-    # For the bounds, whose errors say more than those of the message's fields.
+    # Made for its checks: the errors of SamplingParams say more than those of the message's fields.
     fields = present if structured is None else {**present, "structured": structured}
     checked = dataclasses.replace(sampling or SamplingParams(), **fields)
     if sampling is not None:
@@ -245,7 +245,7 @@ def build_chat(messages: Conversation) -> pb.Chat:
             calls = [_tool_call(call) for call in message.get("tool_calls") or ()]
         except (KeyError, TypeError, AttributeError):
             raise InvalidRequest(
-                'a tool call is {"id": "...", "function": {"name": "...", "arguments": "{...}"}}, with texts alone'
+                'a tool call must be {"id": "...", "function": {"name": "...", "arguments": "{...}"}}, with text values'
             ) from None
         try:
             chat.messages.add(**texts, tool_calls=calls)
@@ -266,7 +266,7 @@ def build_embed_requests(
     normalize: bool,
     cache_salt: str,
 ) -> list[pb.EmbedRequest]:
-    """One for each prompt. Raises InvalidRequest."""
+    """One EmbedRequest for each prompt. Raises InvalidRequest."""
     if pooling not in _POOLINGS:
         raise InvalidRequest(f"pooling is {pooling!r}; it must be 'last', 'mean' or None")
     options = pb.EmbedRequest(pooling=_POOLINGS[pooling])

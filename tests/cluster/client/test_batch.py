@@ -308,7 +308,7 @@ def test_a_server_on_this_host_is_asked_without_a_proxy(
     [
         ("{", "line 1 is not JSON"),
         ('{"a":' * 100_000, "line 1 is not JSON"),
-        ("[1]", "line 1 is no JSON object"),
+        ("[1]", "line 1 is not a JSON object"),
         ('\n{"custom_id": 1, "body": {}}', "line 2: it needs custom_id"),
         (
             '{"custom_id": "a", "body": {}, "url": "/v1/audio/speech"}',
@@ -332,7 +332,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="must begin with http"):
         Sender("127.0.0.1:8000", Credentials())
     for output in (tmp_path, Path("/dev/null")):
-        with pytest.raises(InvalidConfig, match="no regular file"), open_output(output):
+        with pytest.raises(InvalidConfig, match="not a regular file"), open_output(output):
             pass
 
 

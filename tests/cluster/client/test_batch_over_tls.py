@@ -86,7 +86,7 @@ def test_a_certificate_that_one_side_does_not_trust(server: str, authority: Test
         (("--tls-ca", "/missing.pem"), "/missing.pem: No such file or directory"),
         (("--tls-ca", __file__), f"--tls-ca {__file__} holds no certificate in PEM"),
         (("--tls-cert", __file__), "--tls-cert and --tls-key belong together; give both"),
-        (("--api-key", "two\nlines"), "the API key has characters that no key has; copy exactly the key"),
+        (("--api-key", "two\nlines"), "the API key contains characters that no key has; copy the key exactly"),
     ],
 )
 def test_wrong_credentials_are_refused(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
