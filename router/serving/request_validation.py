@@ -108,33 +108,12 @@ def validate_request(
             raise InvalidRequest(f"{name} has {len(getattr(message, name))} characters; the maximum is {_LONGEST_NAME}")
     if message.pooling not in Pooling.values():
         raise InvalidParameter("pooling", f"is {message.pooling}; it must be POOLING_LAST or POOLING_MEAN")
-    if not token_ids:
-        raise InvalidRequest(_EMPTY)
-    length = len(token_ids)
-    if tenant.max_prompt_tokens is not None and length > tenant.max_prompt_tokens:
-        raise NeverFits(
-            f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
-        )
-    # The token beside an embedding is never computed, so it needs no place.
-    most = capacity if message.pooling and sampling.max_tokens == 1 else capacity - 1
-    if length > most:
-        raise ContextLengthExceeded.for_limit(
-            capacity, f"the prompt has {length}. Shorten it to at most {most} tokens", length
-        )
+    # The only token of an embedding request is never computed, so it needs no KV.
+    needs_room = not (message.pooling and sampling.max_tokens == 1)
+    _check_prompt_length(len(token_ids), capacity - needs_room, capacity, tenant)
     check_token_ids(token_ids, vocab_size)
-    room = max(capacity - length, 1)
-    for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
-        if asked > room:
-            raise ContextLengthExceeded.for_limit(
-                capacity,
-                f"the prompt has {length} and {name} is {asked}. Lower {name} to {room}, or shorten the prompt",
-                length,
-                asked,
-            )
-    max_tokens = sampling.max_tokens or room
-    if sampling.max_tokens is None and defaults.max_new_tokens is not None:
-        max_tokens = min(room, max(defaults.max_new_tokens, sampling.min_tokens))
-    check_answer_size(sampling, length, max_tokens, vocab_size)
+    max_tokens = _choose_max_tokens(sampling, len(token_ids), capacity, defaults)
+    check_answer_size(sampling, len(token_ids), max_tokens, vocab_size)
     resume = _resumed(message.resume, sampling, max_tokens, vocab_size)
     # A drawn seed stays below 2^63, for clients in languages without unsigned integers.
     seed = rng.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -154,6 +133,40 @@ def validate_request(
     )
 
 
+def _check_prompt_length(length: int, most: int, capacity: int, tenant: Tenant) -> None:
+    """Raises InvalidRequest for an empty prompt, NeverFits above the tenant's limit, and ContextLengthExceeded for a
+    prompt of more than `most` tokens."""
+    if not length:
+        raise InvalidRequest(_EMPTY)
+    if tenant.max_prompt_tokens is not None and length > tenant.max_prompt_tokens:
+        raise NeverFits(
+            f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
+        )
+    if length > most:
+        raise ContextLengthExceeded.for_limit(
+            capacity, f"the prompt has {length}. Shorten it to at most {most} tokens", length
+        )
+
+
+def _choose_max_tokens(sampling: SamplingParams, length: int, capacity: int, defaults: SamplingDefaults) -> int:
+    """The max_tokens of the request, else the model's, else what fits after a prompt of `length` tokens. Raises
+    ContextLengthExceeded if max_tokens or min_tokens do not fit."""
+    room = max(capacity - length, 1)
+    for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
+        if asked > room:
+            raise ContextLengthExceeded.for_limit(
+                capacity,
+                f"the prompt has {length} and {name} is {asked}. Lower {name} to {room}, or shorten the prompt",
+                length,
+                asked,
+            )
+    if sampling.max_tokens:
+        return sampling.max_tokens
+    if defaults.max_new_tokens is not None:
+        return min(room, max(defaults.max_new_tokens, sampling.min_tokens))
+    return room
+
+
 def encode_constraints(
     sampling: SamplingParams, message: GenerateRequest, tokenizer: TokenizerJson, planner: OutputPlanner
 ) -> SamplingParams:
@@ -171,7 +184,7 @@ def encode_constraints(
 
 
 def _spaced(words: Sequence[str]) -> list[str]:
-    """Each word at the beginning of a text, and behind a space."""
+    """Each word without a space before it, and with one."""
     return [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
 
 
