@@ -1,4 +1,4 @@
-"""no_config_error, no_type_error: what a folder or a config.json holds that is no model of transformers.
+"""describe_other_path, no_type_error: what a path or a config.json holds that is no model of transformers.
 
 Users give an adapter, GGUF weights or a part of a diffusers pipeline as a model. The errors say what it is, and what
 to give instead.
@@ -25,18 +25,19 @@ _WEIGHTS: Final = {
 _GIVE_MODEL: Final = "give a model of transformers: a directory with config.json and safetensors files"
 
 
-def no_config_error(directory: Path) -> InvalidModel:
-    """The error for a directory without a config.json."""
-    return InvalidModel(f"{directory} has no config.json; {_describe_folder(directory)}")
+def describe_other_path(path: Path) -> str:
+    """What is wrong with a directory without a config.json, or with a file that is no config.json, and what to give."""
+    if path.is_dir():
+        return f"{path} has no config.json; {_describe_folder(path)}"
+    kind = _WEIGHTS.get(path.suffix, "")
+    if kind.partition(" ")[2]:
+        return f"{path} holds {kind}, which are not read; {_GIVE_MODEL}"
+    return f"{path} is a file{' of weights' if kind else ''}; give the directory that holds config.json"
 
 
-def weights_file_error(file: Path) -> InvalidModel | None:
-    """The error for a file of weights that is given as a model; None if the name is not one of weights."""
-    if (kind := _WEIGHTS.get(file.suffix)) is None:
-        return None
-    if kind == "weights":
-        return InvalidModel(f"{file} is a file of weights; give the directory that holds it and config.json")
-    return InvalidModel(f"{file} holds {kind}, which are not read; {_GIVE_MODEL}")
+def is_weights_file(path: Path) -> bool:
+    """Whether the name of a file is one of weights."""
+    return path.suffix in _WEIGHTS
 
 
 def no_type_error(name: str, values: Mapping[str, Any]) -> InvalidModel:
@@ -85,7 +86,7 @@ def _describe_folder(directory: Path) -> str:
         return f"it holds a model in its maker's own format: {_GIVE_MODEL}"
     for entry in entries:
         if kind := _WEIGHTS.get(entry.suffix):
-            also = ", which are not read" if kind != "weights" else ""
+            also = ", which are not read" if kind.partition(" ")[2] else ""
             return f"it holds {kind} alone ({entry.name}){also}: {_GIVE_MODEL}"
     if names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}:
         return "it holds a tokenizer alone: add config.json and the weights"

@@ -23,6 +23,7 @@ from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.host_port import bare_host
 from coatcheck.proto.log_lines import LogFormat
+from coatcheck.proto.model_folder import describe_other_path
 from coatcheck.proto.setting_names import Routing, ToolParserName
 from coatcheck.workers.core.attention_selector import AttentionBackendSetting
 from coatcheck.workers.core.lora_module import LoraModule
@@ -384,10 +385,8 @@ class ServeConfig(Settings):
                     f"model directory {self.model} does not exist; give a directory or a Hugging Face model id"
                 )
             return
-        if not path.is_dir():
-            raise InvalidConfig(f"model {self.model} is a file; give the directory that holds config.json")
         if not (path / "config.json").is_file():
-            raise InvalidConfig(f"model directory {self.model} has no config.json; is it a transformers checkpoint?")
+            raise InvalidConfig(describe_other_path(path))
 
     def _looks_like_a_path(self, path: Path) -> bool:
         """Whether `model` means a path. OWNER/NAME is a Hugging Face model id unless OWNER is a local directory."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
-from coatcheck.proto.model_folder import no_config_error, no_type_error, weights_file_error
+from coatcheck.proto.model_folder import describe_other_path, is_weights_file, no_type_error
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
 from coatcheck.workers.model.known_architectures import CONFIG_DEFAULTS, TESTED_MODEL_TYPES
@@ -46,7 +46,7 @@ class ModelConfig:
         """Raise InvalidModel as `open` does."""
         values = read_json_object(file)
         if values is None:
-            raise no_config_error(file.parent)
+            raise InvalidModel(describe_other_path(file.parent))
         if not is_multimodal(values):
             return cls(name, resolve_alias(values))
         text = text_config(values)
@@ -107,8 +107,8 @@ def find_config(model: str) -> Path:
     if path.is_dir():
         return path / "config.json"
     if path.is_file():
-        if (error := weights_file_error(path)) is not None:
-            raise error
+        if is_weights_file(path):
+            raise InvalidModel(describe_other_path(path))
         return path
     if _HUB_ID.fullmatch(model):
         return _from_hub(model)

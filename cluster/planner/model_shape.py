@@ -238,7 +238,7 @@ def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
 def _refuse_other_state(config: ModelConfig) -> None:
     """Raise InvalidModel if a layer keeps other state than keys and values for each token, or is of an unknown type."""
     if config.values.get("is_encoder_decoder"):
-        raise InvalidModel(f"{config.name} is an encoder-decoder; choose a decoder-only model")
+        raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
     attentions = config.values.get("attn_type_list")
     are_all_full = isinstance(attentions, list) and all(one == 1 for one in attentions)  # as in MiniMax-M2
     other = [name for name in _OTHER_STATE if not (name == "attn_type_list" and are_all_full)]

@@ -42,7 +42,8 @@ def check_architecture(config: ServeConfig, console: Console) -> None:
     )
     answer = _run_servable(config)
     if error := _ERRORS.get(answer.get("error", "")):
-        raise error(answer["message"])
+        advice = "; docs/models.md lists the types that are served" if "cannot be served" in answer["message"] else ""
+        raise error(answer["message"] + advice)
     result = f"{model_type} can be served" if answer else "the check failed, so the ranks will check"
     console.print(f"{result} (checked in {time.monotonic() - began:.1f} s)", soft_wrap=True, markup=False)
 

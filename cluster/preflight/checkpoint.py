@@ -13,6 +13,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.planner.model_config import ModelConfig, fill_defaults
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.model_folder import find_adapter
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
 from coatcheck.workers.checkpoint.text_tower import text_tensor_name
@@ -22,6 +23,7 @@ Shape = tuple[int, ...]
 
 # Files from which transformers makes a tokenizer if there is no tokenizer.json.
 _OTHER_TOKENIZERS: Final = ("*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _IN_LAYER: Final = re.compile(r"(.*\blayers)\.(\d+)\.(.+)")
 # Model types whose layers have experts. Checkpoints store experts under several names, so their shapes are not checked.
 _MIXTURES: Final = ("mixtral", "qwen3_moe")
@@ -36,6 +38,9 @@ def check_checkpoint(config: ServeConfig) -> None:
     if config.ray_address is not None or not directory.is_dir():
         return
     model = ModelConfig.open(config.model_source)
+    weights = {file.name for file in directory.glob("*.safetensors")}
+    if weights == {_ADAPTER_WEIGHTS} and (advice := find_adapter(directory)) is not None:
+        raise InvalidModel(f"{directory} has no weights of a model; {advice}")
     stored = read_entries(directory)
     entries = plain_entries(stored, read_quantised(directory.name, model.values, stored))
     if model.is_multimodal:
@@ -88,14 +93,14 @@ def check_tensors(model: ModelConfig, entries: Mapping[str, TensorEntry]) -> Non
     for name, shape in promised.items():
         if name in entries and entries[name].shape != shape:
             raise InvalidModel(
-                f"{model.name}: tensor {name} has shape {list(entries[name].shape)}, the config promises "
+                f"{model.name}: tensor {name} has shape {list(entries[name].shape)}, by config.json it must be "
                 f"{list(shape)}: the checkpoint and its config.json do not belong together; fetch both again"
             )
     if missing := sorted(promised.keys() - entries.keys()):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise InvalidModel(
-            f"{model.name}: the checkpoint lacks {', '.join(missing[:4])}{more}, which the config promises; "
-            "fetch it again, or fix its index"
+            f"{model.name}: the checkpoint lacks {', '.join(missing[:4])}{more}, which a model with this config.json "
+            "has; fetch it again, or fix its index"
         )
 
 

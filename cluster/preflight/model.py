@@ -14,10 +14,12 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
+from coatcheck.proto.model_folder import no_type_error
 from coatcheck.workers.checkpoint.quantisation_scheme import check_quantization, read_scheme
 from coatcheck.workers.core.attention_selector import MODEL_TYPES_WITH_SINKS, check_backend_model
 from coatcheck.workers.core.group_config import is_share
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
@@ -73,6 +75,12 @@ def check_model(config: ServeConfig) -> None:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
         return  # a model type that `coatcheck plan` does not know
+    _check_shape(config, model, shape, vocabulary)
+
+
+def _check_shape(config: ServeConfig, model: ModelConfig, shape: ModelShape, vocabulary: int) -> None:
+    """Raise InvalidConfig if `tp` ranks cannot divide the model or a setting does not fit its layers, and InvalidModel
+    for layers that are not supported. `vocabulary`: the number of tokens; 0 if unknown."""
     check_convolutions(model.model_type, shape.states)
     check_host_tier(model.model_type, config.host_kv_memory, has_states=bool(shape.states))
     if config.mla_shard == "tokens":
@@ -93,6 +101,12 @@ def check_model(config: ServeConfig) -> None:
         for layer in layers:
             check_deterministic_heads(layer)
         check_deterministic_states(shape.states)
+    _check_attention(config, model, shape, layers)
+
+
+def _check_attention(config: ServeConfig, model: ModelConfig, shape: ModelShape, layers: list[LayerSpec]) -> None:
+    """Raise InvalidConfig if the attention backend cannot compute `layers`, as rank 0 has them, or if the KV pool of
+    the settings is too small."""
     dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
     kv_dtype = choose_kv_dtype(config.kv_dtype, dtype or "") if config.kv_dtype != "auto" or dtype is not None else None
     check_backend_model(
@@ -117,7 +131,8 @@ def _check_generation_config(config: ServeConfig) -> None:
 
 
 def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
-    # Ranks measure the free memory of which the settings may be shares.
+    """Raise InvalidConfig if a pool is too small. Sizes that are shares of free memory are left to the ranks, which
+    measure it."""
     if config.kv_memory is not None and not is_share(config.kv_memory):
         choose_num_blocks(
             config.kv_memory,
@@ -136,7 +151,7 @@ def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
 def _check_model_type(model: ModelConfig) -> None:
     """Raise InvalidModel for a model that transformers cannot build, or of a kind that is not served."""
     if not model.model_type:
-        raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
+        raise no_type_error(model.name, model.values)
     check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
     check_model_kind(
         model.model_type,

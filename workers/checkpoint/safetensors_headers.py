@@ -1,7 +1,7 @@
 """The tensors of a checkpoint's safetensors files, read from the files' headers alone.
 
-A header is a few kilobytes at the start of a file, so hundreds of gigabytes are checked within a second. `coatcheck
-serve` and `coatcheck plan` use this before torch is imported.
+A header is a few kilobytes at the start of a file, so a checkpoint of hundreds of gigabytes is checked within a second.
+`coatcheck serve` and `coatcheck plan` use this module before torch is imported.
 """
 
 import json
@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 
-# A header's dtype -> torch's name. Other dtypes are not served.
+# {dtype in a header: torch's name}. Other dtypes are not served.
 STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 _COMPARED_BYTES: Final = 1 << 22
 _LFS_POINTER: Final = b"version https://git-lfs"
-_OTHER_FORMATS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack")
+_OTHER_FORMATS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.ckpt", "*.h5", "*.msgpack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TensorEntry:
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a checkpoint, by name. Raises InvalidModel for missing, broken or foreign files."""
+    """Every tensor of a checkpoint, by name. Raises InvalidModel for missing or broken files, and other formats."""
     entries: dict[str, TensorEntry] = {}
     for file in _tensor_files(directory):
         try:
@@ -59,7 +59,7 @@ def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
 
 
 def are_stored_alike(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether two tensors are stored with the same dtype, shape and bytes. Reads a few megabytes at a time."""
+    """Whether two tensors are stored with the same dtype, shape and bytes. Compares _COMPARED_BYTES at a time."""
     size = one.end - one.start
     if (one.dtype, one.shape, size) != (other.dtype, other.shape, other.end - other.start):
         return False
@@ -89,16 +89,18 @@ def _tensor_files(directory: Path) -> list[Path]:
     files = [single] if single.is_file() else sorted(file for file in directory.glob("*.safetensors") if file.is_file())
     if not files:
         others = sorted(file.name for pattern in _OTHER_FORMATS for file in directory.glob(pattern))
-        found = f" (it has {_shorten(others)})" if others else ""
+        if not others:
+            raise InvalidModel(f"{directory} has no safetensors file; fetch the model's weights too")
         raise InvalidModel(
-            f"{directory} has no safetensors file{found}; other weight formats are not read: convert the weights with "
-            "transformers' from_pretrained and save_pretrained, which writes safetensors"
+            f"{directory} has no safetensors file (it has {_shorten(others)}); other weight formats are not read: "
+            "convert the weights with transformers' from_pretrained and save_pretrained, which writes safetensors"
         )
     return files
 
 
 def read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
-    """The entries of one file, which starts with the header's length (u64, little endian) and the header as JSON."""
+    """The entries of one file. It starts with the header's length (u64, little endian), then the header as JSON. Raises
+    InvalidModel for a broken file, OSError if it cannot be read."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)

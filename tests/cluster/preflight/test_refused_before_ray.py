@@ -137,7 +137,7 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (partial(edit_config, model_type="novel"), {}, "'novel', which transformers [0-9.]+ does not know; install"),
         (partial(edit_config, model_type="novel", auto_map={}), {}, "code that comes with a checkpoint is never run"),
         (partial(edit_config, model_type="clip"), {}, "has no causal language model of that type"),
-        (partial(edit_config, model_type=["llama"]), {}, r"\['llama'\]\", which transformers [0-9.]+ does not know"),
+        (partial(edit_config, model_type=["llama"]), {}, r"model_type \['llama'\]; it must be a text such as llama"),
         (partial(edit_config, quantization_config={"quant_method": "hqq"}), {}, "quantised with 'hqq', which is not"),
         (partial(edit_config, text_config={}), {}, "is multimodal"),
         (partial(edit_config, is_encoder_decoder=True), {}, "is an encoder-decoder"),
@@ -224,14 +224,17 @@ def test_a_config_that_contradicts_itself_is_refused(model: Path, changes: dict[
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"vocab_size": 601}, r"model.embed_tokens.weight has shape \[600, 64\], the config promises \[601, 64\]"),
+        (
+            {"vocab_size": 601},
+            r"model.embed_tokens.weight has shape \[600, 64\], by config.json it must be \[601, 64\]",
+        ),
         ({"hidden_size": 128}, "do not belong together; fetch both again"),
-        ({"intermediate_size": 101}, r"down_proj.weight has shape \[64, 100\], the config promises \[64, 101\]"),
-        ({"num_key_value_heads": 8}, r"k_proj.weight has shape \[32, 64\], the config promises \[64, 64\]"),
+        ({"intermediate_size": 101}, r"down_proj.weight has shape \[64, 100\], by config.json it must be \[64, 101\]"),
+        ({"num_key_value_heads": 8}, r"k_proj.weight has shape \[32, 64\], by config.json it must be \[64, 64\]"),
         ({"head_dim": 16}, "do not belong together"),
         (
             {"num_hidden_layers": 3},
-            r"the checkpoint lacks model.layers.2.\S+, .* and 5 more, which the config promises",
+            r"the checkpoint lacks model.layers.2.\S+, .* and 5 more, which a model with this config.json has",
         ),
         ({"attention_bias": True}, "the checkpoint lacks model.layers.0.self_attn.k_proj.bias"),
         ({"mlp_bias": True}, "the checkpoint lacks model.layers.0.mlp.down_proj.bias"),
@@ -298,7 +301,10 @@ def test_an_architecture_without_tests_is_built_before_ray_starts(model: Path, t
     """A fault that only building the model shows is found before Ray starts too, and the command says why that takes
     long."""
     edit_config(model, model_type="diffllama")
-    assert refused(model, tmp_path).endswith("diffllama cannot be served: layer 0 calls attention more than once")
+    words = (
+        "diffllama cannot be served: layer 0 calls attention more than once; docs/models.md lists the types that are"
+    )
+    assert refused(model, tmp_path).endswith(f"{words} served")
 
 
 def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
