@@ -1,11 +1,12 @@
-"""What clients see while everything is killed: streams started, ended, failed, changed.
+"""What clients see while processes are killed: how many streams start, end, fail, or change their tokens.
 
     python bench/chaos.py --kills 200 [--json bench/results/chaos.json]
 
-Two groups of two ranks on a Ray of three nodes, a small llama in float32, and streams of every kind of sampling.
-Ranks, rank 0, whole groups, the router, the supervisor, `coatcheck serve` and whole nodes are killed with kill -9, and
-ranks stopped, half of the time during a prefill, a restore from host memory or another failover. Every stream is
-compared with an undisturbed run. The figures are written after every kill, so that a run that is cut off has them too.
+Two groups of two ranks serve a small llama in float32, on a Ray cluster of three nodes. Streams use every kind of
+sampling. Ranks, rank 0, whole groups, the router, the supervisor, `coatcheck serve` and whole nodes are killed with
+kill -9, and ranks are also stopped. Half of this happens during a prefill, a restore from host memory or another
+failover. Every stream is compared with an undisturbed run. The figures are written after every kill, so that an
+interrupted run has them too.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ async def run(
     rng: random.Random,
     json_path: Path | None,
 ) -> dict[str, Any]:
-    """Strike until there were `kills` kills or `seconds` have passed; return the figures."""
+    """Kill processes until there were `kills` kills or `seconds` have passed. Returns the figures."""
     load = ChaosLoad(cluster.address, cases(VOCABULARY, tokens))
     await load.learn()
     striker = Striker(cluster, load, rng)
@@ -103,7 +104,7 @@ async def run(
 
 
 def plan_strikes(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless (kind, moment) pairs: the kinds in turn, each kind at every moment before a moment repeats."""
+    """Yield (kind, moment) pairs without end. The kinds take turns. A kind gets every moment before one repeats."""
     while True:
         moments = {kind: rng.sample(MOMENTS, len(MOMENTS)) for kind in kinds}
         for turn in range(len(MOMENTS)):

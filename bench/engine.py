@@ -1,10 +1,10 @@
-"""How fast the engine is, beside transformers' own model and cache: same weights, same threads, one run.
+"""How fast the engine is, compared with transformers' own model and cache: same weights, same threads, one run.
 
     python bench/engine.py [--json bench/results/engine.json]
 
-Rounds alternate between the two, so that a busy moment hits both; a figure is the median of its best round. Roofs are
-measured in the same run: memory bandwidth for a decode step, which reads every weight and the batch's KV once, and the
-matrix rate for a prefill.
+Rounds alternate between the two, so that a busy moment of the machine slows both. A figure is the median of its best
+round. The same run measures the machine's limits (roofline): memory bandwidth for a decode step, which reads every
+weight and the batch's KV once, and the matrix rate for a prefill.
 """
 
 import statistics
@@ -29,7 +29,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """A decode step of `batch` sequences, or, if `batch` is 0, a prefill of `tokens`. `target`: the wanted speed-up."""
+    """A decode step of `batch` sequences, or a prefill of `tokens` if `batch` is 0. `target`: the wanted speed-up."""
 
     batch: int
     tokens: int
@@ -87,7 +87,7 @@ def main(
 
 
 def measure(case: EngineCase, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int) -> tuple[float, float]:
-    """Seconds of transformers and of Coatcheck, each in its best round; rounds alternate."""
+    """(seconds of transformers, seconds of Coatcheck), each in its best round. Rounds alternate."""
     # Half of the decode steps come before the context is reached, half after.
     length = case.tokens - steps // 2 if case.batch else case.tokens
     prompts = np.random.default_rng(case.batch).integers(0, VOCABULARY, (rounds + 1, max(1, case.batch), length))

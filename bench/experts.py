@@ -1,11 +1,11 @@
-"""How fast a mixture of experts is, beside transformers: same weights, same threads, one run.
+"""How fast a mixture of experts is, compared with transformers: same weights, same threads, one run.
 
     python bench/experts.py [--json bench/results/experts.json]
 
-The model has the shape of Qwen3-MoE: 64 experts, 8 for each token, 0.4B parameters, 0.07B of them for one token.
-transformers runs three times, with each of its forms of experts: a loop over experts (eager), one product for each pair
-of token and expert (batched_mm), and torch's grouped product (grouped_mm). Rounds alternate as in engine.py, and a
-figure is the median of its best round. `ratio` is to the fastest form.
+The model is a small Qwen3-MoE: 64 experts, 8 for each token, 0.4B parameters, of which a token uses 0.07B. transformers
+runs with each of its three implementations of experts: a loop over experts (eager), one product for each pair of token
+and expert (batched_mm), and torch's grouped product (grouped_mm). Rounds alternate as in engine.py. A figure is the
+median of its best round. `ratio` compares with the fastest implementation.
 """
 
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ CASES = (EngineCase(1, 128, 4.0), EngineCase(8, 128, 4.0), EngineCase(32, 128, 4
 
 @dataclass(frozen=True, slots=True)
 class ExpertFigures:
-    """One row's figures, in milliseconds; transformers' by its form of experts."""
+    """One row's figures, in milliseconds. Those of transformers are by its implementation of experts."""
 
     what: str
     transformers_ms: dict[str, float]

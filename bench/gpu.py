@@ -1,16 +1,17 @@
-"""Errors and speeds of the kernels and the engine on a GPU, in one table, beside those of torch.
+"""Errors and speeds of the kernels and the engine on a GPU, compared with torch, in one table.
 
     python bench/gpu.py --out DIR --only correct,decode,prefill,behind
     python bench/gpu.py --out DIR --resume --only rows,sampling,engine,steps
     python bench/gpu.py --out DIR --resume --only tiers,all_reduce,ranks,deterministic,flex
 
-Each of these calls takes less than nine minutes: every part has its own process and time limit (LIMITS in
+Each of these calls takes less than nine minutes. Every part has its own process and time limit (LIMITS in
 gpu_cases/parts.py). Without --only all parts run in one call.
 
-Needs torch, triton, transformers and this checkout; neither Ray nor gRPC, and nothing installed. The table is printed
-and saved (DIR/gpu.json and DIR/gpu.md) row by row, so that an interrupted run keeps its rows, and --resume continues
-it. A part that fails or is killed leaves a row FAILED, the other parts still run, and the exit code is 1. `--device cpu
---quick` runs every part with small shapes, to test the script itself. `--only tune` tries other launch parameters.
+The script needs torch, triton, transformers and this checkout. It needs neither Ray nor gRPC, and Coatcheck need not be
+installed. The table is printed and saved (DIR/gpu.json and DIR/gpu.md) row by row, so that an interrupted run keeps its
+rows, and --resume continues it. If a part fails or is killed, the table has a row FAILED, the other parts still run,
+and the exit code is 1. `--device cpu --quick` runs every part with small shapes, to test the script itself. `--only
+tune` tries other launch parameters.
 """
 
 import importlib.util

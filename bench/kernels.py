@@ -1,11 +1,11 @@
-"""How fast each CPU kernel is, beside what torch offers for the same work and beside what the machine could do.
+"""How fast each CPU kernel is, compared with torch's way to do the same work and with the machine's limits.
 
     python bench/kernels.py [--threads 2] [--json bench/results/kernels.json]
 
 The shapes are those of an 82M llama (hidden 768, 12 heads, 4 KV heads, head_dim 64, MLP 2048, vocabulary 8192, 12
-layers) in bfloat16. Weights and KV are cycled through more memory than the caches hold. Rounds alternate between ours
-and theirs, so that a busy moment hits both; a figure is the shortest run. The bound is bytes over measured read
-bandwidth or operations over the measured bf16 matrix rate, whichever is longer.
+layers) in bfloat16. Each call reads other copies of weights and KV, which together do not fit into the caches. Rounds
+alternate between ours and torch's, so that a busy moment of the machine slows both. A figure is the shortest run. The
+bound is bytes / measured read bandwidth, or operations / measured bf16 matrix rate, whichever is longer.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ COLD = 100 << 20  # bytes to cycle through: more than the caches hold
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """`ours` and `theirs` do the same work `times` times over."""
+    """`ours` and `theirs` do the same work, `times` times in each call."""
 
     what: str
     beside: str
@@ -63,7 +63,7 @@ class KernelTiming:
 
 
 def linears() -> Iterator[KernelCase]:
-    """The packed product beside oneDNN's own packing (what torch's inductor would use)."""
+    """The packed linear, compared with oneDNN's packed linear, which torch's inductor would use."""
     for features, depth in ((1280, 768), (4096, 768), (768, 2048), (8192, 768)):
         copies = max(2, COLD // (features * depth * 2))
         weights = [torch.randn(features, depth).bfloat16() for _ in range(copies)]
@@ -93,7 +93,7 @@ def linears() -> Iterator[KernelCase]:
 
 
 def attention() -> Iterator[KernelCase]:
-    """Attention over the pool in place, beside SDPA on keys and values gathered in advance."""
+    """Attention that reads the pool in place, compared with SDPA on keys and values that were gathered in advance."""
     for batch, q_len, context in ((1, 1, 256), (16, 1, 256), (32, 1, 256), (1, 1, 8192), (1, 512, 512), (1, 512, 2048)):
         blocks = -(-context // BLOCK)
         pool = torch.randn(batch * blocks, 2 * LAYERS, KV_HEADS, BLOCK, DIM).bfloat16()
@@ -143,7 +143,7 @@ def attention() -> Iterator[KernelCase]:
 
 
 def rows() -> Iterator[KernelCase]:
-    """The small steps beside their plain torch forms."""
+    """The row-wise operations, compared with their torch forms."""
     for tokens in (1, 32, 512):
         x, weight = torch.randn(tokens, 768).bfloat16(), torch.randn(768).bfloat16()
         gate_up = torch.randn(tokens, 4096).bfloat16()
@@ -171,7 +171,7 @@ def rows() -> Iterator[KernelCase]:
 
 
 def sampling() -> Iterator[KernelCase]:
-    """The draw beside its torch form, which sorts."""
+    """Sampling, compared with its torch form, which sorts."""
     for vocabulary, filters in ((8192, False), (8192, True), (128256, True)):
         logits = torch.randn(16, vocabulary)
         top_k = torch.full((16,), 50 if filters else 0, dtype=torch.int32)

@@ -2,9 +2,9 @@
 
     python bench/kv.py hits|ttft|lengths [--traces DIR] [--json bench/results/kv.json]
 
-`hits` and `ttft` replay Mooncake's traces through the server's own pool, `lengths` takes the lengths of Azure's trace;
-public_traces.py says where they come from. `hits` evicts by reuse rate alone, `ttft` also with the time to compute a
-block.
+`hits` and `ttft` replay Mooncake's traces through the server's own pool. `lengths` uses the lengths of Azure's trace.
+public_traces.py says where to get the traces. `hits` evicts by reuse rate alone, `ttft` by reuse rate times the time to
+compute a block.
 """
 
 import sys
@@ -60,7 +60,7 @@ def main(
 
 
 def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
-    """Shares of the prompt blocks that are found, by trace, capacity and policy."""
+    """The share of prompt blocks that are found in the cache, by trace, capacity and policy."""
     cells = [(traces, trace, capacity, policy) for trace in TRACES for capacity in CAPACITIES for policy in _POLICIES]
     with ProcessPoolExecutor(workers) as pool:
         found = dict(zip(cells, pool.map(_cell, cells), strict=True))
@@ -97,7 +97,7 @@ def ttft(traces: Path, workers: int) -> list[dict[str, Any]]:
 
 
 def lengths(traces: Path) -> list[dict[str, Any]]:
-    """The number of whole sequences that the same memory holds, as the planner computes it."""
+    """How many whole sequences the same memory holds, as `coatcheck plan` computes it."""
     known = LengthDistribution.read(traces / AZURE, _CONTEXT)
     reserved = known.fit_reserved(_POOL_TOKENS, 1, _CONTEXT)
     table = Table("block size", "paged", f"{_CONTEXT} reserved", "times", "waste %")

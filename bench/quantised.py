@@ -1,13 +1,14 @@
-"""How fast and how good a model with quantised weights is, beside the same model in bfloat16: one checkpoint, one run.
+"""How fast and how exact a model with quantised weights is, compared with bfloat16: one checkpoint, one run.
 
     python bench/quantised.py [--json bench/results/quantised.json]
 
-The model for speed is a llama of 0.48B parameters with random weights. Rounds alternate between the forms, so that a
-busy moment hits all, and a figure is the median of its best round. Perplexity is that of the demo model on its held-out
-text; `bench/kv.py dtype` measures it for quantised KV pools. Weights are quantised as `--quantization` does.
+Speed is measured with a llama of 0.48B parameters and random weights. Rounds alternate between the forms, so that a
+busy moment of the machine slows all. A figure is the median of its best round. Perplexity is that of the demo model on
+its held-out text; `bench/kv_cases/dtype.py` measures it for quantised KV pools. Weights are quantised as by
+`--quantization`.
 
-`--activations` measures no speed, but the perplexity with activations that are quantised too, which CPUs do not serve:
-of transformers' model in float32, with inputs of linears rounded as kernels/layers/quantised_rows.py rounds them.
+`--activations` measures the perplexity with quantised activations, and no speed, because CPUs do not serve them. It
+uses transformers' model in float32, and rounds the inputs of linears as kernels/layers/quantised_rows.py does.
 """
 
 import math
@@ -47,7 +48,8 @@ PROMPT: Final = 512
 
 @dataclass(slots=True)
 class FormFigures:
-    """One form. `ms`: by what is measured. `perplexity`: of the demo model; 0 if it was left out."""
+    """One form of the weights. `ms`: milliseconds by case. `perplexity`: of the demo model; 0 if it was not
+    measured."""
 
     form: str
     weight_bytes: int
@@ -64,7 +66,7 @@ def main(
     activations: Annotated[bool, typer.Option("--activations", help="Perplexity of quantised ones only.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
-    """Measure quantised weights beside bfloat16."""
+    """Compare quantised weights with bfloat16."""
     torch.set_num_threads(threads)
     if activations:
         found = rounded_perplexities(most_tokens)
@@ -100,7 +102,7 @@ def measure(one: Coatcheck, steps: int, seed: int) -> dict[str, float]:
 
 
 def demo_perplexity(form: str, most_tokens: int) -> float:
-    """Of the demo model on text that it was not trained on, with a KV pool of the model's dtype."""
+    """The demo model's perplexity on text that it was not trained on, with a KV pool of the model's dtype."""
     demo = Path("demo")
     model = load_model(demo / "model", communicator=Communicator(), device="cpu", quantization=form)
     tokenizer = Tokenizer.from_file(str(demo / "model" / "tokenizer.json"))
@@ -116,7 +118,7 @@ ROUNDED: Final = (
 
 
 def rounded_perplexities(most_tokens: int) -> dict[str, float]:
-    """Of the demo model in float32, by how it is rounded. Its head is not."""
+    """The demo model's perplexity in float32, by how weights and activations are rounded. The head is not rounded."""
     demo = Path("demo")
     tokenizer = Tokenizer.from_file(str(demo / "model" / "tokenizer.json"))
     ids = tokenizer.encode((demo / "heldout.txt").read_text("utf-8")).ids[:most_tokens]
@@ -149,7 +151,7 @@ def _round_input(format: RowFormat, module: torch.nn.Module, arguments: tuple[to
 
 @torch.inference_mode()
 def _perplexity_of(model: Any, ids: list[int]) -> float:
-    """In whole windows, as kv_cases/dtype.py has them."""
+    """Perplexity over whole windows of text, as in kv_cases/dtype.py."""
     windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, 1, WINDOW)
     losses = [F.cross_entropy(model(window).logits[0, :-1], window[0, 1:]) for window in windows]
     return math.exp(torch.stack(losses).mean())

@@ -1,8 +1,9 @@
-"""Cost of the router: tokens relayed from one group to many gRPC streams by one router process on one core.
+"""What the router costs: tokens relayed from one group to many gRPC streams by one router process on one core.
 
-Three processes: a scripted group (a real Worker service that only counts), this one with the router, and a client that
-reads and counts. Paced, the group makes steps at a fixed rate, as an engine does; flooded, as fast as it is read. Then
-what one decision costs: an 8k-token prompt, 64 groups, a million indexed blocks.
+There are three processes: a scripted group (a real Worker service that only counts), this one with the router, and a
+client that reads and counts. In paced runs the group makes steps at a fixed rate, as an engine does. In flooded runs it
+makes them as fast as they are read. The script also measures one routing decision: an 8k-token prompt, 64 groups, a
+million indexed blocks.
 
     python bench/router.py [--streams 64] [--tokens 500] [--pace 100] [--tls] [--json out.json]
 
@@ -90,7 +91,7 @@ def _files(certificates: CertificatesByRole, folder: Path) -> tuple[str | None, 
 
 
 def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block_size: int = 16) -> dict[str, float]:
-    """Hashing, matching and choosing for one prompt of which every group holds a different share."""
+    """The time to hash, match and place one prompt. Every group holds another share of its blocks."""
     index = PrefixIndex()
     key = block_key(salt="", model="m", fingerprint="")
     tokens = list(range(prompt))

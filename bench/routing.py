@@ -1,16 +1,17 @@
-"""Compares our choose_group() and queue with the published routing rules of others, in a simulation.
+"""Compares our choose_group() and queue with published routing rules, in a simulation.
 
-The load is three public traces and eleven made-up workloads (workloads.py), on groups that are alike, or differ in
-speed or size, or drain and join, behind 1 to 16 routers (cells.py). Each rule runs in each cell as published, behind
-our queue, and there also with its weight tuned on a training part of the workload (comparison.py). A made-up workload
-is measured with three seeds; its figures are means. The rules of others see every group's true state at each moment.
-Our router sees what it would in production: reports every 100 ms, the blocks that groups hold, what it has sent.
+The load is three public traces and eleven synthetic workloads (workloads.py). The groups are alike, differ in speed or
+size, or drain and join, behind 1 to 16 routers (cells.py). Each published rule runs in each cell as published, behind
+our queue, and behind our queue with its weight tuned on a training part of the workload (comparison.py). A synthetic
+workload is measured with three seeds; its figures are means. The published rules always see the true state of every
+group. Our router sees what it would see in production: reports every 100 ms, the blocks that groups hold, and the
+requests that it has sent.
 
     python bench/routing.py [--traces DIR] [--json out.jsonl] [--resume] [--only conversation/3000/0.95] [--tables]
 
-A run writes a line for each rule in each cell as it ends. `--resume` keeps the lines of a file except those that come
-from other code or workloads, so after a change to our routing only our own lines are run again. `--tables` prints the
-tables of what the file has and runs nothing. public_traces.py says where the traces come from.
+A run writes a line for each rule in each cell, as soon as it is measured. `--resume` keeps the lines of a file except
+those of other code or workloads. So after a change to our routing only our own lines are measured again. `--tables`
+prints the tables of an existing file and measures nothing. public_traces.py says where to get the traces.
 """
 
 import json
@@ -54,7 +55,8 @@ def main(
     resume: Annotated[bool, typer.Option("--resume", help="Keep the figures that the file has.")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="Run nothing.")] = False,
 ) -> None:
-    """Run what is missing, then print for each kind of rule a line per cell, and how many cells reach each target."""
+    """Run the missing tasks. Then print, for each kind of rule, a line per cell and how many cells reach each
+    target."""
     try:
         cells = _cells(only)
         check_traces(traces, dict.fromkeys(FILES[cell.workload] for cell in cells if cell.workload in FILES))
@@ -90,7 +92,7 @@ def _cells(only: str) -> list[Cell]:
 
 
 def _shuffled(cells: list[Cell]) -> list[Cell]:
-    """The cells in an order in which the first of them are of all kinds, for a run that is stopped early."""
+    """The cells in an order whose beginning has cells of all kinds, for a run that is stopped early."""
     return random.Random(0).sample(cells, len(cells))
 
 
@@ -98,8 +100,10 @@ Known = dict[tuple[str, str, Part], Measured]  # by cell, rule and part
 
 
 def _read(path: Path | None, keep: bool) -> Known:
-    """The figures of an earlier run. Raises InvalidConfig if there are some and they shall not be kept, or if a line is
-    damaged. A last line without an end is of an interrupted run, and is dropped."""
+    """The figures of an earlier run. A last line without a line break is from an interrupted run, and is dropped.
+
+    Raises InvalidConfig if the file has figures that shall not be kept, or if a line is damaged.
+    """
     if path is None or not path.exists():
         return {}
     if not keep:
@@ -130,7 +134,7 @@ def _line(measured: Measured) -> str:
 
 
 def _run(wanted: list[Task], known: Known, path: Path | None, processes: int) -> None:
-    """Run the tasks whose figures are not in `known`, or are of earlier code. Write each as it comes."""
+    """Run the tasks whose figures are not in `known` or come from other code. Write each figure at once."""
     missing = [
         task
         for task in wanted

@@ -2,10 +2,10 @@
 
     python bench/routing_servers.py [--rate 4 --rate 16] [--json bench/results/routing_servers.json]
 
-Each policy has a `coatcheck serve` of its own, with groups of one rank of demo/model. All servers run at once, but only
-one has load: in each round `coatcheck bench` loads each of them in turn, so that they meet the same machine. Every run
-of `coatcheck bench` has a new cache salt, and so begins with an empty prefix cache. A figure is the median over the
-rounds.
+Each policy has its own `coatcheck serve`, with groups of one rank that serve demo/model. All servers run at the same
+time, but only one has load: in each round `coatcheck bench` loads them in turn, so that changes of the machine's speed
+affect all. Every run of `coatcheck bench` has a new cache salt, so it begins with an empty prefix cache. A figure is
+the median over the rounds.
 """
 
 import statistics

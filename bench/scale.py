@@ -1,10 +1,10 @@
 """What a router's decisions, KV events and load reports cost with many groups and many blocks, in one process.
 
-A decision is `Dispatcher.admit` of a request whose block hashes are known: which groups can run it, which hold its
-prefix, what it costs on each, and its entry in the load and the index. The index holds `--blocks` blocks, spread evenly
-over the groups; a message of KV events and a load report come between two decisions. The prompt's prefix lies nowhere,
-on one group, on the devices of all groups, in the host memory of all groups, or is being computed by all groups. Times
-are CPU µs on one core.
+A decision is `Dispatcher.admit` of a request whose block hashes are known. It finds the groups that can run the
+request, those that hold its prefix, and its cost on each, and it enters the request in the load and the index. The
+index has `--blocks` blocks, spread evenly over the groups. A message of KV events and a load report arrive between two
+decisions. The prompt's prefix is cached nowhere, on one group, on the devices of all groups or in the host memory of
+all groups, or all groups are computing it. Times are CPU µs on one core.
 
     python bench/scale.py [--groups 8 --groups 1000] [--blocks 10000000] [--quick] [--json out.json] [--name after]
 
@@ -104,7 +104,8 @@ class _Router:
         }
 
     async def report_loads(self, reports: int) -> Figures:
-        """Load reports of groups with room while no request waits, and of groups without room while requests wait."""
+        """Time load reports: of groups with room while no request waits, and of groups without room while requests
+        wait."""
         free, full = (load_report(self.blocks, waiting=waiting) for waiting in (0, _FULL))
         idle = self._report(free, reports)
         self._report(full, len(self.groups.members))
@@ -163,7 +164,7 @@ def _seconds(receive: Callable[[FromGroup], None], message: FromGroup) -> float:
 
 
 def _percentile(seconds: Sequence[float], share: float) -> float:
-    """In µs."""
+    """The quantile `share` of `seconds`, in µs."""
     return sorted(seconds)[min(int(share * len(seconds)), len(seconds) - 1)] * 1e6
 
 
@@ -217,7 +218,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of these figures in the JSON file.")] = "figures",
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Print one row per number of groups and place of the prefix."""
+    """Print a row for each number of groups and each place of the prefix."""
     reports, mixed = 2000, 400_000
     if quick:
         groups, blocks, decisions, reports, mixed = [2, 16], 4096, 3, 50, 512

@@ -1,14 +1,15 @@
 """How long existing streams stall while a router attaches to a group with many cached blocks.
 
-Two groups run in processes of their own: the real engine loop, caches and Worker service over a model that only sleeps.
-`full` has its pool full of cached blocks and `small` has none; each runs one long request for a router of plain gRPC,
-which notes when each batch of tokens comes. Then a real router (GroupRegistry, PrefixIndex) attaches to `full`.
+Two groups run in their own processes: the real engine loop, caches and Worker service, with a model that only sleeps.
+The pool of `full` is full of cached blocks, that of `small` has none. Each group runs one long request for a stand-in
+router of plain gRPC, which records when each batch of tokens arrives. Then a real router (GroupRegistry, PrefixIndex)
+attaches to `full`.
 
-- group: the longest gap between two batches of `full` at the router that was there before
-- router: the longest gap between two batches of `small` that are read in the process of the router that attaches
+- group: the longest gap between two batches of `full` at the router that was attached before
+- router: the longest gap between two batches of `small`, read in the process of the router that attaches
 
-Both stand beside the longest gap of as long a time in which no router attaches. Also: seconds until the router holds
-every block, and the longest gap of `small` when the router drops `full`.
+Both are compared with the longest gap of an equally long time in which no router attaches. The script also measures the
+seconds until the router has every block, and the longest gap of `small` when the router drops `full`.
 
     python bench/scale_snapshot.py [--blocks 100000] [--blocks 1000000] [--json bench/results/scale_snapshot.json]
 """
@@ -149,7 +150,7 @@ class _TokenStream:
 
 
 def _watch_group(pipe: Connection, address: str) -> None:
-    """In a process of its own: a stream to the group. Sends the longest gap whenever the pipe asks."""
+    """Run a stream to the group, in a separate process. Send the longest gap whenever the pipe asks for it."""
 
     async def watch() -> None:
         stream = _TokenStream(address)

