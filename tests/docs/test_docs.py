@@ -82,7 +82,7 @@ def test_the_settings_table_is_what_serve_takes() -> None:
 def test_the_python_page_lists_the_settings_of_llm() -> None:
     """docs/python.md lists each setting that LLM takes, and the fields of a result that exist."""
     text = (ROOT / "docs" / "python.md").read_text()
-    listed = re.search(r"The settings are these of `coatcheck serve`[^:]*: ([^.]*)\.", text)
+    listed = re.search(r"`LLM` takes these settings of `coatcheck serve`[^:]*: ([^.]*)\.", text)
     assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == list(LLMSettings.__annotations__)
     _, _, results = text.partition("## Results")
     assert set(re.findall(r"`result\.(\w+)`", results)) <= {*dir(GenerationResult)}
