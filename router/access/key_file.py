@@ -120,7 +120,7 @@ def _settings(entry: Any) -> dict[str, Any]:
 
 def _known_tenants(entries: list[_TenantEntry]) -> KnownTenants:
     if not entries:
-        raise InvalidConfig("there is no tenant, so that no client could be accepted; add one")
+        raise InvalidConfig("`tenants` is empty, so no client would be accepted; add a tenant")
     known = KnownTenants()
     names: set[str] = set()
     for entry in entries:

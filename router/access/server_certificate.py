@@ -87,7 +87,7 @@ class ServerCertificate:
             context.load_cert_chain(self._cert, self._key, password=_refuse_passphrase)
         except (ssl.SSLError, ValueError) as error:
             raise InvalidConfig(
-                f"{self._cert} and {self._key} are no certificate and its key in PEM: {_reason(error)}"
+                f"{self._cert} and {self._key} are not a certificate and its key in PEM: {_reason(error)}"
             ) from None
         if self._client_ca:
             try:

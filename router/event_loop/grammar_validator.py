@@ -175,7 +175,9 @@ def _failing_part(grammar: Grammar, reason: str, ends_at: float) -> str:
         for path, part in _subschemas(schema):
             if time.process_time() > ends_at:
                 break
-            refusal = _refusal_of({**shared, **part}) if isinstance(part, dict) else ""
+            if not isinstance(part, dict):
+                continue
+            refusal = _refusal_of({**shared, **part})
             if refusal and _without_location(refusal) == _without_location(reason):
                 pointer, schema, is_found = f"{pointer}/{path}", part, True
                 break

@@ -99,7 +99,7 @@ def require_deadline(request: Request, decision: Decision, now: float) -> None:
     soonest = float(decision.table.decode_seconds.min())
     if now + soonest > request.deadline:
         raise DeadlineExceeded(
-            f"the first token would take {soonest:.1f} s at the least, and its deadline is in "
+            f"the first token would take at least {soonest:.1f} s, and the request's deadline is in "
             f"{max(request.deadline - now, 0.0):.1f} s; allow more time"
         )
 

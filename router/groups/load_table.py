@@ -43,8 +43,8 @@ class LoadTable:
     def candidates(
         self, groups: NameArray, slots: IndexArray, device: FloatArray, host: FloatArray, expected: FloatArray
     ) -> Candidates:
-        """The groups of these names and slots as candidates for a prompt of which they hold `device`, `host` and
-        `expected` tokens."""
+        """The groups of these names and slots as candidates for a prompt. `device`, `host`, `expected`: for each group,
+        the tokens of the prompt that it holds there, or is expected to hold."""
         figures = self._figures.take(slots, axis=1)
         return Candidates._make((groups, *figures, self.has_room[slots], device, host, expected))
 

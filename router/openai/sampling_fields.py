@@ -193,7 +193,7 @@ class ResponseFormat(BaseModel):
             trigger = next((one for one in self.triggers if one and structure.begin.startswith(one)), None)
             if trigger is None:
                 raise InvalidParameter(
-                    "response_format.triggers", f"has no beginning of {structure.begin[:80]!r}; add one"
+                    "response_format.triggers", f"has no text that {structure.begin[:80]!r} begins with; add one"
                 )
             schema = {**structure.schema_, "x-guidance": dict(JSON_STYLE)}
             tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
@@ -370,5 +370,5 @@ def _parse_logit_bias(named: dict[str, float]) -> dict[int, float]:
     wrong = [name for name in named if not (name.isascii() and name.isdigit() and len(name) < 10)]
     if wrong:
         shown = ", ".join(repr(name[:40]) for name in wrong[:8]) + (", ..." if len(wrong) > 8 else "")
-        raise InvalidParameter("logit_bias", f"has keys that are no token ids, as strings: {shown}")
+        raise InvalidParameter("logit_bias", f"has keys that are not token ids written as strings: {shown}")
     return {int(name): bias for name, bias in named.items()}

@@ -137,7 +137,7 @@ class AdminService:
     async def _drain_group(self, name: str, undo: bool, timeout: float | None) -> bool:
         draining, connection = self._groups.draining, self._groups.find_connection(name)
         if connection is None and all(absent.name != name for absent in self._groups.absent):
-            raise NotFound(f"there is no group {name!r}; `status` lists them")
+            raise NotFound(f"there is no group {name!r}; `coatcheck status` lists them")
         (draining.discard if undo else draining.add)(name)
         self._groups.notify()
         if undo or connection is None:

@@ -128,7 +128,7 @@ class AdmissionQueue:
         seconds = ahead * self._seconds_per_grant(now)
         if now + seconds / _MAX_SPEEDUP > deadline:
             raise DeadlineExceeded(
-                f"{ahead} requests wait before it, which takes about {seconds:.1f} s, and its deadline is in "
+                f"{ahead} requests wait before this one, for about {seconds:.1f} s, and its deadline is in "
                 f"{max(deadline - now, 0.0):.1f} s; allow more time, or try again later"
             )
 

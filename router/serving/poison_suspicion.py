@@ -1,11 +1,11 @@
 """Poison requests: a request that crashes the groups it runs on is refused after two crashes.
 
-The evidence is two groups in a row that crashed while they ran the request; the second had answered nothing of it and
-ran no other suspect. A suspect is a request that has lost a group and is not cleared by an answer of the next one (see
+The evidence is two groups in a row that crashed while they ran the request; the second had sent no output for it and
+ran no other suspect. A suspect is a request that has lost a group and is not cleared by output of the next one (see
 PoisonSuspicion.level). Suspects are kept apart as far as that costs little:
 
-- A request of which nothing was answered when its group crashed shares a group with no other suspect. Most poison
-  requests crash a group during prefill.
+- A request that had no output yet when its group crashed shares a group with no other suspect. Most poison requests
+  crash a group during prefill.
 - Requests that had already streamed output when their group crashed may share a group: they are many, and isolating
   each would make them wait for one another. If one of them crashes the next group too, the suspect is the request
   that streamed nothing there.

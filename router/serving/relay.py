@@ -176,7 +176,7 @@ class Relay:
         self._suspicion.record_loss(lost, answered=self._has_answered)
         await self._suspicion.wait_for_causes(self._config.cause_wait_seconds)
         if refusal := self._suspicion.refusal:
-            raise Poisoned(f"{refusal}; it is not sent to another") from lost
+            raise Poisoned(f"{refusal}; it is not sent to another group") from lost
         if delay := self._dispatcher.retries.spend_retry():
             await asyncio.sleep(delay)
         self._moves += 1

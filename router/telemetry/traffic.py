@@ -26,7 +26,7 @@ class Traffic:
         """Counts a request while it is open. Raises Draining while new requests are refused, and Overloaded if the
         tenant has as many open requests as it may."""
         if self.is_draining:
-            raise Draining("this router is draining and takes no new requests; send this one to another")
+            raise Draining("this router is draining and takes no new requests; send this one to another router")
         if tenant.max_streams is not None and self._streams[tenant.name] >= tenant.max_streams:
             raise Overloaded(
                 f"{tenant.name!r} has {tenant.max_streams} requests open, its limit; try again when one ends",

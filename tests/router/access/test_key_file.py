@@ -58,7 +58,7 @@ _HASH = hash_key("cc-any")
     [
         ("tenants: [", "is not YAML"),
         ("- a", "must hold one list, `tenants`"),
-        ("tenants: []", "there is no tenant"),
+        ("tenants: []", "`tenants` is empty"),
         ("tenants: [x]", "an entry of `tenants` must hold settings"),
         (f"tenants: [{{keys: ['{_HASH}']}}]", "name is missing"),
         ("tenants: [{name: a}]", "keys must be a list of at least one sha256:HEX"),

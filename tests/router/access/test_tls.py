@@ -202,8 +202,8 @@ def test_files_that_cannot_be_used(authority: TestAuthority, tmp_path: Path) -> 
     leaf, other = authority.leaf("server"), authority.leaf("other")
     cases = [
         (str(tmp_path / "none.pem"), str(leaf.key), None, r"none\.pem: No such file"),
-        (str(leaf.cert), str(other.key), None, "are no certificate and its key"),
-        (str(leaf.key), str(leaf.key), None, "are no certificate and its key"),
+        (str(leaf.cert), str(other.key), None, "are not a certificate and its key"),
+        (str(leaf.key), str(leaf.key), None, "are not a certificate and its key"),
         (str(leaf.cert), str(leaf.key), str(leaf.key), "has no certificates in PEM"),
     ]
     for cert, key, client_ca, said in cases:

@@ -132,7 +132,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "best_of": 3}, 400, "best_of is 3"),
     "biases of no tokens": (
         "/v1/completions", {"prompt": "a", "logit_bias": {"x": 1, "3": 1, "y": 1}}, 400,
-        "no token ids, as strings: 'x', 'y'"),
+        "not token ids written as strings: 'x', 'y'"),
     "bias too large": ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1e9}}, 400, "logit_bias[3]"),
     "logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"),
     "max_tokens": ("/v1/completions", {"prompt": "a", "max_tokens": 10**12}, 400, "max_tokens"),
