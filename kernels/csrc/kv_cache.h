@@ -33,8 +33,14 @@ INLINE void put_row(void *row, uint16_t *scale, const float *x, int64_t dim, int
     }
     const float max_value = kind == INT8 ? 127.0f : kind == FP8 ? 448.0f : 7.0f;
     float top = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < dim; i++) top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
+    int32_t has_nan = 0;
+#pragma omp simd reduction(max : top) reduction(| : has_nan)
+    for (int64_t i = 0; i < dim; i++) top = fabsf(x[i]) > top ? fabsf(x[i]) : top, has_nan |= x[i] != x[i];
+    if (has_nan) { /* integers have no NaN, so the scale has it */
+        *scale = 0x7E00;
+        memset(row, kind == INT4 ? 0x88 : 0, kind == INT4 ? dim / 2 : dim);
+        return;
+    }
     const float exact_scale = top / max_value;
     *scale = to_f16(exact_scale > 65504.0f ? 65504.0f : exact_scale);
     const float stored_scale = from_f16(*scale);

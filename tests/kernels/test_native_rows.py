@@ -130,6 +130,22 @@ def test_rows_of_any_size_are_stored_as_the_reference_does(dtype: torch.dtype, k
     assert torch.isfinite(back).all() and not back[3].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", QUANTISED)
+@pytest.mark.parametrize("at", [0, 31])
+def test_a_row_with_a_nan_stays_nan(dtype: torch.dtype, kv: torch.dtype, at: int) -> None:
+    """A NaN makes its whole row NaN. It became a finite number, which hid a model's error. Other rows are unchanged."""
+    x = torch.randn(8, 1, 32).to(dtype)
+    x[3, 0, at] = math.nan
+    have, want = (strided_cache(1, 1, 8, 32, kv, fill=65) for _ in range(2))
+    store_kv(x, -x, have, torch.arange(8))
+    store_kv_reference(x, -x, want, torch.arange(8))
+    rows = zip(have.rows_reference(torch.tensor([0])), want.rows_reference(torch.tensor([0])), strict=True)
+    for own, reference in rows:
+        assert own[0, 3].isnan().all()
+        torch.testing.assert_close(own, reference, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("kv", "max_error"), [(torch.float8_e4m3fn, 0.04), (torch.int8, 0.005), (torch.uint8, 0.08)])
 def test_quantising_loses_little(kv: torch.dtype, max_error: float) -> None:
     """A quantised row is within half a step of the original: a step of 448 in fp8 (relative there), 127 or 7."""
