@@ -62,7 +62,8 @@ def doctor(
 
 
 def _attempt(check: str, run: Callable[[], str], change: str) -> Finding:
-    """The finding of a check that raises with the reason. `change`: if the reason does not say what to do."""
+    """The finding of a check: `run` returns what it found, or raises CoatcheckError. `change`: what to do if the error
+    does not say it."""
     try:
         return Finding(check, "ok", run())
     except CoatcheckError as error:

@@ -15,7 +15,7 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 
 def check_download(config: ServeConfig, limit: str | None) -> None:
     """Raise InvalidModel if the weights of a model id, as config.json counts them, take more than `limit`, such as
-    "100GiB". Raise InvalidConfig if `limit` is no size.
+    "100GiB". Raise InvalidConfig if `limit` is not a size.
 
     Kubernetes evicts a pod that outgrows its volume, and the next pod begins the same download. Skipped for a
     directory, for quantised weights, and if the hub cannot be asked from here.

@@ -28,7 +28,7 @@ class Finding:
 
 
 def judge_host(facts: HostFacts, ranks: int, attention_backend: str = "auto") -> list[Finding]:
-    """Every finding, in the order in which to mend them. `ranks`: on this host."""
+    """Every finding, in the order in which to act on them. `ranks`: the number of ranks on this host."""
     return [
         *_judge_gpus(facts, ranks),
         *_judge_cpu_kernels(facts.torch),
@@ -133,7 +133,7 @@ def _judge_compiler(facts: HostFacts) -> Iterator[Finding]:
 
 
 def _judge_attention(facts: HostFacts, setting: str) -> Iterator[Finding]:
-    """Nothing without GPUs and without a backend that the operator names."""
+    """Yields nothing if the host has no GPU and the operator names no backend."""
     name = backend_name(setting)
     try:
         check_backend_host(

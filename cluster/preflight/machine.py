@@ -1,8 +1,7 @@
-"""check_memory, check_gpus, check_attention_backend, check_ports: whether this machine has what `coatcheck serve` asks
-for, before Ray starts.
+"""Checks whether this machine has the memory, GPUs and ports that `coatcheck serve` needs, before Ray starts.
 
-Skipped if `serve` joins a Ray cluster, whose nodes may be other machines. Ranks and routers check again. This module
-does not import torch or Ray.
+The checks are skipped if `serve` joins a Ray cluster, whose nodes may be other machines. Ranks and routers check again.
+This module does not import torch or Ray.
 """
 
 import socket
