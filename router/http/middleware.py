@@ -112,8 +112,8 @@ class RequestGate:
             await self._app(scope, receive, send_with_id)
 
     def _refuse_host(self, scope: Scope, headers: Headers) -> Response | None:
-        """Refuses a request with several Host headers, of which a proxy may have read another (RFC 9112, 3.2), and a
-        request whose Host header names another host, against DNS rebinding.
+        """Refuses two kinds of requests. With several Host headers: a proxy may have read another one than this router
+        (RFC 9112, 3.2). With a Host header that names another host: this prevents DNS rebinding.
 
         A router on loopback without keys serves every client that can connect. A web page in a browser on this host
         could let its own domain resolve to a loopback address, and the browser would let the page read the router's

@@ -212,8 +212,8 @@ class Decision:
         return [self.table.row(index) for index in range(len(self.table.groups))]
 
     def keep_cheapest(self) -> Self:
-        """The same decision with the costs of the cheapest candidates and the chosen one alone, to be kept as long as
-        the request runs."""
+        """The same decision with the costs of only the cheapest candidates and the chosen one. It takes less memory,
+        for as long as the request runs."""
         totals = self.table.total_seconds
         if len(totals) <= _MAX_KEPT:
             return self

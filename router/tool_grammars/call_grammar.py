@@ -1,4 +1,4 @@
-"""The grammars that constrain calls of functions to their schemas, if the answer is calls alone.
+"""The grammars that constrain calls of functions to their schemas, for answers that consist of calls only.
 
 Each schema is a JSON document of its own in the grammar, because a reference such as "#/$defs/X" or "#" is relative to
 the root of its document. In a common document references would be wrong, and the "$defs" of two functions could
