@@ -182,8 +182,25 @@ async def _run(
         measured = [measure(recording) for recording in load.recordings if recording.status != INTERRUPTED]
     ttft, tpot = objectives
     unfinished = len(requests) - len(measured)
-    report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu, unfinished=unfinished)
+    report = summarize(
+        measured,
+        seconds,
+        slo_ttft_ms=ttft,
+        slo_tpot_ms=tpot,
+        cpu_seconds=cpu,
+        unfinished=unfinished,
+        error_messages=_first_messages(load.recordings),
+    )
     return report, [sample for sample in measured if isinstance(sample, RequestSample)]
+
+
+def _first_messages(recordings: list[Recording]) -> dict[str, str]:
+    """{status: the server's message for the first request with that status}, of requests that were not answered."""
+    messages: dict[str, str] = {}
+    for recording in recordings:
+        if recording.details:
+            messages.setdefault(recording.status, " ".join(recording.details.split()))
+    return messages
 
 
 def _require_answers(recordings: list[Recording]) -> None:

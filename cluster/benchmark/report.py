@@ -7,7 +7,7 @@ In an open loop a request is due at its arrival time, even if the client sent it
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -65,12 +65,14 @@ class LatencyPercentiles:
 class Report:
     """One run. `goodput`: requests per second that met every objective; None without objectives.
 
+    `errors`: the number of requests by status. `error_messages`: what the server said of the first request of a status.
     `unfinished`: requests that were running or not yet sent when the run was interrupted. No other field counts them.
     """
 
     requests: int
     succeeded: int
     errors: dict[str, int]
+    error_messages: dict[str, str]
     seconds: float
     prompt_tokens: int
     output_tokens: int
@@ -135,6 +137,7 @@ def summarize(
     slo_tpot_ms: float | None = None,
     cpu_seconds: float = 0.0,
     unfinished: int = 0,
+    error_messages: Mapping[str, str] | None = None,
 ) -> Report:
     """The report of a run. An answer of one token has no TPOT and meets any TPOT objective."""
     samples = [sample for sample in measured if isinstance(sample, RequestSample)]
@@ -151,6 +154,7 @@ def summarize(
         requests=len(measured),
         succeeded=len(samples),
         errors=dict(Counter(error for error in measured if isinstance(error, str))),
+        error_messages=dict(error_messages or {}),
         seconds=seconds,
         prompt_tokens=prompt,
         output_tokens=output,

@@ -52,6 +52,7 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"interrupted: {counted(report.unfinished, 'request')} had not ended and do not count")
     if report.errors:
         lines.append("not answered: " + ", ".join(f"{name} {n}" for name, n in sorted(report.errors.items())))
+        lines += [f"first {name}: {message}" for name, message in sorted(report.error_messages.items())]
     tpot, itl = report.tpot_ms, report.itl_ms
     if tpot is not None and itl is not None and itl.p50 * _BUNCHED < tpot.p50:
         lines.append(

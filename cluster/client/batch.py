@@ -151,6 +151,8 @@ def open_output(path: Path) -> Iterator[tuple[FileIO, set[str]]]:
     file that is not the output of a batch, such as the input, and for a file that another run writes."""
     if path.exists() and not path.is_file():
         raise InvalidConfig(f"--output is {path}, which is not a regular file; {_GIVE_OUTPUT}")
+    if not path.parent.is_dir():
+        raise InvalidConfig(f"--output is {path}, but there is no folder {path.parent}; make it, or give another file")
     with path.open("ab", buffering=0) as present:
         _lock(present)
         answers = _read_answers(path)

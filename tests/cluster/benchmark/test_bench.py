@@ -167,7 +167,8 @@ async def test_command_prints_one_object() -> None:
 
 
 def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
-    """Without --json a table comes out, errors are listed by status, and --plot writes a picture."""
+    """Without --json a table comes out, errors are listed by status with the first message of the server, and --plot
+    writes a picture."""
     with in_background(router := FakeRouter(losses=[99, 1, 2])):
         code, out, err = run(
             "--address", router.address, "--rate", "200", "--num-requests", "8", "--output-len", "3",
@@ -176,7 +177,7 @@ def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     assert (code, err) == (0, f"wrote {tmp_path / 'run.png'}\n")
     assert "TTFT, time to the first token" in out
     assert "6 of 8 requests answered" in out
-    assert "not answered: UNAVAILABLE 2" in out
+    assert "not answered: UNAVAILABLE 2\nfirst UNAVAILABLE: this router is going away\n" in out
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 

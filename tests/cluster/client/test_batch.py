@@ -336,6 +336,14 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
             pass
 
 
+def test_an_output_in_a_folder_that_does_not_exist(server: Server, tmp_path: Path) -> None:
+    """The command ends with 2 and names the folder, before it sends a request; it makes no folder."""
+    source = write_requests(tmp_path / "in.jsonl", "a")
+    done = run_here("batch", str(source), "-o", str(tmp_path / "none" / "out.jsonl"), "--server", server.url)
+    assert done.code == 2 and f"there is no folder {tmp_path / 'none'}; make it, or give another file" in done.err
+    assert not server.seen and not (tmp_path / "none").exists()
+
+
 def test_an_output_that_another_run_writes_is_refused(server: Server, tmp_path: Path) -> None:
     """Two runs at once would each lose the other's answers. The second sends nothing, and the first goes on."""
     source, output = write_requests(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
