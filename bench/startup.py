@@ -29,7 +29,10 @@ _PHASES: Final = {
     "warming up": "weights loaded",
     "ready: ": "ready",
 }
-_FAST: Final = "from coatcheck.workers.host.fast_imports import import_transformers; import_transformers(); "
+_FAST: Final = (
+    "import gc; gc.disable(); from coatcheck.workers.host.fast_imports import import_transformers; "
+    "import_transformers(); "
+)
 _MODULES: Final = "import coatcheck.workers.rank, transformers.models.llama.modeling_llama"
 
 

@@ -1,6 +1,6 @@
 """Every process of a cluster and every channel between them. This is the only module that starts actors.
 
-    client ──gRPC, HTTP──▶ router-0 ──gRPC (one Attach stream a group)──▶ rank 0 ══torch.distributed══ rank 1 …
+    client ──gRPC, HTTP──▶ router-0 ──gRPC (an Attach stream per group)─▶ rank 0 ══torch.distributed══ rank 1 …
                               ▲                                             ▲
                               └───────────── supervisor (Ray calls) ────────┘
                                                  ▲
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import ray
-from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -59,8 +58,8 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, plan: Pla
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=32,
-        # On the head, because nothing can be supervised without it. By resource instead of node affinity, because a
-        # restarted head has another node id.
+        # The supervisor runs on the head, because without the head it could do nothing. It asks for the head's resource
+        # and not for its node id, because a restarted head has another id.
         resources={_HEAD: _SMALL_SHARE},
     )
     certificates = sign_certificates() if needs_cluster_certificates(config) else CertificatesByRole()
@@ -133,7 +132,8 @@ def find_router(name: str) -> RouterHandle | None:
 
 
 def find_ranks(group: str, tp: int) -> tuple[int | None, list[RankHandle]]:
-    """The start number of the group's newest start (None if there was none), and its ranks that still run, in order."""
+    """The number of the group's newest start (None if there was none), and the ranks of that start that still run, in
+    order."""
     start_number = read_number(start_number_key(group))
     if start_number is None:
         return None, []
@@ -142,7 +142,7 @@ def find_ranks(group: str, tp: int) -> tuple[int | None, list[RankHandle]]:
 
 
 def reserve_placement_group(group: str, bundle: Mapping[str, float], strategy: str, tp: int) -> PlacementGroup:
-    """The placement group of a group, with one bundle for each rank. Created unless it exists.
+    """The placement group of a group, with one bundle for each rank. Creates it unless it exists.
 
     Ray reserves the bundles later: see PlacementGroup.wait. Raises InvalidConfig if the existing one has another size.
     """
@@ -184,6 +184,8 @@ def request_nodes(bundle: Mapping[str, float], ranks: int) -> None:
 
     Each call replaces the last request. The request outlives this process until `ranks=0` withdraws it.
     """
+    from ray.autoscaler.sdk import request_resources  # 0.07 s to import, and a cluster of a fixed size never asks
+
     request_resources(bundles=[dict(bundle)] * ranks)
 
 

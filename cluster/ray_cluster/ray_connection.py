@@ -3,7 +3,9 @@
 import errno
 import os
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,8 @@ NAMESPACE: Final = "coatcheck"
 
 # The smallest that Ray accepts: neither tensors nor tokens pass through Ray's object store.
 _OBJECT_STORE_BYTES: Final = 80 << 20
+_POLL_SECONDS: Final = 0.02
+_FREQUENT_POLL_SECONDS: Final = 30.0  # as long as Ray itself waits for the raylet of an idle machine
 _INIT_OPTIONS: Final[dict[str, Any]] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
 
 
@@ -65,16 +69,18 @@ def join_ray(address: str) -> None:
 def _start_local_ray(config: ServeConfig) -> None:
     _skip_helpers()
     try:
-        ray.init(
-            address="local",
-            # A rank on a CPU takes one logical CPU of Ray. Ray gets enough of them even if the host has fewer cores.
-            num_cpus=max((config.max_groups or config.groups) * config.tp, os.cpu_count() or 1),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _plasma_directory=_object_store_folder(),
-            job_config=_make_job_config(),
-            **_INIT_OPTIONS,
-        )
+        with _poll_raylet_often():
+            ray.init(
+                address="local",
+                # A rank on a CPU takes one logical CPU of Ray. Ray gets enough of them even if the host has fewer
+                # cores.
+                num_cpus=max((config.max_groups or config.groups) * config.tp, os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _plasma_directory=_object_store_folder(),
+                job_config=_make_job_config(),
+                **_INIT_OPTIONS,
+            )
     except (ValueError, TypeError, PermissionError) as error:
         raise Unavailable(f"Ray did not start: {_first_line(error)}") from None
     except OSError as error:
@@ -86,16 +92,19 @@ def _start_local_ray(config: ServeConfig) -> None:
 
 
 def _make_job_config() -> JobConfig:
-    """Ray would put the current directory before all others on the module path of each actor. A file there that is
-    named as a module, such as copy.py, would be imported in its place."""
+    """A job config without module paths. Ray would put the current directory first on each actor's module path. A file
+    there with the name of a module, such as copy.py, would be imported in its place."""
     config = JobConfig()
     config._py_driver_sys_path = _NoPaths()  # Ray has no setting for this
     return config
 
 
 def _object_store_folder() -> str | None:
-    """None: Ray's choice, /dev/shm. Where that is smaller than the store, as in most containers, Ray would use a disk
-    and warn about its speed, which does not matter for an unused store."""
+    """The folder of Ray's object store; None for Ray's choice, /dev/shm.
+
+    If /dev/shm has too little space, as in most containers, Ray would use a disk and warn that it is slow. The speed
+    does not matter, because Coatcheck does not use the store.
+    """
     try:
         memory = os.statvfs("/dev/shm")
     except OSError:
@@ -104,13 +113,37 @@ def _object_store_folder() -> str | None:
 
 
 def _skip_helpers() -> None:
-    """Have Ray start none of the processes that a local Ray does not need: the dashboard's server, for which ray.init
-    would wait before it starts the raylet, the log monitor and the monitor of the autoscaler."""
+    """Make Ray start no process that a local Ray does not need: neither the dashboard's server nor the log monitor nor
+    the autoscaler's monitor. ray.init would wait for the dashboard's server before it starts the raylet."""
     from ray._private.node import Node  # ray.init has no arguments for this
 
     for name in ("start_api_server", "start_log_monitor", "start_monitor"):
         if hasattr(Node, name):
             setattr(Node, name, lambda node, **arguments: None)
+
+
+@contextmanager
+def _poll_raylet_often() -> Iterator[None]:
+    """While inside, ray.init notices within 20 ms that the raylet has registered. Ray itself looks once a second."""
+    from ray._private import services  # ray.init has no argument for this
+    from ray._private.state import GlobalState
+
+    private: Any = services
+    get_node = private.get_node
+
+    def wait_for_node(gcs_address: str, node_id: str) -> Any:
+        state: Any = GlobalState()  # type: ignore[no-untyped-call]
+        state._initialize_global_state(private._get_gcs_client_options(gcs_address))
+        deadline = time.monotonic() + _FREQUENT_POLL_SECONDS
+        while time.monotonic() < deadline and all(node["NodeID"] != node_id for node in state.node_table()):
+            time.sleep(_POLL_SECONDS)
+        return get_node(gcs_address, node_id)  # waits on if the node has not registered
+
+    private.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        private.get_node = get_node
 
 
 def head_address() -> str:

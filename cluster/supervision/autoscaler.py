@@ -1,4 +1,4 @@
-"""Autoscaler: once a second measures how long requests queue, and adds or removes one group when AutoscaleRule says so.
+"""Autoscaler: measures once a second how long requests queue, and adds or removes one group if AutoscaleRule says so.
 
 If the Ray cluster has an autoscaler, that autoscaler starts nodes for new groups. Otherwise groups are added only while
 running nodes have free resources.
@@ -48,9 +48,10 @@ class AutoscaleRule:
     def choose_size(self, samples: Sequence[QueueSample], groups: int, now: float) -> int:
         """The number of groups to have: `groups`, one more, or one fewer.
 
-        One more if the queue was above target for all of the last `grow_hold_seconds`. One fewer if for all of the last
-        `shrink_hold_seconds` no request waited and some group was idle. `samples` are in order of time and begin after
-        the number of groups last changed. A number that an operator set outside the bounds is left alone.
+        One more if requests waited longer than the target during all of the last `grow_hold_seconds`. One fewer if,
+        during all of the last `shrink_hold_seconds`, no request waited and some group was idle. `samples`: in order of
+        time, from after the last change of the number of groups. A number outside the bounds, which an operator has
+        set, is not forced back: the bounds only limit the two steps.
         """
         is_queueing = [sample.queue_seconds > self.target_seconds for sample in samples]
         if groups < self.max_groups and _holds_since(now - self.grow_hold_seconds, samples, is_queueing):

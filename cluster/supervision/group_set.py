@@ -6,6 +6,7 @@ which is in Ray's key-value store, to know which groups exist.
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -28,6 +29,7 @@ from coatcheck.workers.core.group_config import GroupConfig
 
 _RESERVE_SECONDS = 60
 _CHECK_SECONDS = 0.5  # between two checks of a group's ranks
+_REQUEST_POLL_SECONDS = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ _log = logging.getLogger(__name__)
 class GroupSet:
     """All groups of a cluster. Sends every change of a group's state to `routers`.
 
-    `is_restarted`: a former supervisor has started the groups. Scalings and restarts run one at a time.
+    `is_restarted`: whether a former supervisor has started the groups. Only one scaling or restart runs at a time.
     """
 
     def __init__(
@@ -99,6 +101,14 @@ class GroupSet:
             for supervisor in self._supervisors:
                 self._supervise(supervisor)
             task_group.create_task(self._check_missing_groups())
+
+    async def wait_for_rank_requests(self, seconds: float) -> None:
+        """Return once Ray was asked for every rank of all groups, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._ranks and all(ranks.are_requested for ranks in self._ranks.values()):
+                return
+            await asyncio.sleep(_REQUEST_POLL_SECONDS)
 
     def set_config(self, config: ServeConfig) -> None:
         """Start groups with these settings from now on. Groups that run keep theirs until they start again."""
@@ -212,7 +222,7 @@ class GroupSet:
         _log.info("%s now", counted(groups, "group"))
 
     async def _require_undrained(self, groups: Sequence[str]) -> None:
-        """Raise Unavailable if a router would have only drained groups among `groups`, which serve."""
+        """Raises Unavailable if some router has drained all of `groups`, the serving groups that would remain."""
         if router := await self._routers.find_router_without(groups):
             raise Unavailable(
                 f"{router} has drained {', '.join(groups)}, and without another group it would refuse requests; "
@@ -268,8 +278,7 @@ class GroupSet:
         self._tasks[supervisor.state.name] = self._task_group.create_task(supervisor.supervise_group())
 
     async def _check_missing_groups(self) -> None:
-        """Check the ranks of groups that a router is not connected to without waiting until their check is due: they
-        may hang."""
+        """Check a group's ranks at once if a router is not connected to the group, because its ranks may hang."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             self._poll_interval.actors = len(self._supervisors) * self._config.tp

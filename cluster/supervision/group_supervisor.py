@@ -1,7 +1,7 @@
 """GroupSupervisor: keeps one group running. Starts its ranks, watches them, and restarts all of them when one ends.
 
-`supervise_group` is one coroutine for the whole lifetime of the group. The other methods only read `state` or set
-events for that coroutine. `on_change` is called after every change of `state` that routers must know.
+`supervise_group` is one coroutine for the whole lifetime of the group. The other methods read `state`, set events for
+that coroutine, or end the ranks. `on_change` is called after every change of `state` that routers must know.
 """
 
 import asyncio
@@ -100,8 +100,8 @@ class GroupSupervisor:
         if start_number is None:
             return
         if ranks:
-            # No process remembers the incarnation, so the start number replaces it. If the ranks of an earlier start
-            # never ran, the real incarnation is smaller, and the crash records of these ranks will not be found.
+            # The incarnation is stored nowhere, so the start number replaces it. If the ranks of an earlier start never
+            # ran, the real incarnation is smaller. Then the next ranks do not find the crash records of these ranks.
             self.state = replace(
                 self.state,
                 state="serving",
@@ -145,12 +145,12 @@ class GroupSupervisor:
                 self._prepare_next_start(was_running=True)
 
     def drain_group(self) -> None:
-        """Have routers send no new requests; running requests continue. The next start ends the draining."""
+        """Make routers send no new requests to the group. Running requests continue. A restart undoes this."""
         if self.state.state == "serving":
             self._change(state="draining")
 
     def undrain_group(self) -> None:
-        """Have routers send new requests again."""
+        """Make routers send new requests to the group again."""
         if self.state.state == "draining":
             self._change(state="serving")
 
@@ -206,7 +206,7 @@ class GroupSupervisor:
             await asyncio.sleep(_NODE_SECONDS)
 
     async def _read_previous_crash(self) -> None:
-        """Read how the former ranks ended. Routers use this to decide which requests may have crashed them."""
+        """Read how the former ranks ended. Routers need this to decide which requests may have crashed them."""
         if not self.state.incarnation:
             return
         crash = await self._ranks.read_previous_crash()
@@ -246,8 +246,8 @@ class GroupSupervisor:
         self._check_requested.clear()
 
     def _prepare_next_start(self, was_running: bool) -> None:
-        """Count the next start. It is a new incarnation only if the last ranks ran: ranks that never ran have neither
-        served requests nor recorded how their predecessors ended."""
+        """Increase the start number, and the incarnation if the last ranks ran. Ranks that never ran served no request
+        and left no record of a crash, so the records of the ranks before them are still needed."""
         incarnation = self.state.incarnation + was_running
         self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, previous_crash=None)
 

@@ -32,7 +32,8 @@ from coatcheck.workers.host.disk_space import describe_full_disk
 
 T = TypeVar("T")
 
-# What Ray lists after each death of a process that it did not expect. The kernel's killer is always in the list.
+# Ray ends the message of each unexpected death of a process with a list of possible causes. The kernel's out-of-memory
+# killer is always in that list, so only the text before it can blame memory.
 _CAUSES: Final = re.compile("potential root causes|common causes")
 
 _STOP_SECONDS = 5.0
@@ -96,8 +97,13 @@ class RankActors:
         """Whether `run_ranks` or `adopt_ranks` has succeeded and the ranks were not killed since."""
         return bool(self._exits)
 
+    @property
+    def are_requested(self) -> bool:
+        """Whether Ray was asked for every rank of the newest start."""
+        return len(self._actors) == self.tp
+
     def set_config(self, config: GroupConfig) -> None:
-        """Use these settings from the next start on. Neither the name nor `tp` may be others."""
+        """Use these settings from the next start on. The name and `tp` must be the same."""
         self._config = config
 
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
@@ -152,7 +158,7 @@ class RankActors:
         return next((crash for crash in crashes if crash), None if None in crashes else "")
 
     async def run_ranks(self) -> None:
-        """Have the ranks connect to each other, load the model and serve. Raises RankEnded."""
+        """Make the ranks connect to each other, load the model and serve. Raises RankEnded."""
         (rendezvous,) = await self._call_ranks([self._actors[0].rendezvous.remote()])
         self._exits = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
 
@@ -164,7 +170,8 @@ class RankActors:
         return progress
 
     async def wait_for_exit(self, seconds: float) -> None:
-        """Return after `seconds`. Raises RankEnded once a rank has ended: if possible one whose code raised."""
+        """Return after `seconds`. Raises RankEnded once a rank has ended. If several have ended, the error names one
+        whose code raised an exception, if there is one."""
         if not (await asyncio.wait(self._exits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
             return
         first = next(rank for rank, ended in enumerate(self._exits) if ended.done())

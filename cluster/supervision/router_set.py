@@ -85,7 +85,7 @@ class RouterSet:
             await asyncio.sleep(_NODE_SECONDS)
 
     def set_groups(self, states: list[GroupState]) -> None:
-        """Send what has changed to every router. `states`: of every group. Does not wait for answers."""
+        """Send the changes to every router. `states`: the states of all groups. Does not wait for answers."""
         self._groups = states
         if self._group_list.set_states(states):
             for router in self._supervisors.values():
@@ -98,7 +98,7 @@ class RouterSet:
             router.set_config(self._router_config(name))
 
     def set_configuration(self, text: str) -> None:
-        """Have the routers' status say `text`; see StatusResponse.configuration. Does not wait for answers."""
+        """Make `text` the StatusResponse.configuration of every router. Does not wait for answers."""
         self._configuration = text
         for router in self._supervisors.values():
             router.set_configuration(text)
@@ -108,11 +108,12 @@ class RouterSet:
         return all(await asyncio.gather(*(router.drain_router() for router in self._supervisors.values())))
 
     async def restart_router(self, address: str, drain_seconds: float) -> None:
-        """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound.
+        """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound and Unavailable.
 
-        Returns once the new process uses every serving group, or after 10 s. If there are other routers, load balancers
-        get the time to stop sending requests here, and to begin again before the caller restarts another router. One
-        restart runs at a time: two routers that drain together may leave no router for new requests.
+        Returns once the new process uses every serving group, or after 10 s. If there are other routers, this takes up
+        to 15 s more: before the drain, load balancers get time to stop sending requests to this router; at the end,
+        time to send requests to it again, before the caller restarts another router. One restart runs at a time: two
+        routers that drain together may leave no router for new requests.
         """
         async with self._restart_lock:
             await self._restart_router(address, drain_seconds)
@@ -128,8 +129,8 @@ class RouterSet:
                 return
 
     async def wait_until_connected(self, group: str) -> None:
-        """Wait until every router that answers is connected to a serving group. Raises Unavailable with the reason of
-        a router that is not after 10 s."""
+        """Wait until every router that answers is connected to `group`. Raises Unavailable, with one router's reason,
+        after 10 s."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         while reason := missing_connection(await self._read_statuses(), [group]):
             if time.monotonic() > deadline:
@@ -137,18 +138,20 @@ class RouterSet:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def find_missing_connection(self) -> str:
-        """Which router does not answer, or is not connected to which serving group; "" if all are connected to all."""
+        """A clause that names a router that does not answer, or that is not connected to a serving group; "" if all
+        routers are connected to all serving groups."""
         statuses = await self._read_statuses()
         silent = next((f"{name} does not answer" for name, status in statuses.items() if status is None), "")
         return silent or missing_connection(statuses, self._serving())
 
     async def find_router_without(self, groups: Sequence[str]) -> str:
-        """The first router that was told, with `coatcheck drain`, to send nothing to any of `groups`; "" if none was.
-        Routers that do not answer are left out."""
-        return next((name for name, status in (await self._read_statuses()).items() if drained(status, groups)), "")
+        """A router that sends no requests to any of the serving `groups`, because `coatcheck drain` told it so; "" if
+        there is none. Ignores routers that do not answer."""
+        statuses = await self._read_statuses()
+        return next((name for name, status in statuses.items() if has_drained_all(status, groups)), "")
 
     def missing_groups(self) -> set[str]:
-        """The groups that serve, and that some router is not connected to, as the routers reported last."""
+        """The serving groups to which some router is not connected, by the last reports of the routers."""
         return {name for router in self._supervisors.values() for name in router.missing_groups}
 
     async def measure_queue(self) -> tuple[float, int]:
@@ -228,14 +231,15 @@ def busy_groups(statuses: Mapping[str, StatusResponse | None]) -> set[str]:
     return {group.name for group in known if group.running or group.waiting}
 
 
-def drained(status: StatusResponse | None, groups: Sequence[str]) -> bool:
-    """Whether a router reports each of these serving groups as draining or drained."""
+def has_drained_all(status: StatusResponse | None, groups: Sequence[str]) -> bool:
+    """Whether a router's status reports each of these groups as draining or drained."""
     states = {group.name: group.state for group in status.groups} if status else {}
     return all(states.get(name) in ("draining", "drained") for name in groups)
 
 
 def missing_connection(statuses: Mapping[str, StatusResponse | None], groups: Sequence[str]) -> str:
-    """Which router that answers is not connected to which of these groups, and why; "" if there is none."""
+    """A clause that names a router that is not connected to one of `groups`, and the reason; "" if there is none.
+    Ignores routers that do not answer."""
     for router, status in statuses.items():
         known = {group.name: group for group in status.groups} if status else {}
         for name in groups if status else ():

@@ -1,6 +1,6 @@
 """Supervisor: a detached Ray actor that keeps the routers and the groups of a cluster running.
 
-If it dies, Ray starts it again with the arguments of its first start, and it adopts the routers and ranks that run.
+If it dies, Ray starts it again with the arguments of its first start. It then adopts the running routers and ranks.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.log_lines import configure_logging
 
+_RANKS_FIRST_SECONDS = 2.0  # longest delay of the routers' start
+
 _log = logging.getLogger(__name__)
 
 
@@ -34,14 +36,14 @@ class Supervisor:
     async def __init__(self, config: ServeConfig, plan: PlacementPlan, certificates: CertificatesByRole) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._plan = plan
-        is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        if not is_restarted:
+        self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        if not self._is_restarted:
             ray_kv.delete_text(ray_kv.ROLLOUT)
         stored = read_rollout() or StoredRollout(config, Pending())
         config = stored.config
-        self._routers = RouterSet(config, certificates.router, has_served=is_restarted)
-        self._groups = GroupSet(config, plan, certificates.group, self._routers, is_restarted=is_restarted)
-        self._rollout = ConfigRollout(stored, self._groups, self._routers, self._use_live)
+        self._routers = RouterSet(config, certificates.router, has_served=self._is_restarted)
+        self._groups = GroupSet(config, plan, certificates.group, self._routers, is_restarted=self._is_restarted)
+        self._rollout = ConfigRollout(stored, self._groups, self._routers, self._configure_autoscaler)
         self._failure = ""
         self._autoscaler = Autoscaler(
             make_autoscale_rule(config),
@@ -61,7 +63,7 @@ class Supervisor:
         return self._rollout.config.model_copy(update={"groups": self._groups.size})
 
     async def apply_config(self, config: ServeConfig) -> str:
-        """Begin to give the cluster other settings; see ConfigRollout. Returns why that is impossible, or ""."""
+        """Begin a rollout of new settings; see ConfigRollout. Returns why they are refused, or ""."""
         return self._rollout.apply(config)
 
     async def get_state(self) -> ClusterState:
@@ -123,7 +125,7 @@ class Supervisor:
         try:
             # Routers and groups start at the same time.
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._routers.supervise_routers(tasks))
+                tasks.create_task(self._supervise_routers(tasks))
                 await self._groups.start_groups(tasks)
                 tasks.create_task(self._autoscaler.run_forever())
                 tasks.create_task(self._rollout.run_forever())
@@ -133,8 +135,15 @@ class Supervisor:
             if any(group.state == "serving" for group in self._groups.states):
                 os._exit(1)  # Ray starts another supervisor, which adopts the groups that serve
 
-    def _use_live(self, config: ServeConfig) -> None:
-        """Autoscale by these settings from now on; not at all without max_groups."""
+    async def _supervise_routers(self, tasks: asyncio.TaskGroup) -> None:
+        # Ray gives the actors that are requested first the processes that it has started ahead. Ranks take longer to
+        # start than routers.
+        if not self._is_restarted:
+            await self._groups.wait_for_rank_requests(_RANKS_FIRST_SECONDS)
+        await self._routers.supervise_routers(tasks)
+
+    def _configure_autoscaler(self, config: ServeConfig) -> None:
+        """Autoscale with these settings from now on; without max_groups, stop."""
         self._autoscaler.set_rule(make_autoscale_rule(config))
 
 

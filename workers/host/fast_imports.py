@@ -3,8 +3,7 @@
 These two, and sympy below them, are a quarter of the CPU time in which a rank imports its libraries (bench/LOG.md).
 transformers imports DTensors unless its `is_torch_distributed_available()` is false, and uses the compiler only to mark
 functions. Therefore that function answers False in this process, and the marks leave their functions as they are. What
-a model's own code imports later is not changed. Garbage is not collected meanwhile: an import makes little garbage, and
-scanning the objects of the libraries again and again is 15% of the rest.
+a model's own code imports later is not changed.
 
 Only for processes that are ranks: a program of a user may compile or shard transformers' models itself.
 """
@@ -27,21 +26,24 @@ _MODULES: Final = ("transformers.modeling_utils", "transformers.masking_utils", 
 _log = logging.getLogger(__name__)
 
 
-def import_transformers() -> None:
-    """Import what every model needs. Does nothing if transformers is imported already. If this version of transformers
-    needs more of torch, import it as a whole."""
-    if "transformers" in sys.modules:
-        return
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """While inside, garbage is not collected. For imports: they make little garbage, and scanning the objects of the
+    libraries again and again is 15% of their time (bench/LOG.md)."""
     collects_garbage = gc.isenabled()
     gc.disable()
     try:
-        _import_modules()
+        yield
     finally:
         if collects_garbage:
             gc.enable()
 
 
-def _import_modules() -> None:
+def import_transformers() -> None:
+    """Import what every model needs. Does nothing if transformers is imported already. If this version of transformers
+    needs more of torch, import it as a whole."""
+    if "transformers" in sys.modules:
+        return
     try:
         with _without_compiler():
             _disable_distributed()
