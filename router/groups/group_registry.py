@@ -5,6 +5,7 @@ The supervisor sends the list of groups that exist; the connections find out whi
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.router.config import RouterConfig
@@ -117,6 +118,10 @@ class GroupRegistry:
             self.on_groups_changed()
 
     async def _change_endpoints(self, endpoints: Sequence[GroupEndpoint], removed: Sequence[str]) -> None:
+        for name in removed:
+            if (connection := self._connections.get(name)) is not None:
+                # The supervisor removes a group only on purpose, so the loss says nothing about the group's requests.
+                connection.endpoint = replace(connection.endpoint, state="draining")
         closing = [self._disconnect(name) for name in removed]
         for name in removed:
             self._absent.pop(name, None)

@@ -194,6 +194,23 @@ async def test_drained_groups_are_no_sign_of_poison(start_router: StartRouter) -
     assert stream.ids == ids
 
 
+async def test_removed_groups_are_no_sign_of_poison(start_router: StartRouter) -> None:
+    """A request without output survives any number of groups that are removed at once, as by a drain of 0 seconds."""
+    _, ids = await undisturbed(start_router, ask())
+    groups = {name: FakeGroup(name, hold_after=0) for name in "abcde"}
+    router = await start_router(*groups.values())
+    endpoints = {connection.name: connection.endpoint for connection in router.server.groups.connections}
+    stream = Stream(router, ask())
+    name = (await stream.read()).started.group
+    while len(groups) > 1:
+        del groups[name]
+        await router.server.set_groups([endpoints[name] for name in groups])
+        (name,) = await _holding(groups)
+    groups[name].go()
+    assert (await stream.finish()).final.moves == 4
+    assert stream.ids == ids
+
+
 async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
     """The groups that have received the request; waits for the first."""
     tasks = [asyncio.ensure_future(group.until(partial(_has_submits, group))) for group in groups.values()]
