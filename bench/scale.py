@@ -41,10 +41,10 @@ BLOCKS: Final = 10_000_000
 PROMPTS: Final = {"1k": 1024, "8k": 8192, "100k": 100_000}  # tokens
 _PREFIX_BLOCKS: Final = PROMPTS["100k"] // BLOCK_SIZE
 _MESSAGE: Final = 64  # blocks in a message of KV events
-_CHAIN: Final = 32  # of which a prompt has so many
+_CHAIN: Final = 32  # blocks of one prompt in a message of KV events
 _QUEUED: Final = 1000  # requests that wait while load reports come
 _FULL: Final = 1000  # waiting requests of a group without room
-_REPORTS_PER_SECOND: Final = 10  # of each group
+_REPORTS_PER_SECOND: Final = 10  # load reports of a group
 
 Figures = dict[str, float]
 
@@ -54,14 +54,14 @@ class _Router:
 
     def __init__(self, groups: int, blocks: int, decisions: int) -> None:
         self.dice = random.Random(1)
-        self.blocks = blocks // groups  # of each group
+        self.blocks = blocks // groups  # blocks that each group holds
         self.decisions = decisions
         self.groups = OfflineGroups(groups, self.blocks + 30 * _PREFIX_BLOCKS)
         self.dispatcher = Dispatcher(self.groups, AdmissionQueue(2 * _QUEUED))
         self.groups.start()
         self._lifecycle = RequestLifecycle(RequestMetrics(CollectorRegistry()))
         self._names = count()
-        self._stored = [0] * groups  # blocks that each group has stored so far, of those that no prompt uses
+        self._stored = [0] * groups  # how many blocks that no prompt uses each group has stored so far
 
     def fill(self, mixed: int) -> Figures:
         """Stores the blocks that no prompt uses. Then groups store and remove blocks, `mixed` events in all."""

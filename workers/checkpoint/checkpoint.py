@@ -1,7 +1,7 @@
 """Checkpoint: a model's config.json and safetensors files, from a local directory or the Hugging Face hub.
 
-`open` reads and checks the headers; `read` reads a tensor, or a slice of one. The weights of a quantised checkpoint
-have the names of an unquantised checkpoint; `read` decodes them to plain numbers, `read_quantised` does not.
+`open` reads and checks the headers. `read` reads a tensor, or a slice of one. A quantised weight has the name that it
+has in an unquantised checkpoint. `read` dequantises it, `read_quantised` does not.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the oldest models have no owner
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-_HUB_COPIES = ("consolidated*", "*/*")  # the same weights in other formats
-_FINGERPRINT_BYTES = 64  # of each tensor
+_HUB_COPIES = ("consolidated*", "*/*")  # the same weights in other formats, which are not downloaded
+_FINGERPRINT_BYTES = 64  # bytes of each tensor that the fingerprint reads
 
 
 class Checkpoint:
-    """Files stay open until `close`; use it as a context manager.
+    """A context manager: files stay open until `close`.
 
-    `entries`: every tensor by name; a quantised weight has an entry with its plain name, shape and dtype. Of a
-    multimodal checkpoint only the text model's tensors, by the names that they have in a text checkpoint; `skipped` is
-    the number of the others.
+    `entries`: every tensor by name. A quantised weight has one entry, with the name, shape and dtype of an unquantised
+    weight. Of a multimodal checkpoint it has only the tensors of the text model, with the names that they have in a
+    text checkpoint. `skipped`: the number of the other tensors.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -88,7 +88,8 @@ class Checkpoint:
         self._open.close()
 
     def text_name(self, key: str) -> str | None:
-        """The name that a stored tensor has in a text checkpoint; None if it is no part of the text model."""
+        """The name that a stored tensor has in a checkpoint of the text model alone; None if it is not part of the text
+        model."""
         return text_tensor_name(key) if is_multimodal(self.config) else key
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -101,15 +102,15 @@ class Checkpoint:
         return name in self._quantised
 
     def slice_bytes(self, name: str, part: TensorSlice | None) -> int:
-        """The bytes that `read` would read."""
+        """The bytes that `read` reads from the files for the same arguments."""
         if (weight := self._quantised.get(name)) is None:
             return _slice_bytes(self.entries[name], part)
         slices = _part_slices(weight, part)
         return sum(_slice_bytes(self._stored[stored.key], slices.get(role)) for role, stored in weight.parts.items())
 
     def read(self, name: str, part: TensorSlice | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor, or a slice of it, on the CPU. `dtype`: that of a quantised weight after decoding; by default that
-        of the checkpoint's other tensors. Raises InvalidModel if the file cannot be read."""
+        """A tensor, or a slice of it, on the CPU. `dtype`: to which a quantised weight is dequantised; by default the
+        dtype of the checkpoint's other tensors. Raises InvalidModel if the file cannot be read."""
         stored_as = self.dtype_of(name)
         if (weight := self._quantised.get(name)) is None:
             return self._read_stored(self._plain_names[name], part)
@@ -122,8 +123,9 @@ class Checkpoint:
     def read_quantised(
         self, name: str, part: TensorSlice | None, dtype: torch.dtype
     ) -> QuantisedWeight | QuantisedExperts | None:
-        """A quantised weight, or a slice of it, as it is stored; QuantisedExperts if one tensor holds all experts.
-        `dtype`: of the linear that it belongs to. None if the weight or the slice can only be read as plain numbers."""
+        """A quantised weight, or a slice of it, without dequantising it; QuantisedExperts if one tensor holds all
+        experts. `dtype`: in which its linear computes. None if the weight is not quantised, or if the slice can only be
+        read dequantised."""
         if (weight := self._quantised.get(name)) is None:
             return None
         slices, parts = self._read_parts(weight, part)
@@ -137,7 +139,7 @@ class Checkpoint:
     def _read_parts(
         self, weight: StoredWeight, part: TensorSlice | None
     ) -> tuple[dict[str, TensorSlice | None], dict[str, Tensor]]:
-        """(the slices of the stored tensors, as _part_slices, and these tensors by role)"""
+        """({role: slice of the stored tensor}, see _part_slices; {role: the stored tensor, sliced})."""
         slices = _part_slices(weight, part)
         return slices, {role: self._read_stored(kept.key, slices.get(role)) for role, kept in weight.parts.items()}
 
@@ -159,7 +161,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A hash of the config and of every tensor's name, shape, dtype and 64 bytes from its middle.
 
-        Groups with equal fingerprints serve the same weights: block hashes contain it.
+        Groups with equal fingerprints serve the same weights. Block hashes contain it.
         """
         digest = hashlib.blake2b(digest_size=16)
         # Fields that do not change what the model computes.
@@ -181,12 +183,12 @@ def _slice_bytes(entry: TensorEntry, part: TensorSlice | None) -> int:
 
 
 def _part_slices(weight: StoredWeight, part: TensorSlice | None) -> dict[str, TensorSlice | None]:
-    """The slices of the stored tensors, by role; empty if they are read whole."""
+    """{role: slice of the stored tensor}; empty if the stored tensors must be read whole."""
     return {} if part is None else weight.slice_parts(part) or {}
 
 
 def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # imported late: local checkpoints do not need it
+    from huggingface_hub import snapshot_download  # imported here, because local checkpoints do not need it
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_COPIES)))

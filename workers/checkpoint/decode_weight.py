@@ -1,10 +1,10 @@
-"""The stored tensors of a quantised weight as a QuantisedWeight or QuantisedExperts, and as plain numbers.
+"""Turns the stored tensors of a quantised weight into a QuantisedWeight or QuantisedExperts, or into a plain tensor.
 
     weight = (codes - zeros) × scales
 
-with one scale, and one zero point if there are any, for each block of rows and columns. NF4 is only decoded to plain
-numbers, computed in float32 and rounded once to the wanted dtype. The layouts are those of the projects that write
-them: compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP Microscaling specification 1.0
+with one scale, and one zero point if the method has them, for each block of rows and columns. NF4 is only dequantised:
+it is computed in float32 and rounded once to the wanted dtype. The layouts are those of the projects that write them:
+compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP Microscaling specification 1.0
 (MXFP4) and bitsandbytes (NF4).
 """
 
@@ -22,14 +22,14 @@ from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 
 Parts = Mapping[str, Tensor]
 
-_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the place of each nibble among its neighbours, from the lowest
-_MXFP4_BLOCK: Final = 32
-_NESTED_BLOCK: Final = 256  # scales that share a scale of their own
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the element in each 4-bit field of an int32, lowest field first
+_MXFP4_BLOCK: Final = 32  # columns that share a scale
+_NESTED_BLOCK: Final = 256  # NF4's scales that share a scale, if the scales are quantised themselves
 
 
 def decode_weight(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
-    """`parts`: the stored tensors by role, whole or sliced as `StoredWeight.slice_parts` says. Returns the weight, or
-    that slice of it, in `dtype`."""
+    """The dequantised weight, or a slice of it, in `dtype`. `parts`: the stored tensors by role, whole or sliced as
+    `StoredWeight.slice_parts` says."""
     if weight.encoding is Encoding.NF4:
         return _decode_nf4(weight, parts, dtype)
     if weight.encoding is Encoding.MXFP4:
@@ -38,7 +38,7 @@ def decode_weight(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Ten
 
 
 def read_codes(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight | QuantisedExperts | None:
-    """The same without decoding. `dtype`: of the linear. None for an encoding that is only decoded."""
+    """As `decode_weight`, without dequantising. `dtype`: in which the linear computes. None for NF4."""
     if weight.encoding is Encoding.MXFP4:
         return _read_mxfp4(parts, dtype)
     read = _READERS.get(weight.encoding)
@@ -46,8 +46,8 @@ def read_codes(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Quanti
 
 
 def unpack_bits(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Splits each int32 along `dim` into 32 / bits unsigned integers, the lowest bits first. `order`: the place of each
-    of them among its neighbours. Returns int32."""
+    """Split each int32 along `dim` into 32 / bits unsigned integers, the lowest bits first. `order`: for each of these
+    fields, the index of its element among the elements of the int32. Returns int32."""
     count = 32 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     fields = (packed.movedim(dim, -1).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
@@ -65,29 +65,29 @@ def _quantised(
     members: Tensor | None,
     dtype: torch.dtype,
 ) -> QuantisedWeight:
-    """codes [rows, columns]; scales and zeros [row blocks, column blocks], [rows] or one number for all. `members`: the
-    group of each column; None: the columns of a group are neighbours."""
+    """`codes`: [rows, columns]. `scales`, `zeros`: [row blocks, column blocks], [rows], or one number for all.
+    `members`: the group of each column, int [columns]; None: the columns of a group are contiguous."""
     rows, columns = codes.shape
     scales = _by_row(scales, rows, weight.block[0])
     zeros = None if zeros is None else _by_row(zeros, rows, weight.block[0])
     group = columns if scales.shape[1] == 1 else weight.block[1]
     order = None
     if members is not None and scales.shape[1] > 1:
-        places = members.long().argsort(stable=True)
-        members = members.long()[places]
-        # A rank may hold parts of groups: then a smaller group is one that divides all parts.
+        by_group = members.long().argsort(stable=True)
+        members = members.long()[by_group]
+        # A rank's slice may have only some columns of a group. The group size is then one that divides all of them.
         group = math.gcd(*torch.unique_consecutive(members, return_counts=True)[1].tolist())
         scales = scales[:, members[::group]]
         zeros = None if zeros is None else zeros[:, members[::group]]
-        if not torch.equal(places, torch.arange(columns)):
-            codes, order = codes[:, places], places.int()
+        if not torch.equal(by_group, torch.arange(columns)):
+            codes, order = codes[:, by_group], by_group.int()
     return QuantisedWeight.of_codes(kind, codes, scales, group, dtype, zeros, order)
 
 
 def _by_row(values: Tensor, rows: int, height: int) -> Tensor:
     """[row blocks, column blocks] -> [rows, column blocks]."""
     if values.dim() < 2:
-        values = values.reshape(-1, 1)  # one for each row, or one for all
+        values = values.reshape(-1, 1)  # one number for each row, or one for all rows
     return values.expand(rows, -1) if values.shape[0] == 1 else values.repeat_interleave(height, dim=0)[:rows]
 
 
@@ -118,19 +118,19 @@ def _read_awq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Quantis
 def _read_gptq(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
     middle = 1 << (weight.bits - 1)
     codes = unpack_bits(parts["codes"], weight.bits, 0).T - middle
-    # The gptq layout stores a zero point minus 1, modulo 2^bits: 0 is stored as all ones. gptq_v2 stores it as it is.
+    # The gptq layout stores a zero point minus 1, modulo 2^bits: 0 is stored as all ones. gptq_v2 stores it unchanged.
     zeros = (unpack_bits(parts["zeros"], weight.bits, 1).T + weight.zero_offset) & ((1 << weight.bits) - 1)
     zeros = zeros - middle
     return _quantised(weight, _integers(weight), codes, parts["scales"].T, zeros, parts.get("order"), dtype)
 
 
 def _integers(weight: StoredWeight) -> CodeKind:
-    return CodeKind.INT8 if weight.bits == 8 else CodeKind.INT4  # codes of 2 bits are held in 4
+    return CodeKind.INT8 if weight.bits == 8 else CodeKind.INT4  # 2-bit codes are held in 4 bits
 
 
 def _read_mxfp4(parts: Parts, dtype: torch.dtype) -> QuantisedExperts:
-    """codes uint8 [experts, rows, blocks, 16], two columns in a byte, the lower half first; scales uint8 [experts,
-    rows, blocks]."""
+    """codes: uint8 [experts, rows, blocks, 16], two columns in a byte, the lower half first. scales: uint8 [experts,
+    rows, blocks], exponents of two (E8M0)."""
     experts, rows, blocks = parts["scales"].shape
     codes, scales = parts["codes"].reshape(experts * rows, -1), parts["scales"].reshape(experts * rows, blocks)
     shape = (experts * rows, blocks * _MXFP4_BLOCK)
@@ -138,8 +138,8 @@ def _read_mxfp4(parts: Parts, dtype: torch.dtype) -> QuantisedExperts:
 
 
 def _decode_nf4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tensor:
-    """codes uint8, two elements in a byte, the upper half first; one scale for a block of the flattened weight. Scales
-    may be quantised themselves."""
+    """codes: uint8, two elements in a byte, the upper half first. scales: one for each block of the flattened weight;
+    they may be quantised themselves."""
     block, offset = weight.constants
     codes = parts["codes"].flatten()
     values = parts["table"].float()[torch.stack((codes >> 4, codes & 15), dim=-1).long()].flatten()
@@ -149,8 +149,8 @@ def _decode_nf4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> Tenso
         scales = parts["scale_table"].float()[scales.long()] * outer + offset
     rows, columns = weight.shape
     values = values[: rows * columns]
-    spread = scales.float().repeat_interleave(int(block))[: values.numel()]
-    return (values * spread).reshape(rows, columns).to(dtype)
+    scale_of_each = scales.float().repeat_interleave(int(block))[: values.numel()]
+    return (values * scale_of_each).reshape(rows, columns).to(dtype)
 
 
 _READERS: Final[Mapping[Encoding, Callable[[StoredWeight, Parts, torch.dtype], QuantisedWeight]]] = {

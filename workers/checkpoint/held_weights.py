@@ -1,7 +1,7 @@
 """held_bytes(): the bytes that the weights of a checkpoint take on a rank, from the headers of its files.
 
-The same count as weight_loader.py's, for a group of one rank. Of tensors only column orders are read, and a head and an
-embedding that may be equal. This module imports no torch.
+It counts as weight_loader.py does in a group of one rank. It reads only headers, GPTQ's column orders, and a head and
+an embedding that may be equal. This module imports no torch.
 """
 
 import array
@@ -19,30 +19,32 @@ from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 from coatcheck.workers.checkpoint.text_tower import text_tensor_name
 
 _SIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
-# Columns of which a group that stays quantised is a multiple: kernels/layers/linear.py.
+# By device: a weight stays quantised only if its group size is a multiple of this (kernels/layers/linear.py).
 _WORDS: Final = {"cpu": 8, "cuda": 16}
-_GROUP: Final = 128  # that share a scale, with quantization int4
+_GROUP: Final = 128  # columns that share a scale with quantization int4
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
-# As _may_quantise of weight_loader.py: heads, routers, and the decays of gated delta nets.
+# The modules for which _may_quantise of weight_loader.py is False: heads, routers, and decays of gated delta nets.
 _UNQUANTISED: Final = frozenset(
     ("lm_head", "embed_out", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 )
 _MTP: Final = re.compile(r"(.+\.)?mtp[._]")  # layers for multi-token prediction, which are not loaded
 _LAYER: Final = re.compile(r".*\blayers\.(\d+)\..+")
-# How many of the last layers read the keys and values of earlier layers, if config.json lacks num_kv_shared_layers.
+# By model type: how many of the last layers read the keys and values of earlier layers, if config.json lacks
+# num_kv_shared_layers.
 SHARED_LAYERS: Final = {"gemma3n_text": 15}
-# Published checkpoints have these tensors for such layers too. No code reads them there.
+# Published checkpoints have these tensors in such layers, too. No code reads them there.
 _KEYS_AND_VALUES: Final = re.compile(r".+\.self_attn\.[kv]_(proj|norm)\..+")
-# Tensors that no dtype rounds (meta_model.py).
+# Tensors that stay float32 in every dtype (_keep_in_float32 of meta_model.py).
 _FLOAT32: Final = re.compile(r".+\.(e_score_correction_bias|feed_forward\.expert_bias|A_log|moe_statics\..+)")
-_ROUTER: Final = ".mlp.gate.weight"  # no dtype rounds this tensor of ernie4_5_moe either
-# A weight of one expert: (its layer's experts, the weight's name). Gates and ups are held as one.
+_ROUTER: Final = ".mlp.gate.weight"  # in ernie4_5_moe it stays float32, too
+# A weight of one expert: (the experts of its layer, the weight's name). Gate and up are held as one weight.
 _EXPERT: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
 _DOWN: Final = ("down_proj", "w2")
-_FUSED: Final = re.compile(r".+\.(experts\.(gate_up|down)_proj|(in|out)put_linear\.weight)")  # all experts' weights
-# Model types whose experts run transformers' code, which reads plain weights.
+# A tensor with the weights of all experts.
+_FUSED: Final = re.compile(r".+\.(experts\.(gate_up|down)_proj|(in|out)put_linear\.weight)")
+# Model types whose experts run transformers' code, which reads unquantised weights.
 _PLAIN_EXPERTS: Final = frozenset(("aria_text", "jetmoe", "llama4_text", "minimax_m3_vl_text", "nemotron_h"))
-# Of latent attention (MLA), which splits and reorders these weights.
+# The linears of latent attention (MLA) that are dequantised, because LatentAttention splits and reorders them.
 _LATENT: Final = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
@@ -57,16 +59,17 @@ def held_bytes(
     is_multimodal: bool = False,
     ties_head: bool = False,
 ) -> int:
-    """`entries`: of the files. `itemsize`: of the model's dtype, on CPUs bfloat16 or float32. `device`: cpu or cuda.
-    `quantization`: as in ServeConfig. `is_multimodal`: only the text model's tensors are loaded. `ties_head`:
-    config.json ties the head to the embedding. Raises InvalidModel as read_quantised does."""
+    """`name`: of the model, for errors. `entries`: of the checkpoint's files. `itemsize`: bytes of an element of the
+    model's dtype; on CPUs the dtype must be bfloat16 or float32. `device`: cpu or cuda. `quantization`: as in
+    ServeConfig. `is_multimodal`: only the text model's tensors are loaded. `ties_head`: config.json ties the head to
+    the embedding. Raises InvalidModel as read_quantised does."""
     quantised = read_quantised(name, config, entries)
     plain = _LATENT if config.get("kv_lora_rank") is not None else ()
     are_experts_plain = config.get("model_type") in _PLAIN_EXPERTS
     total = 0
     stacks: dict[tuple[str, bool], list[tuple[int, _Codes | None]]] = {}  # (plain bytes, codes) of each expert's weight
     layers = config.get("num_hidden_layers")
-    readers = config.get("num_kv_shared_layers", SHARED_LAYERS.get(config.get("model_type", ""), 0)) or 0
+    num_shared = config.get("num_kv_shared_layers", SHARED_LAYERS.get(config.get("model_type", ""), 0)) or 0
     stored = plain_entries(entries, quantised)
     head = _head_equal_to_embedding(stored, quantised.weights, is_multimodal) if ties_head else None
     for stored_key, entry in stored.items():
@@ -77,7 +80,7 @@ def held_bytes(
         if layer is not None and isinstance(layers, int):
             if int(layer[1]) >= layers:
                 continue  # a layer for multi-token prediction, which is not loaded
-            if int(layer[1]) >= layers - readers and _KEYS_AND_VALUES.fullmatch(key):
+            if int(layer[1]) >= layers - num_shared and _KEYS_AND_VALUES.fullmatch(key):
                 continue
         if _MTP.match(key) or _is_identity_expert(config, key) or is_indexer_weight(config, key):
             continue
@@ -105,7 +108,7 @@ def held_bytes(
 def _head_equal_to_embedding(
     stored: Mapping[str, TensorEntry], quantised: Container[str], is_multimodal: bool
 ) -> str | None:
-    """The key of a stored head that a rank does not hold, because it equals the embedding."""
+    """The key of the stored head, if it equals the embedding, so that a rank holds the embedding alone. Else None."""
     keys = {text_tensor_name(key) if is_multimodal else key: key for key in stored if key not in quantised}
     head, table = keys.get("lm_head.weight"), next((keys[name] for name in _EMBEDDINGS if name in keys), None)
     if head is None or table is None:
@@ -114,7 +117,8 @@ def _head_equal_to_embedding(
 
 
 def _is_identity_expert(config: Mapping[str, Any], key: str) -> bool:
-    """Whether `key` is a weight that no code reads: longcat_flash's last experts return their input."""
+    """Whether `key` is a weight of one of longcat_flash's last experts. They are identities, and no code reads their
+    weights."""
     experts = config.get("n_routed_experts")
     if not config.get("zero_expert_num") or not isinstance(experts, int):
         return False
@@ -124,8 +128,9 @@ def _is_identity_expert(config: Mapping[str, Any], key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """A weight that stays quantised. `layout`: equal for weights that are stored alike. `bytes_widened`: added on a GPU
-    if the weight is a linear's, whose scales are then float32 (widen_scales of kernels/layers/linear.py)."""
+    """A weight that stays quantised. `layout`: equal for weights that are stored in the same way. `is_scattered`: see
+    _is_scattered. `bytes_widened`: added for a linear on a GPU, where its scales become float32 (widen_scales of
+    kernels/layers/linear.py)."""
 
     bytes: int
     layout: tuple[Any, ...]
@@ -134,7 +139,8 @@ class _Codes:
 
 
 def _bytes_of_stack(weights: Sequence[tuple[int, _Codes | None]]) -> int:
-    """Weights that all experts of a layer have: held as codes if all are stored alike, in the order of the columns."""
+    """The bytes of the same weight of all experts of a layer. They stay quantised only if all are stored in the same
+    way, and no columns are scattered. `weights`: (bytes if dequantised, codes) of each expert."""
     codes = [held for _, held in weights if held is not None and not held.is_scattered]
     if len(codes) == len(weights) and len({held.layout for held in codes}) == 1:
         return sum(held.bytes for held in codes)
@@ -142,7 +148,8 @@ def _bytes_of_stack(weights: Sequence[tuple[int, _Codes | None]]) -> int:
 
 
 def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: int) -> _Codes | None:
-    """Codes, scales, zero points and order; None for a weight that is decoded."""
+    """The bytes of codes, scales, zero points and column order; None for a weight that is dequantised. `word`: see
+    _WORDS."""
     if weight.encoding is Encoding.NF4:
         return None
     scales = entries[weight.parts["scales"].key]
@@ -167,13 +174,14 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: in
 
 
 def _is_scattered(order: TensorEntry) -> bool:
-    """Whether columns of a group are not neighbours."""
+    """Whether the columns of a group are not contiguous. `order`: the group of each column."""
     members = array.array("i" if order.dtype == "I32" else "q", read_bytes(order))
     return any(one > other for one, other in pairwise(members))
 
 
 def _is_quantised_at_load(key: str, entry: TensorEntry) -> bool:
-    """By its name: experts, or a linear inside a layer, without those of _UNQUANTISED."""
+    """Whether --quantization quantises the tensor, by its name: experts, and linears inside layers except those of
+    _UNQUANTISED."""
     if len(entry.shape) == 3:
         return _FUSED.fullmatch(key) is not None
     module, _, leaf = key.rpartition(".")
@@ -182,7 +190,7 @@ def _is_quantised_at_load(key: str, entry: TensorEntry) -> bool:
 
 
 def _matrix_of(config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of a linear, or of all experts in one tensor; gpt-oss' experts are transposed."""
+    """(rows, columns) of a linear, or of all experts of one tensor together. gpt-oss' experts are stored transposed."""
     if len(shape) == 2:
         return shape[0], shape[1]
     experts, rows, columns = shape if config.get("model_type") != "gpt_oss" else (shape[0], shape[2], shape[1])
@@ -190,7 +198,7 @@ def _matrix_of(config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _bytes_at_load(shape: tuple[int, int], quantization: str) -> int:
-    """As `quantise` of kernels/layers/quantised_weight.py stores them."""
+    """The bytes of codes and scales that `quantise` of kernels/layers/quantised_weight.py makes."""
     rows, columns = shape
     if quantization == "int4":
         return rows * -(-columns // 2) + rows * -(-columns // _GROUP) * 2

@@ -1,10 +1,10 @@
 """Model types that are served as another type. Imports no torch.
 
-Kimi K2's repository names a config class in its own code, which is DeepSeek V3's, and so are its model and tensors.
+Kimi K2 is a DeepSeek V3, with the same tensors. Its config.json only names a config class in its own repository.
 
 DeepSeek V3.2 and GLM-5 are DeepSeek V3 with an indexer, which chooses `index_topk` tokens of the context for each
-query. In a context of at most `index_topk` tokens the indexer chooses every token, so attention is DeepSeek V3's. The
-two models are served with at most such a context, without the indexer's weights.
+query. In a context of at most `index_topk` tokens the indexer chooses every token, so attention is that of DeepSeek V3.
+The two models are served up to this context, without the indexer's weights.
 """
 
 import re
@@ -15,7 +15,7 @@ from coatcheck.proto.errors import InvalidModel
 
 _SAME_AS: Final = {"deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 _INDEX_TOPK: Final = {"deepseek_v32": 2048, "glm_moe_dsa": 2048}  # if config.json has none
-# Fields that the type served does not have, or has with another meaning.
+# Fields that the served type does not have, or that mean something else there.
 _LEFT_OUT: Final = frozenset(("auto_map", "layer_types", "mlp_layer_types", "indexer_types", "head_dim"))
 _INDEXER: Final = re.compile(r".+\.self_attn\.indexer\..+")
 
@@ -25,10 +25,10 @@ def is_alias(config: Mapping[str, Any]) -> bool:
 
 
 def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json with the type that is served, without references to the checkpoint's code.
+    """The fields of config.json with the model_type that is served, without references to code in the checkpoint.
 
-    The config of a type with an indexer keeps `index_topk`, the longest context at which the model is served. Raises
-    InvalidModel for an `index_topk` that is no positive whole number, and for dense layers behind sparse ones.
+    For a type with an indexer, `index_topk` is the longest context at which the model is served. Raises InvalidModel
+    for an `index_topk` that is not an integer of at least 1, and for dense layers after sparse ones.
     """
     if not is_alias(config):
         return dict(config)
@@ -54,7 +54,7 @@ def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sparse_attention_note(index_topk: int) -> str:
-    """What users must know of a model with sparse attention that is served with full attention."""
+    """A note for users of a model with sparse attention that is served with full attention."""
     return f"sparse attention is served up to {index_topk:,} tokens (index_topk), where it equals full attention"
 
 

@@ -1,8 +1,7 @@
-"""QuantisationScheme: what config.json says about a quantised checkpoint, checked without torch and before weights are
-read.
+"""QuantisationScheme: the part of `quantization_config` in config.json that the stored tensors do not show.
 
-Only what cannot be seen from the stored tensors is kept here. Which modules are quantised follows from the tensors
-themselves: a module in `ignore` or `modules_to_not_convert` has a plain weight.
+It is checked before weights are read, without torch. The tensors themselves show which modules are quantised: a module
+in `ignore` or `modules_to_not_convert` has an unquantised weight.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from coatcheck.workers.checkpoint.text_tower import text_config
 
 
 class Method(Enum):
-    """`quantization_config.quant_method`."""
+    """The values of `quantization_config.quant_method` that are served."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     FP8 = "fp8"
@@ -33,11 +32,11 @@ _ACTIVATION_BITS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class QuantisationScheme:
-    """`bits`: of AWQ, GPTQ and bitsandbytes, else 0. `group_size`: of AWQ and GPTQ, -1: one group for all columns.
+    """`bits`: of AWQ, GPTQ and bitsandbytes; else 0. `group_size`: of AWQ and GPTQ; -1: one group for all columns.
 
-    `block`: rows and columns that share a scale in FP8 checkpoints with blocks. `zero_offset`: added to
-    GPTQ's stored zero points. `activations`: the types of weights of 8 bits, `float` or `int`, whose linears quantise
-    their activations too, to the same type.
+    `block`: (rows, columns) that share a scale in block-quantised FP8 checkpoints. `zero_offset`: added to GPTQ's
+    stored zero points. `activations`: `float`, `int` or both: linears with 8-bit weights of such a type also quantise
+    their activations to it.
     """
 
     method: Method
@@ -49,7 +48,7 @@ class QuantisationScheme:
 
 
 def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | None:
-    """The scheme of a config.json; None for a checkpoint that is not quantised. `name`: the model's, for errors.
+    """The scheme of a config.json; None for a checkpoint that is not quantised. `name`: of the model, for errors.
 
     Raises InvalidModel for a method or variant that is not served.
     """
@@ -113,8 +112,8 @@ def _quantised_activations(groups: Mapping[str, Mapping[str, Any]]) -> frozenset
     """The types of 8-bit weights, `float` or `int`, for which every group of the config asks for symmetric 8-bit
     activations of the same type.
 
-    The group's strategy for activations is not read: linears compute a scale for each row, or for each group of columns
-    that the weight has. Static scales of the checkpoint are not read either.
+    The group's strategy for activations is not read: linears compute one scale for each row, or for each group of
+    columns of the weight. Static scales of the checkpoint are not read either.
     """
     asks: dict[str, bool] = {}
     for group in groups.values():

@@ -1,7 +1,8 @@
 """read_quantised(): the quantised weights of a checkpoint, found in the headers of its files.
 
-For each method a function recognises the stored tensors by their names, checks that their shapes belong together, and
-describes the weight. No tensor is read, except the small ones that hold a weight's shape. This module imports no torch.
+For each method a function recognises the stored tensors by their names, checks that their shapes fit together, and
+describes the weight. It reads no tensors except small ones with a weight's shape or quantisation state. This module
+imports no torch.
 """
 
 import json
@@ -18,23 +19,23 @@ from coatcheck.workers.checkpoint.stored_weight import Axis, Encoding, StoredPar
 Entries = Mapping[str, TensorEntry]
 Found = tuple[str, StoredWeight]
 
-# Tensors for activations and caches, which are computed in the model's dtype here.
+# Static scales of activations and of the KV cache. They are not used: quantised activations get scales in each step.
 _UNUSED: Final = ("input_scale", "output_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTensors:
-    """`weights`: by the name that the unquantised weight would have. `others`: names of the other stored tensors that
-    belong to them, and of those that are not used."""
+    """`weights`: by the name that the unquantised weight would have. `others`: names of their other stored tensors, and
+    of tensors that are not used."""
 
     weights: Mapping[str, StoredWeight]
     others: frozenset[str]
 
 
 def read_quantised(name: str, config: Mapping[str, Any], entries: Entries) -> QuantisedTensors:
-    """The quantised weights of a checkpoint; none if its config.json has no quantization_config. `name`: the model's,
-    for errors. Raises InvalidModel for a method that is not served, and for stored tensors that are missing or
-    contradict each other."""
+    """The quantised weights of a checkpoint; none if its config.json has no quantization_config. `name`: of the model,
+    for errors. Raises InvalidModel for a method that is not served, and for stored tensors that are missing or do not
+    fit together."""
     scheme = read_scheme(name, config)
     if scheme is None:
         return QuantisedTensors({}, frozenset())
@@ -57,7 +58,8 @@ def read_quantised(name: str, config: Mapping[str, Any], entries: Entries) -> Qu
 
 
 def plain_entries(entries: Entries, quantised: QuantisedTensors) -> dict[str, TensorEntry]:
-    """The entries that an unquantised checkpoint would have. Offsets are those of the codes."""
+    """The entries that an unquantised checkpoint would have. `start` and `end` of a quantised weight are those of its
+    codes."""
     plain = {key: entry for key, entry in entries.items() if key not in quantised.others}
     dtypes = [entry.dtype for key, entry in plain.items() if entry.dtype in _FLOATS and key not in quantised.weights]
     # Norms and embeddings, which are never quantised, have the dtype in which the model was trained.
@@ -70,6 +72,8 @@ def plain_entries(entries: Entries, quantised: QuantisedTensors) -> dict[str, Te
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
+    """The stored tensors of a checkpoint, with checks that raise InvalidModel. `name`: of the model, for errors."""
+
     name: str
     scheme: QuantisationScheme
     entries: Entries
@@ -116,8 +120,8 @@ _FLOATS: Final = ("F32", "BF16", "F16")
 def _scales(
     layout: _Layout, key: str, shape: tuple[int, int], block: tuple[int, int]
 ) -> tuple[StoredPart, tuple[int, int]]:
-    """The scales [row blocks, column blocks], [rows] or one, and the rows and columns that share one. `block`: of FP8
-    checkpoints with blocks."""
+    """(the scales, (rows, columns) that share one). The stored scales are [row blocks, column blocks], [rows], or one
+    number. `key`: of the stored scales. `shape`: of the weight. `block`: as in QuantisationScheme."""
     entry = layout.entry(key, _FLOATS)
     rows, columns = shape
     if len(entry.shape) < 2:
@@ -158,7 +162,7 @@ def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
         layout.entry(key, ("I32", "I64"))
         layout.check_shape(key, (columns,))
         parts["order"] = StoredPart(key, columns=Axis(0))
-        parts["scales"] = StoredPart(scales.key, scales.rows)  # whole, because the groups are scattered
+        parts["scales"] = StoredPart(scales.key, scales.rows)  # all columns: a slice may have columns of any group
         block = (1, 1)
     if (key := f"{module}.weight_zero_point") in layout.entries:
         layout.entry(key, ("I32",))
@@ -182,7 +186,7 @@ def read_bytes(entry: TensorEntry) -> bytes:
 
 
 def _plain_weight(layout: _Layout, module: str, scale: str, dtypes: tuple[str, ...]) -> StoredWeight:
-    """One code for each element, in a tensor of the weight's own shape."""
+    """A weight whose codes are one int8 or float8 for each element, in a tensor of the weight's shape."""
     rows, columns = layout.matrix_shape(f"{module}.weight", dtypes)
     scales, block = _scales(layout, f"{module}.{scale}", (rows, columns), layout.scheme.block)
     parts = {"codes": StoredPart(f"{module}.weight", Axis(0), Axis(1)), "scales": scales}

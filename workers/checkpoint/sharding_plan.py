@@ -1,7 +1,7 @@
 """The sharding plan: which slice of every parameter a rank loads, and which modules communicate with the other ranks.
 
 The plan follows the architecture's `tp_plan` in transformers, except for attention, which is always split by whole
-heads; transformers gathers phi3's fused QKV and olmo2's norm over all heads instead.
+heads. For phi3's fused QKV, and olmo2's norm over all heads, transformers gathers the activations instead.
 """
 
 import re
@@ -26,14 +26,14 @@ class ParallelRole(Enum):
 
     ROW = "a row-parallel linear: partial sums are all-reduced"
     EXPERTS = "a module of experts: partial sums are all-reduced"
-    EMBEDDING = "a vocabulary-parallel embedding: other ranks' rows count as zero, then all-reduce"
+    EMBEDDING = "a vocabulary-parallel embedding: rows of other ranks are zeros, then an all-reduce"
     LM_HEAD = "a vocabulary-parallel head: logits are all-gathered"
     QK_NORM = "a norm over all heads: the mean square is all-reduced"
 
 
 @dataclass(slots=True)
 class ShardingPlan:
-    """`slices` by parameter name (absent: the rank holds all of it), `roles` by module name."""
+    """`slices`: by parameter name; a rank holds all of a parameter that is absent. `roles`: by module name."""
 
     slices: dict[str, TensorSlice] = field(default_factory=dict)
     roles: dict[str, ParallelRole] = field(default_factory=dict)
@@ -53,11 +53,14 @@ def plan_sharding(
 ) -> ShardingPlan:
     """Plan one rank's shard.
 
-    `shapes`: of all parameters, unsharded. `tp_plan`: the style by module or parameter name, with `*` for a layer
-    index. Styles are transformers', and two for experts [experts, in, out]: "pairs_of_columns" splits their columns,
-    gate and up in turn, and "rows_of_experts" the rows of the second product. `embedding`, `lm_head`: the names of
-    those modules. `expert_parallel`: a rank holds whole experts instead of a part of each. `whole`: modules that every
-    rank computes whole, whatever `tp_plan` says. `states`: the layers that keep a state, split by key heads.
+    `shapes`: of all parameters, unsharded.
+    `tp_plan`: {module or parameter name, with `*` for a layer index: style}. Styles are those of transformers, and two
+    for experts stored as [experts, in, out]: "pairs_of_columns" splits columns in which gate and up alternate, and
+    "rows_of_experts" splits the rows of the down projection.
+    `embedding`, `lm_head`: the names of these modules.
+    `expert_parallel`: a rank holds whole experts instead of a part of each.
+    `whole`: modules that every rank computes whole, whatever `tp_plan` says.
+    `states`: the layers that keep a state, which are split by key heads.
     Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
@@ -79,9 +82,9 @@ def plan_sharding(
         _shard_delta_net(plan, shapes, state.module, state.spec, shard)
     attention = {layer.module for layer in layers} | {state.module for state in states}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
-    if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan leaves the shared expert out
+    if "moe_tp_experts" in tp_plan.values():  # qwen2_moe's plan lacks the shared expert
         styles += [(re.compile(rf".*\.shared_experts?\.{name}_proj"), style) for name, style in _SHARED_EXPERT]
-    # An entry of tp_plan names a parameter (of experts), or a module whose weight and bias are meant.
+    # An entry of tp_plan names a parameter (of experts), or a module, for its weight and bias.
     parents = {_parent(name) for name in shapes}
     grandparents = {_parent(name) for name in parents} - {""}
     for name in sorted({*shapes, *parents, *grandparents}):
@@ -112,7 +115,8 @@ def _is_below(name: str, modules: Collection[str]) -> bool:
 
 
 def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: AttentionLayer, shard: TpShard) -> None:
-    """Split one attention module by heads. Refuse unknown tensors, because a wrong split would serve nonsense."""
+    """Split one attention module by heads. Raises InvalidModel for unknown tensors, because a wrong split would give
+    wrong answers."""
     q, kv = shard.query_rows(layer), shard.kv_rows(layer)
     q_rows, kv_rows = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     k_in_qkv, v_in_qkv = _shift(kv, q_rows), _shift(kv, q_rows + kv_rows)
@@ -124,7 +128,7 @@ def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: Attent
         "v_proj": (v_rows, (v,)),
         "qkv_proj": (q_rows + 2 * kv_rows, (q, k_in_qkv, v_in_qkv)),
     }
-    if layer.has_gate:  # each head's query, then its gate
+    if layer.has_gate:  # q_proj has for each head the rows of its query, then of its gate
         column_parallel["q_proj"] = (2 * q_rows, (_rescale(q, layer.head_dim, 2 * layer.head_dim),))
     for name in [name for name in shapes if name.startswith(f"{layer.module}.")]:
         shape, (module, leaf) = shapes[name], name.removeprefix(f"{layer.module}.").rpartition(".")[::2]
@@ -135,7 +139,7 @@ def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: Attent
             if leaf == "weight":
                 plan.slices[name] = TensorSlice(1, (out,))
         elif module in ("q_norm", "k_norm") and shape == (layer.head_dim,):
-            continue  # a norm of single heads is the same on every rank
+            continue  # a norm over one head is the same on every rank
         elif module in ("q_norm", "k_norm") and shape == ((q_rows,) if module == "q_norm" else (kv_rows,)):
             plan.slices[name] = TensorSlice(0, (q if module == "q_norm" else kv,))
             plan.roles[f"{layer.module}.{module}"] = ParallelRole.QK_NORM
@@ -148,7 +152,7 @@ def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: Attent
 def _shard_latent_attention(
     plan: ShardingPlan, shapes: dict[str, Shape], layer: AttentionLayer, shard: TpShard
 ) -> None:
-    """Split one latent attention module by heads; the projections to latents and their norms are on every rank."""
+    """Split one latent attention module by heads. Every rank holds the projections to latents and their norms."""
     shard.split_evenly(layer.num_heads, "the attention heads")
     for module, dim in (("q_proj", 0), ("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
         name = f"{layer.module}.{module}.weight"
@@ -160,7 +164,8 @@ def _shard_latent_attention(
 def _shard_delta_net(
     plan: ShardingPlan, shapes: dict[str, Shape], module: str, layer: DeltaNetSpec, shard: TpShard
 ) -> None:
-    """Split one gated delta net by key heads, each with the value heads that it serves. Refuse unknown tensors."""
+    """Split one gated delta net by key heads, each with the value heads that it serves. Raises InvalidModel for unknown
+    tensors."""
     first, last = shard.split_evenly(layer.key_heads, "the key heads of linear attention")
     group = layer.value_heads // layer.key_heads
     keys, values = layer.key_heads * layer.key_dim, layer.value_heads * layer.value_dim
@@ -185,7 +190,7 @@ def _shard_delta_net(
         leaf, shape = name.removeprefix(f"{module}."), shapes[name]
         if leaf in ranges and shape[ranges[leaf][0]] == ranges[leaf][1]:
             plan.slices[name] = TensorSlice(ranges[leaf][0], ranges[leaf][2])
-        elif leaf != "norm.weight" or shape != (layer.value_dim,):  # a norm of single heads is the same on every rank
+        elif leaf != "norm.weight" or shape != (layer.value_dim,):  # a norm over one head is the same on every rank
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
     plan.roles[f"{module}.out_proj"] = ParallelRole.ROW
 
@@ -202,8 +207,8 @@ def _shift(rows: Range, by: int) -> Range:
 def _shard_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style: str, shard: TpShard) -> None:
     """Split the parameter or module `name` as transformers' `style` says."""
     tensors = [name] if name in shapes else [t for leaf in ("weight", "bias") if (t := f"{name}.{leaf}") in shapes]
-    # Gate and up in one tensor: each half is split. phi3's code cuts its output into halves, so transformers gathers
-    # the whole output first. With both halves split evenly no gather is needed.
+    # Gate and up in one tensor: each half is split. phi3's code halves the output, so transformers gathers the whole
+    # output first. If each half is split on its own, no gather is needed.
     is_packed = style.startswith("packed") or name.endswith("gate_up_proj")
     if style.startswith("replicated"):
         return

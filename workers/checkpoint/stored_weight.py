@@ -1,8 +1,8 @@
-"""StoredWeight: one quantised weight of a checkpoint: the tensors that it is stored in, and how they are laid out.
+"""StoredWeight: one quantised weight of a checkpoint: the tensors that store it, and their layouts.
 
-A weight [rows, columns] is stored as codes, scales and, depending on the method, zero points or an order of groups. A
-part has an axis for the rows and one for the columns, unless it is the same for all of them. Experts in one tensor are
-a weight [experts, columns, rows]. This module imports no torch.
+A weight [rows, columns] is stored as codes, scales and, depending on the method, zero points or the group of each
+column. Each of these parts has an axis for the rows and an axis for the columns, unless it is the same for all rows or
+all columns. Experts in one tensor are a weight [experts, columns, rows]. This module imports no torch.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 
 class Encoding(Enum):
-    """How codes become numbers; decode_weight.py has the formulas."""
+    """How a weight is stored. decode_weight.py has the formulas."""
 
     PACKED_INT = "integers packed along the columns into int32"  # compressed-tensors
     INT8 = "int8"
@@ -44,10 +44,10 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight of `shape`. `parts`: by role: codes, scales, zeros, order and others that decode_weight.py names.
+    """A weight of `shape`. `parts`: by role: codes, scales, zeros, order, and NF4's others (see decode_weight.py).
 
-    `block`: rows and columns that share a scale. `zero_offset`: added to stored zero points. `constants`: numbers that
-    the encoding needs. `quantises_activations`: as of QuantisedWeight.
+    `block`: (rows, columns) that share a scale. `zero_offset`: added to stored zero points. `constants`: of NF4,
+    (block, offset of the scales). `quantises_activations`: see QuantisedWeight.
     """
 
     shape: tuple[int, ...]
@@ -60,9 +60,12 @@ class StoredWeight:
     quantises_activations: bool = False
 
     def slice_parts(self, part: TensorSlice) -> dict[str, TensorSlice | None] | None:
-        """The slices of the stored tensors, by role, from which `part` of the weight can be decoded alone; a role with
-        None is needed whole. Returns None if the part's edges cut a packed element or a block, or if the encoding is
-        only decoded whole."""
+        """{role: the slice of the stored tensor from which `part` of the weight can be decoded; None: the whole
+        tensor}.
+
+        Returns None if an edge of `part` cuts a packed element or a block, or if the encoding can only be decoded
+        whole.
+        """
         if self._axis(self.parts["codes"], part.dim) is None:
             return None
         edges = [edge for bounds in part.ranges for edge in bounds]

@@ -1,15 +1,15 @@
 """The text model inside a multimodal checkpoint: its config, and the names of its tensors. Imports no torch.
 
-A multimodal config.json has the text model's config under text_config, or beside the vision tower's, and the tensors of
-the text model have a prefix. Prompts of text alone do not pass the other parts, so the text model is served by itself.
-Tests compare each type below with transformers' multimodal class on text prompts.
+A multimodal config.json has the config of the text model in text_config, or among its own fields. The tensors of the
+text model have a prefix. A prompt of text alone does not use the other parts, so the text model is served alone. Tests
+compare each type below with transformers' multimodal class on text prompts.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-# model_type of a multimodal config.json -> the text model's type, if text_config does not name it.
+# {model_type of a multimodal config.json: the type of the text model, if text_config does not name it}.
 _TOWERS: Final = {
     "aria": "aria_text",
     "aya_vision": "cohere2",
@@ -61,8 +61,8 @@ _TOWERS: Final = {
     "voxtral": "llama",
 }
 MULTIMODAL_TYPES: Final = frozenset(_TOWERS)
-# Text types that transformers has no causal model of -> the type that computes the same for text. Their three rotary
-# positions (mrope) are equal for text.
+# {text type without a causal model in transformers: the type that computes the same for text}. For text their three
+# rotary positions (mrope) are equal.
 _SAME_AS: Final = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
@@ -76,13 +76,14 @@ _SAME_AS: Final = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-# The other type has these fields and these values, which its counterpart has no fields for.
+# Fields of the other type that the text type lacks, with the values that make the other type compute the same.
 _ALWAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "glm4v_moe_text": {"use_qk_norm": False},
     "glm4v_text": {"attention_bias": True},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
-# Names of the text model's tensors, and the names that they have in a text checkpoint; the first pattern that matches.
+# (pattern for the start of a tensor's name, start of its name in a text checkpoint). The first pattern that matches
+# counts.
 _NAMES: Final = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -94,32 +95,32 @@ _NAMES: Final = tuple(
     )
 )
 _DTYPES: Final = frozenset(("dtype", "torch_dtype"))  # two names of one field
-# Fields of the whole config that hold for its text model, whatever its text_config has: transformers reads these there.
+# Fields of the multimodal config that hold for its text model, whatever text_config has. transformers reads them there.
 _SHARED: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json, as an object, is that of a multimodal checkpoint."""
+    """Whether `config`, the object of a config.json, is that of a multimodal checkpoint."""
     return text_config(config) is not None or str(config.get("model_type")) in _TOWERS
 
 
 def text_config(config: Mapping[str, Any]) -> Any:
-    """The field of a multimodal config.json that has the text model's config; None without one.
+    """The text_config of a multimodal config.json; None if it has none.
 
-    Qwen-Omni's thinker writes text, and its talker speaks it. Only the thinker is served.
+    Qwen-Omni has a thinker, which writes text, and a talker, which speaks it. Only the thinker is served.
     """
     thinker = config.get("thinker_config")
     return (thinker if isinstance(thinker, dict) else config).get("text_config")
 
 
 def text_model_type(config: Mapping[str, Any]) -> str | None:
-    """The type that computes the text model of a multimodal config.json; None if that is not served."""
+    """The model type that computes the text model of a multimodal config.json; None if it is not served."""
     named = _named_type(config)
     return None if named is None else _SAME_AS.get(named, named)
 
 
 def _named_type(config: Mapping[str, Any]) -> str | None:
-    """transformers' type of the text model."""
+    """transformers' model type of the text model; None for an unknown multimodal type."""
     if (default := _TOWERS.get(str(config.get("model_type")))) is None:
         return None
     text = text_config(config)
@@ -128,9 +129,9 @@ def _named_type(config: Mapping[str, Any]) -> str | None:
 
 
 def text_fields(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the text model as a config.json of its own type.
+    """The config of the text model as a config.json of the type `text_model_type`, which must not be None.
 
-    `config`: the multimodal config.json. `text`: the fields of its text model. Only for types with a text_model_type.
+    `config`: the multimodal config.json. `text`: the fields of its text model.
     """
     named = _named_type(config)
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}

@@ -1,11 +1,11 @@
 """Loads this rank's slices of a checkpoint into a model on the meta device.
 
-Checkpoint tensors become parameters through transformers' own conversion mapping: experts, for example, are stored one
+Checkpoint tensors become parameters through transformers' own conversion mapping. Experts, for example, are stored one
 by one and held as one tensor. As far as possible a rank reads only its slices from the files.
 
-A linear that packed_linears.py replaces gets a QuantisedWeight as its `weight`, if the checkpoint has one and
-PackedLinear holds it; a module of experts that sparse_mlp.py replaces gets QuantisedExperts, if the weights of all its
-experts are stored alike. Other quantised weights are decoded.
+A linear that packed_linears.py replaces gets a QuantisedWeight as its `weight`, if the checkpoint has a quantised
+weight that PackedLinear can hold. A module of experts that sparse_mlp.py replaces gets QuantisedExperts, if the weights
+of all its experts are stored in the same way. Other quantised weights are dequantised.
 """
 
 import logging
@@ -46,16 +46,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Target:
-    """A parameter and the checkpoint tensors it is made from. A converter may produce several parameters at once."""
+    """A parameter and the checkpoint tensors from which it is made. A converter may make several parameters at once."""
 
     name: str
     converter: WeightConverter | None
-    sources: dict[str, list[str]] = field(default_factory=dict)  # converter's source pattern -> keys, in order
+    sources: dict[str, list[str]] = field(default_factory=dict)  # {the converter's source pattern: keys, in order}
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One slice to read. `pattern`: the converter's source pattern. `part`: of the stored tensor; None: all."""
+    """A tensor to read. `pattern`: the converter's source pattern. `part`: the slice to read; None: all."""
 
     key: str
     pattern: str
@@ -64,8 +64,9 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedTarget:
-    """How a target is loaded. `slice_result`: slice what `reads` are converted to. `is_packed`: PackedLinear takes the
-    weight. `has_experts`: PackedExperts does. `kind`: what a plain weight is quantised to."""
+    """How a target is loaded. `slice_result`: the result of the conversion must be sliced. `is_packed`: a PackedLinear
+    will hold the weight. `has_experts`: PackedExperts will hold it. `kind`: the format to which an unquantised weight
+    is quantised; None: it is not."""
 
     target: _Target
     reads: list[_Read]
@@ -75,8 +76,8 @@ class _PlannedTarget:
     kind: CodeKind | None
 
     def least_bytes(self, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-        """Bytes that the rank holds at least, and what is read of a quantised weight and not kept: GPTQ's group of each
-        column. `dtype`: of the parameter."""
+        """A lower bound of the bytes that the rank holds, plus the bytes of a quantised weight that are read and not
+        kept, such as GPTQ's g_idx. `dtype`: of the parameter."""
         bits, total = 8 * dtype.itemsize if self.kind is None else self.kind.bits, 0
         for read in self.reads:
             stored = checkpoint.slice_bytes(read.key, read.part)
@@ -87,7 +88,7 @@ class _PlannedTarget:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What a rank holds. `bytes`: of quantised weights as they are stored."""
+    """What a rank holds. `count`: elements of all parameters. `bytes`: of quantised weights their codes and scales."""
 
     count: int
     bytes: int
@@ -107,11 +108,13 @@ def load_weights(
 ) -> LoadedWeights:
     """Load every parameter of `model` onto `device`, sliced as `slices` says.
 
-    `unpackable`: linears that keep a plain weight, as prepare_model found them. `packable_experts`: modules of experts
-    that PackedExperts replaces. `quantise_to`: quantise the plain weights of these experts and of other linears, except
-    the head and routers. `activation_quantization`: `auto` as the checkpoint asks, `dynamic` or `off` for all weights
-    of 8 bits. `progress(done_bytes, total_bytes)` is called after each parameter, `check_memory` before the first with
-    the bytes that this rank will hold at least. Raises InvalidModel if a tensor is missing or has a wrong shape.
+    `unpackable`: linears that keep an unquantised weight (see PreparedModel). `packable_experts`: modules of experts
+    that PackedExperts replaces. `quantise_to`: the format to which unquantised weights of these experts and of packable
+    linears are quantised, except the head, routers and decays; None: they are not.
+    `activation_quantization`: `auto`: as the checkpoint asks; `dynamic`: for all 8-bit weights; `off`: for none.
+    `progress(done_bytes, total_bytes)`: called after each parameter. `check_memory(weight_bytes)`: called before the
+    first, with a lower bound of the bytes of this rank.
+    Raises InvalidModel if a tensor is missing or has a wrong shape.
     """
     parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     targets = _match_tensors(model, checkpoint, parameters)
@@ -168,10 +171,8 @@ def load_weights(
 def _zero_absent_corrections(
     model: PreTrainedModel, parameters: dict[str, Tensor], loaded: set[str], device: torch.device
 ) -> int:
-    """Zero the biases by which experts are chosen, if transformers lets a checkpoint leave them out. A.X-K1 has none.
-
-    Adds their names to `loaded` and returns their bytes.
-    """
+    """Set the biases by which experts are chosen to zero, if the checkpoint lacks them and transformers allows that.
+    A.X-K1 has none. Adds their names to `loaded` and returns their bytes."""
     held = 0
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     for name in sorted(parameters.keys() - loaded):
@@ -183,10 +184,10 @@ def _zero_absent_corrections(
 
 
 def _resolve_ties(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[_Target]) -> dict[str, str]:
-    """Map each parameter without values of its own to the parameter whose values it shares.
+    """{parameter without values of its own: the parameter whose values it shares}.
 
     The stored tensors decide, as in transformers. A head that differs from the embedding is not tied, whatever
-    config.json says. If a checkpoint has the head alone, the embedding shares the head's values. Each rank compares the
+    config.json says. If a checkpoint has only the head, the embedding shares the head's values. Each rank compares the
     whole tensors, so all ranks decide alike.
     """
     stored = {target.name: checkpoint.entries[next(iter(target.sources.values()))[0]] for target in targets}
@@ -207,7 +208,7 @@ def _resolve_ties(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[
 
 
 def _may_quantise(model: PreTrainedModel, name: str) -> bool:
-    """Whether a linear keeps its quality with few bits: not the head, routers, and the decays of gated delta nets."""
+    """Whether --quantization quantises a linear. The head, routers and the decays of gated delta nets lose too much."""
     get_lm_head: Any = model.get_output_embeddings
     module = name.rpartition(".")[0]
     return _owner(model, name) is not get_lm_head() and module.rpartition(".")[2] not in (*_ROUTERS, *_DECAYS)
@@ -239,7 +240,7 @@ def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: d
         converter = by_pattern[pattern] if pattern is not None else None
         index = _EXPERT.search(key)
         if index and converter and _stacks_experts(converter) and int(index[1]) >= parameters[name].shape[0]:
-            continue  # of a longcat_flash expert that returns its input; transformers stores weights that no code reads
+            continue  # a weight of an identity expert of longcat_flash, which no code reads
         target = targets.setdefault(name, _Target(name, converter))
         target.sources.setdefault(pattern or key, []).append(key)
     if checkpoint.skipped:
@@ -254,10 +255,10 @@ def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: d
 
 
 def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, TensorSlice]) -> tuple[list[_Read], bool]:
-    """(the reads, whether the converted result must be sliced afterwards).
+    """(the reads, whether the result of the conversion must be sliced).
 
-    Stacking and concatenating commute with slicing, so for these only this rank's slices are read. Other conversions
-    need whole sources.
+    For stacking and concatenation only this rank's slices are read, because both commute with slicing. Other
+    conversions read whole tensors.
     """
     part = slices.get(target.name)
     pairs = [(pattern, key) for pattern, keys in target.sources.items() for key in keys]
@@ -278,7 +279,7 @@ def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, Tenso
     for pattern in target.converter.source_patterns:
         keys = target.sources.get(pattern, [])
         local = part
-        if keys and part.dim in joined_dims:  # each source fills its own stretch of the joined dimension
+        if keys and part.dim in joined_dims:  # each source has a range of the concatenated dimension
             stop = start + checkpoint.entries[keys[0]].shape[source_dim]
             local, start = part.intersect(start, stop), stop
         reads += [_Read(key, pattern, TensorSlice(source_dim, local.ranges)) for key in keys]
@@ -293,8 +294,8 @@ def _read_and_convert(
     dtype: torch.dtype,
     packed_on: torch.device | None,
 ) -> Iterator[tuple[str, Weight]]:
-    """(parameter name, tensor) of everything that `target` is converted to. `dtype`: of the model. `packed_on`: where
-    PackedLinear or PackedExperts will hold it; None if neither will."""
+    """(parameter name, tensor) for each parameter to which `target` is converted. `dtype`: dtype of the parameter.
+    `packed_on`: the device on which a PackedLinear or PackedExperts will hold it; None if neither will."""
     if packed_on is not None:
         quantised = _read_quantised(target, reads, checkpoint, dtype, packed_on)
         if quantised is not None:
@@ -303,7 +304,7 @@ def _read_and_convert(
     if target.converter is None:
         yield target.name, checkpoint.read(reads[0].key, reads[0].part, dtype)
         return
-    converter = deepcopy(target.converter)  # a converter accumulates the tensors it is given
+    converter = deepcopy(target.converter)  # a converter keeps the tensors that it has collected
     for read in reads:
         tensor = checkpoint.read(read.key, read.part, dtype)
         converter.collected_tensors[read.pattern].append(tensor)  # type: ignore[arg-type]  # tensors are fine too
@@ -314,7 +315,7 @@ def _read_and_convert(
 def _read_quantised(
     target: _Target, reads: list[_Read], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> QuantisedWeight | QuantisedExperts | None:
-    """The weight as it is stored; None if it is plain, or if our kernels cannot hold it on `device`."""
+    """The quantised weight; None if it is stored unquantised, or if the kernels cannot hold it on `device`."""
     if target.converter is None:
         weight = checkpoint.read_quantised(reads[0].key, reads[0].part, dtype)
         if isinstance(weight, QuantisedExperts):
@@ -334,13 +335,13 @@ def _read_quantised(
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:
-    """Whether the result holds the rows of all sources of an expert, for one expert after the other."""
+    """Whether the result has the rows of all sources of expert 0, then those of expert 1, and so on."""
     dims = {type(operation): getattr(operation, "dim", None) for operation in converter.operations}
     return dims in ({MergeModulelist: 0}, {MergeModulelist: 0, Concatenate: 1})
 
 
 def _quantise_experts(module: Any, weights: Tensor, kind: CodeKind) -> Weight:
-    """Plain weights of experts, or their biases, which stay plain."""
+    """Quantise the weights of experts. Biases of experts, which have fewer dimensions, are returned unchanged."""
     if weights.dim() != 3:
         return weights
     if getattr(module, "is_transposed", False):
@@ -351,7 +352,7 @@ def _quantise_experts(module: Any, weights: Tensor, kind: CodeKind) -> Weight:
 def _set_activations(
     weight: QuantisedWeight | QuantisedExperts, is_quantised: bool
 ) -> QuantisedWeight | QuantisedExperts:
-    """The weight with `quantises_activations` set to `is_quantised`; always False for codes of 4 bits."""
+    """The weight with `quantises_activations` set to `is_quantised`, or to False if its codes do not have 8 bits."""
     if isinstance(weight, QuantisedExperts):
         return replace(weight, stacked=_with_activations(weight.stacked, is_quantised))
     return _with_activations(weight, is_quantised)
@@ -384,7 +385,7 @@ def _set_parameter(
         del owner._parameters[leaf]
         setattr(owner, leaf, tensor.to(device))
     else:
-        # Copied out of the mapped file: otherwise an eviction from the page cache would slow steps down.
+        # Copied out of the memory-mapped file. Otherwise an eviction from the page cache would slow steps down.
         tensor = tensor.to(device=device, dtype=empty.dtype).clone(memory_format=torch.contiguous_format)
         if leaf in owner._parameters:
             owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

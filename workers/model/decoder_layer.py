@@ -203,7 +203,7 @@ class DenseMlp:
         return [self.gate_up, self.down]
 
     def __call__(self, x: Tensor, residual: Tensor, deferred_sum: RankSum | None) -> tuple[Tensor, Tensor]:
-        """x, residual [T, hidden] -> the same. `deferred_sum`: the all-reduce that `x` still needs."""
+        """(output, x + residual), both [T, hidden]. `deferred_sum`: the all-reduce that `x` still needs."""
         has_adapters = self.gate_up.has_adapted_rows or self.down.has_adapted_rows
         if self.native_sublayer is not None and not has_adapters:
             x, residual = self.native_sublayer(x if deferred_sum is None else deferred_sum(x), residual)

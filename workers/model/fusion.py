@@ -84,8 +84,7 @@ class FusedBody:
             rope_type: CosSinTable(partial(self._cos_and_sin, rope_type=rope_type)) for rope_type in self._rope_types
         }
         self._layers = list(zip(layers, rope_types, strict=True))
-        # Element i: the all-reduce that the input of layer i still needs. Last: the one that the final norm's input
-        # needs.
+        # Element i: the all-reduce that the input of layer i still needs. Last element: that of the final norm's input.
         self._deferred_sums = [None, *(layer.defer_sum() for layer in layers)]
         self._is_native = any(layer.attention_sublayer is not None for layer in layers)
         self._fused_layers = pack_fused_layers(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
@@ -98,7 +97,7 @@ class FusedBody:
         layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        """As Model.forward."""
+        """The hidden states after the final norm: `Model.forward` describes arguments and result."""
         if self._token_sharded_layer is not None:
             metadata = localise(metadata, self._token_sharded_layer)
         hidden: Tensor = self.embed_tokens(input_ids)

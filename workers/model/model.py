@@ -58,7 +58,7 @@ class Body(Protocol):
         layer_caches: LayerCaches,
         logits_indices: LogitsIndices | None,
     ) -> Tensor:
-        """As Model.forward."""
+        """The hidden states after the final norm: `Model.forward` describes arguments and result."""
 
     def experts(self) -> Sequence[PackedExperts]:
         """The experts of each layer that has experts."""

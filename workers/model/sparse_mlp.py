@@ -45,7 +45,7 @@ class SparseMlp:
         return self.moe.linears()
 
     def __call__(self, x: Tensor, residual: Tensor, deferred_sum: RankSum | None) -> tuple[Tensor, Tensor]:
-        """`deferred_sum`: see DenseMlp."""
+        """(output, x + residual), both [T, hidden]. `deferred_sum`: the all-reduce that `x` still needs."""
         if self.native_sublayer is not None:
             x, residual = self.native_sublayer(x if deferred_sum is None else deferred_sum(x), residual)
         else:
