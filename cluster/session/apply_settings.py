@@ -1,4 +1,5 @@
-"""ApplySettings: `coatcheck serve --apply` gives a running cluster the settings, and again when their file changes."""
+"""ApplySettings: sends the settings of `coatcheck serve --apply` to the running cluster, and again when their file
+changes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
     from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 
 
-class Send(Protocol):
-    """Sends the settings to the supervisor. Returns why they were refused, or ""."""
+class SendConfig(Protocol):
+    """Sends the settings to the supervisor. Returns why the supervisor refuses them; "" if it does not."""
 
     def __call__(self, supervisor: "SupervisorHandle", config: ServeConfig, /) -> str: ...
 
 
 class ApplySettings:
     """`file`: the --config file, if one was given. `read`: reads flags and file again; raises InvalidConfig.
-    `ready_file` exists while the cluster serves with these settings; a readiness probe may look for it."""
+    `ready_file`: a file that exists while the cluster serves with these settings, for a readiness probe."""
 
     def __init__(self, file: Path | None, read: Callable[[], ServeConfig], ready_file: Path | None) -> None:
         self._file = file
@@ -30,30 +31,32 @@ class ApplySettings:
         self._text: str | None = None
         self._text = self._last_text = self._read_text()
         self._has_warned = False
-        self._error = ""  # why the file that was read last is no valid configuration
-        self._printed = ""  # `state.configuration` of which the last notice was made
+        self._error = ""  # why the file is invalid, as it was read last
+        self._announced = ""  # the last `state.configuration` that was announced
 
     def send(
-        self, supervisor: "SupervisorHandle", config: ServeConfig, send: Send, say: Callable[[Notice], None]
+        self, supervisor: "SupervisorHandle", config: ServeConfig, send: SendConfig, announce: Callable[[Notice], None]
     ) -> None:
-        """Send `config` to a running cluster. A refusal is said, and the cluster serves on as it is."""
+        """Send `config` to a running cluster. If the supervisor refuses it, announce why; the cluster then keeps its
+        settings. Raises InvalidConfig if the cluster runs a version without --apply."""
         if not hasattr(supervisor, "apply_config"):
             raise InvalidConfig("the running cluster is of a version without --apply; run `coatcheck restart` first")
         if refusal := send(supervisor, config):
-            say(Notice(f"error: {refusal}", "SettingsRefused", is_warning=True))
+            announce(Notice(f"error: {refusal}", "SettingsRefused", is_warning=True))
 
     def poll(
         self,
         supervisor: "SupervisorHandle",
         state: "ClusterState",
-        send: Send,
-        say: Callable[[Notice], None],
+        send: SendConfig,
+        announce: Callable[[Notice], None],
         *,
         has_served: bool,
     ) -> None:
-        """Send the settings if their file has changed; say what keeps the cluster from having them, once.
+        """Send the settings if their file has changed. Announce each change of `state.configuration` once, except a
+        refusal, which `send` has announced.
 
-        `has_served`: every group has served since this command began. `ready_file` is not made before.
+        `has_served`: every group has served since this command began. `ready_file` is not created before.
         """
         text = self._read_text()
         is_stable, self._last_text = text == self._last_text, text
@@ -66,28 +69,28 @@ class ApplySettings:
                 config = self._read()
             except InvalidConfig as error:
                 self._error = str(error)
-                say(Notice(f"error: {error}; the cluster keeps its settings", "SettingsInvalid", is_warning=True))
+                announce(Notice(f"error: {error}; the cluster keeps its settings", "SettingsInvalid", is_warning=True))
             else:
-                say(Notice("the settings have changed"))
-                self.send(supervisor, config, send, say)
-                return  # `state` is from before
-        if state.configuration != self._printed and not state.configuration.startswith("refused"):
-            say(_describe(state))
-        self._printed = state.configuration
+                announce(Notice("the settings have changed"))
+                self.send(supervisor, config, send, announce)
+                return  # `state` is older than the new settings
+        if state.configuration != self._announced and not state.configuration.startswith("refused"):
+            announce(_describe(state))
+        self._announced = state.configuration
         try:
             self._mark_ready(has_served and not (state.configuration or self._error))
         except OSError as error:  # such as a full disk; raised from here, it would end the whole cluster
             if not self._has_warned:
                 self._has_warned = True
-                say(Notice(f"warning: --ready-file cannot be changed: {error}"))
+                announce(Notice(f"warning: --ready-file cannot be changed: {error}"))
 
     def _read_text(self) -> str | None:
-        """The content and not the time of change: Kubernetes replaces a link to a mounted file's folder."""
+        """The content of the file. Its modification time is not enough: Kubernetes replaces a link to its folder."""
         if self._file is None:
             return None
         try:
             return self._file.read_text()
-        except (OSError, ValueError):  # such as at the moment when it is replaced
+        except (OSError, ValueError):  # such as while the file is being replaced
             return self._text
 
     def _mark_ready(self, is_ready: bool) -> None:
