@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.proto.json_file import read_json_object
 from coatcheck.proto.model_folder import describe_other_path, is_weights_file, no_type_error
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
+from coatcheck.workers.checkpoint.quantisation_scheme import MODELOPT_FILE, read_model_config
 from coatcheck.workers.checkpoint.text_tower import is_multimodal, text_config, text_fields, text_model_type
 from coatcheck.workers.model.known_architectures import CONFIG_DEFAULTS, TESTED_MODEL_TYPES
 
@@ -44,7 +44,7 @@ class ModelConfig:
     @classmethod
     def read(cls, file: Path, name: str) -> Self:
         """Raise InvalidModel as `open` does."""
-        values = read_json_object(file)
+        values = read_model_config(file)
         if values is None:
             raise InvalidModel(describe_other_path(file.parent))
         if not is_multimodal(values):
@@ -123,7 +123,7 @@ def _from_hub(hub_id: str) -> Path:
 
     try:
         # Not hf_hub_download, which retries for half a minute without a network.
-        return Path(snapshot_download(hub_id, allow_patterns=["config.json"])) / "config.json"
+        return Path(snapshot_download(hub_id, allow_patterns=["config.json", MODELOPT_FILE])) / "config.json"
     except GatedRepoError:
         reason = "accept the model's terms on the hub and set HF_TOKEN"
     except RepositoryNotFoundError:

@@ -59,7 +59,7 @@ def write_compressed(source: Path, target: Path, **weights: Any) -> Weights:
         apply_quantization_config,
         fake_quantize,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -76,12 +76,16 @@ def write_compressed(source: Path, target: Path, **weights: Any) -> Weights:
             continue
         arguments, weight = module.quantization_scheme.weights, module.weight.data
         blocks = _blocks(weight, arguments)
-        scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments)
+        whole = None
+        if hasattr(module, "weight_global_scale"):
+            whole = generate_gparam(weight.amin(), weight.amax())
+            module.weight_global_scale.data.copy_(whole)
+        scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments, whole)
         scale, zero = scale.reshape(module.weight_scale.shape), zero.reshape(module.weight_scale.shape)
         module.weight_scale.data.copy_(scale)
         if hasattr(module, "weight_zero_point"):
             module.weight_zero_point.data.copy_(zero)
-        plain[f"{name}.weight"] = fake_quantize(weight, scale, zero, arguments)
+        plain[f"{name}.weight"] = fake_quantize(weight, scale, zero, arguments, global_scale=whole)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     shutil.copytree(source, target)
@@ -97,6 +101,7 @@ def _blocks(weight: Tensor, arguments: Any) -> Tensor:
         "tensor": (rows, columns),
         "channel": (1, columns),
         "group": (1, arguments.group_size),
+        "tensor_group": (1, arguments.group_size),
         "block": tuple(arguments.block_structure or ()),
     }[str(getattr(arguments.strategy, "value", arguments.strategy))]
     return weight.reshape(rows // height, height, columns // width, width)
@@ -190,6 +195,36 @@ def fp8_blocks(height: int, width: int) -> Quantise:
         return {"weight": codes, "weight_scale_inv": scales}, plain
 
     return quantise
+
+
+def nvfp4(weight: Tensor) -> tuple[Weights, Tensor]:
+    """ModelOpt's layout: e2m1 in groups of 16 with scales in e4m3, and a scale in float32 for the whole weight."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    signed = torch.cat([values, -values])
+    rows, columns = weight.shape
+    whole = weight.abs().max() / (6 * 448)
+    groups = weight.reshape(rows, columns // 16, 16)
+    scales = (groups.abs().amax(2) / 6 / whole).clamp(min=2**-9).to(torch.float8_e4m3fn)
+    wide = scales.float() * whole
+    codes = (groups / wide[..., None]).unsqueeze(-1).sub(signed).abs().argmin(-1)
+    plain = (signed[codes] * wide[..., None]).reshape(rows, columns)
+    packed = [
+        [row[place] | row[place + 1] << 4 for place in range(0, columns, 2)]
+        for row in codes.reshape(rows, columns).tolist()
+    ]
+    return {
+        "weight": torch.tensor(packed, dtype=torch.uint8),
+        "weight_scale": scales,
+        "weight_scale_2": whole,
+        "input_scale": torch.tensor(1.0),
+    }, plain
+
+
+def fp8_tensor(weight: Tensor) -> tuple[Weights, Tensor]:
+    """ModelOpt's layout of FP8, with a scale for the whole weight."""
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, codes.float() * scale
 
 
 def nf4(*, nested: bool) -> Quantise:
@@ -320,6 +355,20 @@ FORMATS: dict[str, Write] = {
     "compressed-fp8-block": compressed(
         num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[16, 32]
     ),
+    "compressed-nvfp4": compressed(
+        num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16,
+        scale_dtype=torch.float8_e4m3fn, zp_dtype=torch.float8_e4m3fn,
+    ),
+    "compressed-mxfp4": compressed(
+        num_bits=4, type="float", symmetric=True, strategy="group", group_size=32, scale_dtype=torch.uint8,
+        zp_dtype=torch.uint8,
+    ),
+    "compressed-mxfp8": compressed(
+        num_bits=8, type="float", symmetric=True, strategy="group", group_size=32, scale_dtype=torch.uint8,
+        zp_dtype=torch.uint8,
+    ),
+    "modelopt-nvfp4": written(nvfp4, quant_method="modelopt", quant_algo="NVFP4"),
+    "modelopt-fp8": written(fp8_tensor, quant_method="modelopt", quant_algo="FP8"),
     "fp8-block": written(fp8_blocks(16, 40), quant_method="fp8", weight_block_size=[16, 40]),
     "packed-int4": written(
         packed_int4(32), quant_method="compressed-tensors", format="pack-quantized", config_groups={}
@@ -348,6 +397,7 @@ EXPERT_CASES = [
     ("gpt-oss", "mxfp4"), ("mixtral", "awq"),
     ("qwen3-moe", "fp8-block"), ("qwen3-moe", "fp8-by-row"), ("qwen3-moe", "int8-by-row"), ("qwen3-moe", "packed-int4"),
     ("qwen3-moe", "awq"), ("qwen3-moe", "gptq"), ("qwen3-moe", "gptq-act-order"), ("qwen3-moe", "nf4"),
+    ("qwen3-moe", "modelopt-nvfp4"), ("deepseek-v3", "modelopt-nvfp4"),
     ("deepseek-v3", "fp8-block"), ("deepseek-v3", "fp8-by-row"), ("deepseek-v3", "int8-by-row"),
     ("deepseek-v3", "packed-int4"), ("deepseek-v3", "awq"), ("deepseek-v3", "gptq"),
 ]  # fmt: skip

@@ -19,9 +19,9 @@ from torch import Tensor
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.decode_weight import decode_weight, read_codes
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
+from coatcheck.workers.checkpoint.quantisation_scheme import read_model_config
 from coatcheck.workers.checkpoint.quantised_layouts import plain_entries, read_quantised
 from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, read_entries, stored_dtype
 from coatcheck.workers.checkpoint.stored_weight import StoredWeight
@@ -45,7 +45,7 @@ class Checkpoint:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        config = read_json_object(directory / "config.json")
+        config = read_model_config(directory / "config.json")
         if config is None:
             raise InvalidModel(f"{directory} has no config.json; is it a transformers checkpoint?")
         self.config = resolve_alias(config)

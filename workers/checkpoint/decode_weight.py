@@ -5,7 +5,7 @@
 with one scale, and one zero point if the method has them, for each block of rows and columns. NF4 is only dequantised:
 it is computed in float32 and rounded once to the wanted dtype. The layouts are those of the projects that write them:
 compressed-tensors, AutoAWQ (gemm), AutoGPTQ, DeepSeek-V3 (FP8 in blocks), the OCP Microscaling specification 1.0
-(MXFP4) and bitsandbytes (NF4).
+(MXFP4), NVIDIA's ModelOpt (NVFP4) and bitsandbytes (NF4).
 """
 
 import math
@@ -128,6 +128,21 @@ def _integers(weight: StoredWeight) -> CodeKind:
     return CodeKind.INT8 if weight.bits == 8 else CodeKind.INT4  # 2-bit codes are held in 4 bits
 
 
+def _read_float4(weight: StoredWeight, parts: Parts, dtype: torch.dtype) -> QuantisedWeight:
+    """codes: uint8 [rows, columns / 2], the left of two columns in the lower half. scales [rows, groups]: uint8, as a
+    QuantisedWeight has them, or e4m3. These become float32, and are multiplied with `scale_factor` or divided by
+    `scale_divisor`, one number for the whole weight."""
+    codes, scales = parts["codes"], parts["scales"]
+    if scales.dtype != torch.uint8:
+        scales = scales.float()
+        if "scale_factor" in parts:
+            scales = scales * parts["scale_factor"]
+        if "scale_divisor" in parts:
+            scales = scales / parts["scale_divisor"]
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    return QuantisedWeight(CodeKind.FP4, shape, codes.contiguous(), scales.contiguous(), weight.block[1], dtype)
+
+
 def _read_mxfp4(parts: Parts, dtype: torch.dtype) -> QuantisedExperts:
     """codes: uint8 [experts, rows, blocks, 16], two columns in a byte, the lower half first. scales: uint8 [experts,
     rows, blocks], exponents of two (E8M0)."""
@@ -159,4 +174,5 @@ _READERS: Final[Mapping[Encoding, Callable[[StoredWeight, Parts, torch.dtype], Q
     Encoding.FLOAT8: _read_plain,
     Encoding.AWQ: _read_awq,
     Encoding.GPTQ: _read_gptq,
+    Encoding.FLOAT4: _read_float4,
 }

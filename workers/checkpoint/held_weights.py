@@ -18,7 +18,8 @@ from coatcheck.workers.checkpoint.safetensors_headers import TensorEntry, are_st
 from coatcheck.workers.checkpoint.stored_weight import Encoding, StoredWeight
 from coatcheck.workers.checkpoint.text_tower import text_tensor_name
 
-_SIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+# Bytes that a rank holds of one scale, by its stored dtype. U8: E8M0. Scales in e4m3 become float32.
+_HELD_SCALES: Final = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 4}
 # By device: a weight stays quantised only if its group size is a multiple of this (kernels/layers/linear.py).
 _WORDS: Final = {"cpu": 8, "cuda": 16}
 _GROUP: Final = 128  # columns that share a scale with quantization int4
@@ -162,14 +163,14 @@ def _codes_of(weight: StoredWeight, entries: Mapping[str, TensorEntry], word: in
     group = columns if groups == 1 else columns // groups if is_ordered else weight.block[1]
     if groups > 1 and group % word:
         return None
-    held = rows * (columns if weight.bits == 8 else -(-columns // 2)) + rows * groups * _SIZES[scales.dtype]
+    held = rows * (columns if weight.bits == 8 else -(-columns // 2)) + rows * groups * _HELD_SCALES[scales.dtype]
     if "zeros" in weight.parts:
         held += rows * groups
     is_scattered = is_ordered and _is_scattered(entries[weight.parts["order"].key])
     if is_scattered:
         held += 4 * columns
     layout = (weight.encoding, weight.bits, columns, group, scales.dtype, "zeros" in weight.parts)
-    widened = rows * (4 - _SIZES[scales.dtype]) if weight.bits == 8 and groups == 1 else 0
+    widened = rows * (4 - _HELD_SCALES[scales.dtype]) if weight.bits == 8 and groups == 1 else 0
     return _Codes(held, layout, is_scattered, widened)
 
 

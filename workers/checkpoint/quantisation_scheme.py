@@ -7,10 +7,14 @@ in `ignore` or `modules_to_not_convert` has an unquantised weight.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.text_tower import text_config
+
+MODELOPT_FILE: Final = "hf_quant_config.json"
 
 
 class Method(Enum):
@@ -22,9 +26,14 @@ class Method(Enum):
     GPTQ = "gptq"
     MXFP4 = "mxfp4"
     BITSANDBYTES = "bitsandbytes"
+    MODELOPT = "modelopt"
 
 
-_FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+_FORMATS: Final = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "dense",
+)  # fmt: skip
+_MODELOPT: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP8")  # `quant_algo`
 _GPTQ_BITS: Final = (2, 4, 8)
 _FP8_BLOCK: Final = (128, 128)  # DeepSeek's
 _ACTIVATION_BITS: Final = 8
@@ -45,6 +54,18 @@ class QuantisationScheme:
     block: tuple[int, int] = _FP8_BLOCK
     zero_offset: int = 0
     activations: frozenset[str] = frozenset()
+
+
+def read_model_config(file: Path) -> dict[str, Any] | None:
+    """The JSON object of a config.json, with the settings of the hf_quant_config.json beside it as quantization_config:
+    releases of ModelOpt until 2025 wrote them to that file alone. None without config.json. Raises InvalidModel for a
+    file that holds no JSON object."""
+    config = read_json_object(file)
+    if config is not None and config.get("quantization_config") is None:
+        separate = read_json_object(file.with_name(MODELOPT_FILE))
+        if separate is not None:
+            config["quantization_config"] = {**separate, "quant_method": Method.MODELOPT.value}
+    return config
 
 
 def read_scheme(name: str, config: Mapping[str, Any]) -> QuantisationScheme | None:
@@ -166,6 +187,14 @@ def _read_bitsandbytes(name: str, settings: Mapping[str, Any]) -> QuantisationSc
     return QuantisationScheme(Method.BITSANDBYTES, 4)
 
 
+def _read_modelopt(name: str, settings: Mapping[str, Any]) -> QuantisationScheme:
+    algorithm = (settings.get("quantization") or settings).get("quant_algo")
+    if algorithm not in _MODELOPT:
+        raise _refuse(name, f"ModelOpt's {algorithm}", f"one of {', '.join(_MODELOPT)}")
+    # Linears with 4-bit weights take activations of the model's dtype, whatever the checkpoint asks for.
+    return QuantisationScheme(Method.MODELOPT, activations=frozenset(("float",)))
+
+
 _READERS: Final = {
     Method.COMPRESSED_TENSORS: _read_compressed_tensors,
     Method.FP8: _read_fp8,
@@ -173,4 +202,5 @@ _READERS: Final = {
     Method.GPTQ: _read_gptq,
     Method.MXFP4: _read_mxfp4,
     Method.BITSANDBYTES: _read_bitsandbytes,
+    Method.MODELOPT: _read_modelopt,
 }

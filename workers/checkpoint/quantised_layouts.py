@@ -20,7 +20,10 @@ Entries = Mapping[str, TensorEntry]
 Found = tuple[str, StoredWeight]
 
 # Static scales of activations and of the KV cache. They are not used: quantised activations get scales in each step.
-_UNUSED: Final = ("input_scale", "output_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
+_UNUSED: Final = (
+    "input_scale", "input_global_scale", "output_scale", "input_zero_point", "activation_scale", "q_scale", "k_scale",
+    "v_scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class _Layout:
 
 
 _FLOATS: Final = ("F32", "BF16", "F16")
+_E8M0: Final = "U8"  # exponents of two, as the scales of MXFP4 and MXFP8 are stored
+_FLOAT4_GROUPS: Final = {"F8_E4M3": 16, _E8M0: 32}  # columns that share a scale, by its dtype: NVFP4, MXFP4
 
 
 def _scales(
@@ -122,7 +127,7 @@ def _scales(
 ) -> tuple[StoredPart, tuple[int, int]]:
     """(the scales, (rows, columns) that share one). The stored scales are [row blocks, column blocks], [rows], or one
     number. `key`: of the stored scales. `shape`: of the weight. `block`: as in QuantisationScheme."""
-    entry = layout.entry(key, _FLOATS)
+    entry = layout.entry(key, (*_FLOATS, _E8M0))
     rows, columns = shape
     if len(entry.shape) < 2:
         if entry.shape in ((), (1,)):
@@ -142,7 +147,11 @@ def _scales(
 
 def _find_compressed(layout: _Layout) -> Iterator[Found]:
     for module in layout.modules("weight_packed"):
-        yield f"{module}.weight", _packed_weight(layout, module)
+        if layout.entries[f"{module}.weight_packed"].dtype == "U8":
+            factors = {"scale_divisor": f"{module}.weight_global_scale"}
+            yield f"{module}.weight", _float4_weight(layout, module, "weight_packed", factors)
+        else:
+            yield f"{module}.weight", _packed_weight(layout, module)
     for module in layout.modules("weight_scale"):
         if f"{module}.weight" in layout.entries:
             yield f"{module}.weight", _plain_weight(layout, module, "weight_scale", ("I8", "F8_E4M3"))
@@ -171,6 +180,25 @@ def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
     return StoredWeight((rows, columns), Encoding.PACKED_INT, parts, bits, block)
 
 
+def _float4_weight(layout: _Layout, module: str, leaf: str, factors: Mapping[str, str]) -> StoredWeight:
+    """NVFP4 has scales in e4m3, and one float32 number that multiplies them (role scale_factor) or divides them
+    (scale_divisor). MXFP4 has scales in E8M0. `leaf`: of the codes. `factors`: role -> key of NVFP4's number."""
+    rows, packed = layout.matrix_shape(f"{module}.{leaf}", ("U8",))
+    key, columns = f"{module}.weight_scale", 2 * packed
+    group = _FLOAT4_GROUPS[layout.entry(key, tuple(_FLOAT4_GROUPS)).dtype]
+    layout.check_shape(key, (rows, columns // group))
+    parts = {
+        "codes": StoredPart(f"{module}.{leaf}", Axis(0), Axis(1, 2)),
+        "scales": StoredPart(key, Axis(0), Axis(1, group)),
+    }
+    if layout.entries[key].dtype != _E8M0:
+        for role, factor in factors.items():
+            if layout.entry(factor, ("F32",)).shape != ():
+                layout.check_shape(factor, (1,))
+            parts[role] = StoredPart(factor)
+    return StoredWeight((rows, columns), Encoding.FLOAT4, parts, 4, (1, group))
+
+
 def _stored_shape(layout: _Layout, key: str) -> tuple[int, int]:
     entry = layout.entry(key, ("I32", "I64"))
     layout.check_shape(key, (2,))
@@ -196,7 +224,7 @@ def _plain_weight(layout: _Layout, module: str, scale: str, dtypes: tuple[str, .
         parts["zeros"] = StoredPart(key, scales.rows, scales.columns)
     is_integer = layout.entries[f"{module}.weight"].dtype == "I8"
     encoding, kind = (Encoding.INT8, "int") if is_integer else (Encoding.FLOAT8, "float")
-    asks = kind in layout.scheme.activations
+    asks = kind in layout.scheme.activations and layout.entries[scales.key].dtype != _E8M0
     return StoredWeight((rows, columns), encoding, parts, 8, block, quantises_activations=asks)
 
 
@@ -206,6 +234,19 @@ def _find_fp8(layout: _Layout) -> Iterator[Found]:
             module = key.removesuffix(".weight")
             scale = "weight_scale_inv" if f"{module}.weight_scale_inv" in layout.entries else "weight_scale"
             yield key, _plain_weight(layout, module, scale, ("F8_E4M3",))
+
+
+def _find_modelopt(layout: _Layout) -> Iterator[Found]:
+    for key, entry in layout.entries.items():
+        module, _, leaf = key.rpartition(".")
+        if leaf == "pre_quant_scale":
+            raise InvalidModel(
+                f"{layout.name}: {key} scales activations, which is not served; use a checkpoint without"
+            )
+        if leaf == "weight" and entry.dtype == "U8":
+            yield key, _float4_weight(layout, module, leaf, {"scale_factor": f"{module}.weight_scale_2"})
+        elif leaf == "weight" and entry.dtype == "F8_E4M3":
+            yield key, _plain_weight(layout, module, "weight_scale", ("F8_E4M3",))
 
 
 def _find_awq(layout: _Layout) -> Iterator[Found]:
@@ -293,4 +334,5 @@ _FINDERS: Final[Mapping[Method, Callable[[_Layout], Iterator[Found]]]] = {
     Method.GPTQ: _find_gptq,
     Method.MXFP4: _find_mxfp4,
     Method.BITSANDBYTES: _find_nf4,
+    Method.MODELOPT: _find_modelopt,
 }

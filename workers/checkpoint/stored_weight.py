@@ -20,6 +20,7 @@ class Encoding(Enum):
     FLOAT8 = "float8 e4m3"
     AWQ = "4-bit integers, transposed, packed along the rows in AWQ's order"
     GPTQ = "integers, transposed, packed along the columns"
+    FLOAT4 = "4-bit floats, two columns in a byte"  # NVFP4 and MXFP4 of linears
     MXFP4 = "experts of 4-bit floats with an exponent for 32 columns"
     NF4 = "indices into bitsandbytes' table of 16 values"
 

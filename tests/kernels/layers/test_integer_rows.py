@@ -46,7 +46,9 @@ def integer_product(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
-@pytest.mark.parametrize(("depth", "group"), [(130, 130), (400, 40), (416, 32), (600, 200), (640, 128), (960, 320)])
+@pytest.mark.parametrize(
+    ("depth", "group"), [(130, 130), (208, 16), (400, 40), (416, 32), (600, 200), (640, 128), (960, 320)]
+)
 def test_integer_products_have_the_bits_of_their_definition(
     kind: CodeKind, outlier: float, depth: int, group: int
 ) -> None:

@@ -15,7 +15,7 @@ from tests.kernels.layers.quantised_weights import multiplies_rounded_weights, r
 pytestmark = [pytest.mark.usefixtures("cpu_class"), each_class("linear_bf16")]
 
 ROWS = [1, 7, 40]
-SHAPES = [(100, 130, 130), (129, 256, 128), (17, 200, 40)]  # features, depth, group
+SHAPES = [(100, 130, 130), (129, 256, 128), (17, 200, 40), (70, 208, 16)]  # features, depth, group
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,7 +27,9 @@ SHAPES = [(100, 130, 130), (129, 256, 128), (17, 200, 40)]  # features, depth, g
         (CodeKind.INT4, torch.float16, False),
         (CodeKind.INT4, torch.bfloat16, True),
         (CodeKind.FP8, torch.float32, False),
+        (CodeKind.FP8, torch.uint8, False),
         (CodeKind.FP4, torch.uint8, False),
+        (CodeKind.FP4, torch.float32, False),
     ],
 )
 def test_the_product_is_that_of_the_dequantised_weight(

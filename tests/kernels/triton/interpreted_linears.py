@@ -31,7 +31,9 @@ WEIGHTS = (
     (CodeKind.INT4, torch.float16, True, True, (70, 200, 32)),
     (CodeKind.INT4, torch.float32, False, False, (40, 256, 128)),
     (CodeKind.FP8, torch.float32, False, False, (40, 200, 128)),
+    (CodeKind.FP8, torch.uint8, False, False, (40, 96, 32)),
     (CodeKind.FP4, torch.uint8, False, False, (33, 96, 32)),
+    (CodeKind.FP4, torch.float32, False, False, (33, 80, 16)),
 )
 
 

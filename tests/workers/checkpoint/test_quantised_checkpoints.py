@@ -1,5 +1,6 @@
 """Quantised checkpoints give the weights, and the tokens, that their codes stand for."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from coatcheck.cluster.planner.plan_settings import PlanSettings
+from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
@@ -85,6 +88,24 @@ def test_tokens_are_those_of_the_dequantised_model(
     model.generation_config.eos_token_id = None
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)  # type: ignore[misc]
     assert greedy(Communicator(), path, prompt, 60) == wanted[0, 30:].tolist()
+
+
+def test_settings_of_modelopt_are_read_from_their_own_file(source: Path, tmp_path: Path) -> None:
+    """A checkpoint whose settings are in hf_quant_config.json alone is the one with them in config.json, for the plan
+    too."""
+    inside, separate = tmp_path / "inside", tmp_path / "separate"
+    FORMATS["modelopt-nvfp4"](source, inside)
+    shutil.copytree(inside, separate)
+    config = json.loads((separate / "config.json").read_text())
+    settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}
+    del config["quantization_config"]
+    (separate / "config.json").write_text(json.dumps(config))
+    (separate / "hf_quant_config.json").write_text(json.dumps(settings))
+    name = "model.layers.0.mlp.down_proj.weight"
+    with Checkpoint.open(str(inside)) as one, Checkpoint.open(str(separate)) as other:
+        assert one.is_quantised(name) and torch.equal(one.read(name), other.read(name))
+    planned = [Sizing.of(PlanSettings(model=str(path), device="cpu")).weight_bytes for path in (inside, separate)]  # type: ignore[arg-type]
+    assert planned[0] == planned[1]
 
 
 def test_ranks_hold_their_parts_of_a_quantised_model(source: Path, tmp_path: Path) -> None:

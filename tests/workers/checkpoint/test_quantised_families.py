@@ -17,7 +17,8 @@ from tests.workers.quantised_checkpoints import EXPERT_CASES, FORMATS
 # A column of the table -> the format of quantised_checkpoints.py that stands for it.
 COLUMNS = {
     "W4A16": "compressed-w4a16-g32-asym", "INT8": "compressed-w8a8-int", "FP8": "compressed-fp8-channel",
-    "FP8 blocks": "fp8-block", "AWQ": "awq", "GPTQ": "gptq-act-order", "NF4": "nf4",
+    "FP8 blocks": "fp8-block", "AWQ": "awq", "GPTQ": "gptq-act-order", "NVFP4": "modelopt-nvfp4",
+    "MXFP4": "compressed-mxfp4", "NF4": "nf4",
 }  # fmt: skip
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral")
 # One format of each family; the others run in full.
@@ -25,7 +26,7 @@ SAMPLE = dict(zip(FAMILIES, [*COLUMNS] * 2, strict=False))
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "models.md"
 # The table of README.md: its columns, and the families of each row. A format of published experts -> its column.
-README_COLUMNS = ("FP8 blocks", "FP8", "INT8", "W4A16", "AWQ", "GPTQ", "MXFP4", "NF4")
+README_COLUMNS = ("FP8 blocks", "FP8", "INT8", "W4A16", "AWQ", "GPTQ", "NVFP4", "MXFP4", "NF4")
 README_ROWS = {
     "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3, OLMo 2, Granite": FAMILIES[:-1],
     "Mixtral": ("mixtral",),
@@ -35,7 +36,7 @@ README_ROWS = {
 }
 EXPERT_COLUMNS = {
     "fp8-block": "FP8 blocks", "fp8-by-row": "FP8", "int8-by-row": "INT8", "packed-int4": "W4A16", "awq": "AWQ",
-    "gptq": "GPTQ", "gptq-act-order": "GPTQ", "mxfp4": "MXFP4", "nf4": "NF4",
+    "gptq": "GPTQ", "gptq-act-order": "GPTQ", "modelopt-nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4",
 }  # fmt: skip
 
 
