@@ -1,7 +1,7 @@
-"""CompileWatch: which kernels Triton compiles in this process, or loads from its cache on disk, and when.
+"""CompileWatch: records the kernels that Triton compiles in this process, or loads from its cache on disk.
 
-Both take long enough to delay a step noticeably, so all of it should happen before the group is ready. Kernels that are
-compiled later are counted and logged.
+Both delay a step noticeably, so both should happen before the group is ready. Kernels that are compiled or loaded later
+are counted and logged.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class CompileWatch:
-    """Counts from `start` on. After `mark_ready` no kernel should be compiled."""
+    """Records kernels from `start` on. After `mark_ready` no kernel should be compiled."""
 
     def __init__(self) -> None:
-        self.kernels: list[str] = []  # Triton's descriptions
+        self.kernels: list[str] = []  # Triton's description of each kernel
         self._num_ready: int | None = None
         self._next: Any = None
 
@@ -32,7 +32,7 @@ class CompileWatch:
         triton.knobs.runtime.jit_post_compile_hook = self._next
 
     def mark_ready(self) -> None:
-        """The warm-up is over."""
+        """Count kernels from now on as late."""
         self._num_ready = len(self.kernels)
 
     def num_late(self) -> int:

@@ -1,6 +1,7 @@
-"""GpuProperties: the properties of a GPU that launch parameters depend on, as numbers, so that tests need no GPU.
+"""GpuProperties: the properties of a GPU on which launch parameters depend. They are plain numbers, so tests need no
+GPU.
 
-`uses_triton` tells whether Triton's kernels compute on a tensor.
+`uses_triton`: whether the Triton kernels compute on a tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ class GpuProperties(NamedTuple):
     """`shared`: bytes of shared memory for a program.
 
     `wide_tiles`: matrix products read both operands from shared memory (sm_90 and sm_100), which leaves registers for
-    large tiles. sm_120 has the products of sm_80.
-    `convert`: how kernels widen quantised bytes. 0: plain operations, 1: Triton's casts, 2: PTX, 3: PTX with e4m3
-    conversions (sm_89 and later).
-    `processors`: streaming multiprocessors or compute units.
-    `max_stages`: pipeline stages that the compiler supports.
-    `has_prefill_ptx`: prefill widens bytes by PTX too. For sm_100 Triton 3.7 fails to compile the prefill with PTX.
-    `has_fp8_products`, `has_int8_products`: whether the kernels multiply e4m3 with e4m3, and int8 with int8. gfx942 has
-    another e4m3, and its int8 products were not tried. Triton 3.7 compiles int8 products for sm_100 to mma.sync only.
+    large tiles. sm_120 has the matrix products of sm_80.
+    `convert`: how kernels convert quantised bytes to floats. 0: integer operations, 1: Triton's casts, 2: PTX, 3: PTX
+    with e4m3 conversions (sm_89 and later).
+    `processors`: the number of streaming multiprocessors or compute units.
+    `max_stages`: the most pipeline stages that the compiler supports.
+    `has_prefill_ptx`: the prefill kernel converts bytes by PTX, too. Triton 3.7 fails to compile it with PTX for
+    sm_100.
+    `has_fp8_products`, `has_int8_products`: whether the kernels multiply e4m3 by e4m3, and int8 by int8. gfx942 has
+    another e4m3 format, and its int8 products were not tried. For sm_100 Triton 3.7 compiles int8 products to mma.sync
+    only.
     """
 
     shared: int
@@ -42,7 +45,7 @@ class GpuProperties(NamedTuple):
         return self.convert if self.has_prefill_ptx else 1
 
 
-# Of an NVIDIA GPU: the kernels are compiled and tested for it and later ones.
+# The lowest compute capability of NVIDIA GPUs for which the kernels are compiled and tested.
 LEAST_CAPABILITY = (8, 0)
 
 SM_80 = GpuProperties(163 * 1024, False, 2, 108, has_fp8_products=False)
@@ -53,12 +56,13 @@ SM_120 = GpuProperties(99 * 1024, False, 3, 188)  # RTX PRO 6000
 GFX942 = GpuProperties(64 * 1024, False, 0, 304, max_stages=2, has_fp8_products=False, has_int8_products=False)
 
 
-# In Triton's interpreter (TRITON_INTERPRET=1) CPU tensors too, so that whole models can be tested without a GPU.
+# The Triton kernels compute on tensors of these devices. In Triton's interpreter (TRITON_INTERPRET=1) also on CPU
+# tensors, so that whole models can be tested without a GPU.
 TRITON_DEVICES = {"cuda", "cpu"} if triton.knobs.runtime.interpret else {"cuda"}
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether Triton's kernels compute on the tensor: on a GPU always, on a CPU in Triton's interpreter."""
+    """Whether the Triton kernels compute on the tensor: always on a GPU, on a CPU only in Triton's interpreter."""
     return tensor.device.type in TRITON_DEVICES
 
 
@@ -70,7 +74,7 @@ def gpu_properties(device: torch.device) -> GpuProperties:
     if torch.version.hip is not None:
         return GFX942
     capability = torch.cuda.get_device_capability(device)
-    # Triton refuses launches by the same limits.
+    # These are the limits by which Triton refuses launches.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return GpuProperties(
         limits["max_shared_mem"],

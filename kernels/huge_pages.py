@@ -1,8 +1,8 @@
 """CPU tensors on huge pages, for weights and KV pools.
 
-A step reads every weight once, so caches do not help, and with pages of 4 KiB it also misses the TLB for each page.
-Linux gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). Other systems give plain memory. Small tensors
-share a mapping. A mapping is freed with its last tensor.
+A step reads every weight once, so caches do not help. With pages of 4 KiB it also misses the TLB for each page. Linux
+gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). On other systems the pages have the usual size. Small
+tensors share a mapping. A mapping is freed with its last tensor.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from math import prod
 import torch
 from torch import Tensor
 
-_PAGE = 2 << 20
-_SHARED = 16 * _PAGE  # the size of a shared mapping; tensors below a quarter of it share one
+_PAGE = 2 << 20  # bytes
+_SHARED = 16 * _PAGE  # bytes of a shared mapping; tensors of less than a quarter of it share one
 _CACHE_LINE = 64
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
-_POPULATED_AT_ONCE = _PAGE  # meanwhile no other thread of the process can map memory
-_PAUSE = 3  # times as long as a page took: most of a core is left to the threads that serve
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python's mmap has no name for it
+_POPULATED_AT_ONCE = _PAGE  # bytes of a call, during which no other thread of the process can map memory
+_PAUSE = 3  # the pause after a page, as a multiple of the time that it took: leaves most of a core to other threads
 
 
 class _Mapping:
     """An anonymous mapping from which tensors are allocated front to back."""
 
     def __init__(self, size: int) -> None:
-        # One page more, because mappings are aligned to 4 KiB only.
+        # One page more than needed, because mappings are aligned to 4 KiB only.
         self._memory = mmap.mmap(-1, size + _PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel built without huge pages
@@ -51,7 +51,7 @@ _shared: _Mapping | None = None
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A dense CPU tensor of zeros. Its memory is new to the process, so nothing has to write the zeros."""
+    """A contiguous CPU tensor of zeros. Its memory comes from the kernel, so it is zero without being written."""
     global _shared
     size = prod(shape) * dtype.itemsize
     if size == 0:
@@ -69,19 +69,19 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def populate_in_background(tensor: Tensor) -> None:
-    """Have a thread allocate the pages of a CPU tensor of `zeros`, with a quarter of a core.
+    """Start a thread that allocates the pages of a CPU tensor of `zeros`. It uses about a quarter of a core.
 
-    Other threads may read and write the tensor meanwhile; its values stay. A page that the thread has not reached is
-    allocated when it is first written, under load, and a host that has promised too much memory kills the process
-    then. Before Linux 5.14, and on other systems, all pages are allocated in that way.
+    Other threads may read and write the tensor meanwhile; its values do not change. A page that the thread has not
+    reached is allocated when it is first written, under load. A host that has overcommitted its memory kills the
+    process then. Before Linux 5.14, and on other systems, every page is allocated at its first write.
     """
     if sys.platform == "linux" and tensor.nbytes:
         threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True).start()
 
 
 def _populate(tensor: Tensor) -> None:
-    # At its usual priority: the kernel locks the map of the process's memory meanwhile. A thread of low priority that
-    # has to wait for a core on a busy host would hold that lock for seconds, and with it the thread that serves.
+    # The thread keeps its usual priority, because during a call the kernel locks the process's memory map. A thread of
+    # low priority that waits for a core on a busy host would hold that lock for seconds, and block the serving thread.
     advise = ctypes.CDLL(None).madvise
     start, end = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, tensor.data_ptr() + tensor.nbytes
     for address in range(start, end, _POPULATED_AT_ONCE):

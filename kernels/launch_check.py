@@ -1,7 +1,7 @@
 """Checks of a kernel's arguments: shapes, dtypes, strides and devices.
 
-Every operation checks its tensors before it touches memory, because a kernel that gets a wrong pointer corrupts other
-requests' KV without an error. A refusal names the tensor, what was expected, and what was given.
+Every operation checks its tensors before it touches memory, because a kernel with a wrong pointer corrupts the KV of
+other requests without an error. The error of a check names the tensor, what was expected, and what was given.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class LaunchRefused(ValueError):
-    """A kernel cannot take a tensor. The message names the tensor and what to change."""
+    """A kernel cannot compute on a tensor. The message names the tensor, what was expected and what was given."""
 
 
 def once_per_geometry(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
-    """Wrap `check` so that it is left out for arguments like those that have passed it before.
+    """Wrap `check` so that it runs only once for each geometry of its arguments.
 
-    Tensors are alike if shape, strides, dtype and device are equal, so `check` may read nothing else of them. Other
-    arguments must be hashable. On a CPU, a step of one token spends as long on checks as on a small kernel, and most
-    calls repeat the same shapes.
+    The geometry of a tensor is its shape, strides, dtype and device, so `check` may read nothing else of a tensor.
+    Other arguments must be hashable. Most calls repeat the same geometries, and on a CPU a check takes as long as a
+    small kernel of a step of one token.
     """
     seen: set[tuple[object, ...]] = set()
 
@@ -49,7 +49,7 @@ def refuse(name: str, expected: str, got: object) -> NoReturn:
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    """`None` in `shape` allows any size."""
+    """Refuse a tensor without this shape. `None` in `shape` allows any size."""
     have = tensor.shape
     if len(have) != len(shape) or any(w is not None and w != h for w, h in zip(shape, have, strict=True)):
         refuse(name, f"shape [{', '.join('*' if w is None else str(w) for w in shape)}]", f"{list(have)}")
@@ -68,7 +68,8 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 def check_dense(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A contiguous tensor. `None` in `shape` allows any size."""
+    """Refuse a tensor that is not contiguous, or lacks this shape, dtype or device. `None` in `shape` allows any
+    size."""
     check_shape(name, tensor, shape)
     check_dtype(name, tensor, dtype)
     check_device(name, tensor, device)
@@ -77,13 +78,14 @@ def check_dense(
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
-    """The last dimension must be dense. Others may be strided, for example in a slice of a fused projection."""
+    """Refuse a tensor whose last dimension is not contiguous. Others may be strided, as in a slice of a fused
+    projection."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         refuse(name, "a last dimension with stride 1", f"strides {tensor.stride()}")
 
 
 def check_logits(logits: Tensor) -> None:
-    """float32 [rows, vocabulary]; rows may be strided."""
+    """Refuse anything but float32 [rows, vocabulary]; rows may be strided."""
     check_shape("logits", logits, (None, None))
     check_dtype("logits", logits, torch.float32)
     check_rows("logits", logits)
@@ -92,7 +94,9 @@ def check_logits(logits: Tensor) -> None:
 def check_heads(
     name: str, tensor: Tensor, shape: tuple[int | None, int | None, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """[tokens, heads, dim] with dense heads in each token and any stride over tokens. `None` in `shape` allows any."""
+    """Refuse anything but [tokens, heads, dim] whose heads are contiguous in each token; the stride over tokens is
+    free.
+    `None` in `shape` allows any size."""
     check_shape(name, tensor, shape)
     check_dtype(name, tensor, dtype)
     check_device(name, tensor, device)

@@ -1,13 +1,14 @@
 """The C library of kernels/csrc, loaded once, and the instruction class whose kernels run.
 
-The library holds the kernels of every class of CLASSES. The best class that the processor and its operating system
-allow is used; COATCHECK_CPU names another one. The library is built at install and is optional: the launchers
-use the torch references if it is missing or was built from another version of the sources. `native_status()` says which
-form runs.
+The library has kernels for every class of CLASSES that the compiler knows. The best class that the processor and its
+operating system support is used, or the class that COATCHECK_CPU names. The library is built at install, and is
+optional: if it is missing, or was built from another version of the sources, the torch references are used.
+`native_status()` says which form runs.
 
-torch must be imported before the library is loaded. torch brings its own libgomp, and the loader then resolves ours to
-that copy; two OpenMP pools would compete for the same cores. The library uses torch's thread count, which is a setting
-of each thread: a thread that calls kernels must have called `torch.set_num_threads` or `get_num_threads` once.
+torch must be imported before the library is loaded. torch brings its own libgomp, and the dynamic loader then uses that
+copy for this library, too; two OpenMP thread pools would compete for the same cores. The library uses torch's number of
+threads, which is a setting of each thread: a thread that calls kernels must have called `torch.set_num_threads` or
+`get_num_threads` once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from coatcheck.kernels.gpu_properties import TRITON_DEVICES
 VERSION = 22
 CPU_CLASS_VARIABLE = "COATCHECK_CPU"
 
-# The worst first, as in kernels/README.md. A kernel that a class lacks is that of the best class before it that has the
-# kernel and runs on this processor.
+# From the worst to the best, as in kernels/README.md. For a kernel that a class lacks, the best class before it is used
+# that has the kernel and runs on this processor.
 CLASSES = ("generic", "neon_bf16", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -64,7 +65,7 @@ _CLASS_SIGNATURES = {
     "transfer_blocks": "pqppqpqqp:v",
     "weighted_sum": "p:v",
 }
-# Kernels that a class has or goes without: that of another class would read other forms of its arguments.
+# Kernels that a class may lack. The kernel of another class is not used instead: it reads weights in another layout.
 _OPTIONAL_SIGNATURES = {"gated_linear_bf16": "pq:v"}
 _SIGNATURES = {
     "attention_sublayer": "ppppp:r",
@@ -80,10 +81,10 @@ _SIGNATURES = {
     "sparse_sublayer": "ppp:v",
 }
 
-# The C structs, with the fields of the headers.
+# The C structs. The fields are those of the headers in kernels/csrc.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPPqqqPqqPqP")
 WEIGHT = struct.Struct("@PPqqPPPqqq")
-LINEAR = struct.Struct("@PqqPqPP")  # behind a WEIGHT
+LINEAR = struct.Struct("@PqqPqPP")  # follows a WEIGHT
 KV_CACHE = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@8P11q")
@@ -95,21 +96,21 @@ LATENT_ROTARY = struct.Struct("@8P11qff")
 LORA = struct.Struct("@7P7q")
 HEADS_LINEAR = struct.Struct("@PqqPqqPqqqqqqPq")
 
-# The dtypes that the C library computes, as its `type`. On CPU float16 takes the references.
+# {dtype in which the C library computes: its `type`}. float16 on a CPU is computed by the references.
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
-# The dtypes of a KV pool's elements. uint8: two int4 in a byte.
+# {dtype of a KV pool's elements: its number in C}. uint8: two int4 in a byte.
 ELEMENTS = {**TYPES, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4, torch.uint8: 5}
 
 
 class CpuClassRefused(ValueError):
-    """COATCHECK_CPU names a class that does not exist, or that cannot run here."""
+    """COATCHECK_CPU names a class that does not exist, was not built, or cannot run on this processor."""
 
 
 class Library:
-    """The loaded library with the kernels of `cpu_class`, by default the best one. Every C function is an attribute.
+    """The loaded library with the kernels of `cpu_class`, by default the best class. Every C function is an attribute.
 
-    `is_chosen`: the class was asked for by name. `attention`, `linear`: the function for each dtype. `kernels`: the C
-    struct Kernels of sublayers.h.
+    `is_chosen`: COATCHECK_CPU named the class. `attention`, `linear`: the C function for each dtype. `kernels`: the C
+    struct Kernels of sublayers.h. Raises CpuClassRefused, and OSError for a library of another version.
     """
 
     def __init__(self, path: Path, cpu_class: str = "") -> None:
@@ -143,11 +144,11 @@ class Library:
         self.kernels = struct.pack(f"@{len(operations)}P", *(_address(function) for function in operations))
 
     def has_own(self, cpu_class: str, *kernels: str) -> bool:
-        """Whether one of `kernels` was compiled for a class."""
+        """Whether at least one of `kernels` was compiled for the class."""
         return any(hasattr(self._dll, f"{kernel}_{cpu_class}") for kernel in kernels)
 
     def _has(self, name: str) -> bool:
-        """Whether the processor can run a class, and the library was built with it."""
+        """Whether the processor can run the class, and the library was built with it."""
         return bool(self._dll.has_class(name.encode())) and self.has_own(name, "linear_bf16")
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
@@ -181,7 +182,7 @@ def _load() -> tuple[Library | None, str]:
 
 
 def address_of(packed: bytes) -> int:
-    """The address of a packed C struct. Valid while `packed` lives."""
+    """The address of a packed C struct. It is valid as long as `packed` is alive."""
     address = ctypes.cast(ctypes.c_char_p(packed), _POINTER).value
     assert address is not None
     return address
@@ -192,13 +193,15 @@ def library() -> Library | None:
 
 
 def library_for(x: Tensor) -> Library | None:
-    """The library if it computes on `x`: a CPU tensor in one of TYPES, outside Triton's interpreter."""
+    """The library if it can compute on `x`: a CPU tensor of a dtype in TYPES, outside Triton's interpreter. Else
+    None."""
     is_native = x.device.type == "cpu" and x.dtype in TYPES and "cpu" not in TRITON_DEVICES
     return _load()[0] if is_native else None
 
 
 def native_status() -> str:
-    """Which form of the CPU kernels this process runs, for logs and status pages."""
+    """The form of the CPU kernels that this process runs, for logs and status pages: "native (CLASS)" or "torch
+    reference (REASON)"."""
     return _load()[1]
 
 

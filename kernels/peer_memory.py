@@ -1,13 +1,14 @@
-"""PeerMemory: one buffer of each rank of a host, mapped so that a kernel of any rank reads and writes all of them.
+"""PeerMemory: a buffer of each rank of a host, mapped so that the kernels of every rank can read and write all of them.
 
-`meet_peers` is the barrier between the ranks inside a kernel. Program p of a rank meets program p of every other rank:
+`meet_peers` is a barrier between the ranks inside a kernel. Program p of a rank waits for program p of every other
+rank:
 
     epoch = epochs[p] + 1
-    signals of each peer [p, own rank] = epoch           (release: what the program wrote before is visible with it)
-    wait until own signals [p, peer] >= epoch for all    (acquire)
+    for each peer: the peer's signals[p, own rank] = epoch          (release: earlier writes of the program are visible)
+    wait until own signals[p, peer] >= epoch for each peer          (acquire)
 
-Epochs only grow, so nothing has to be reset, and a CUDA graph may repeat the kernel. They wrap around after 2^31 calls,
-which the comparison of differences allows.
+Epochs only grow, so nothing has to be reset, and a CUDA graph can repeat the kernel. An epoch wraps around after 2^31
+calls; only differences of epochs are compared, so that does not matter.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -21,18 +22,18 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-# All programs of a kernel that meets its peers must run at once, on every GPU.
+# All programs of a kernel with `meet_peers` must run at the same time, on every GPU.
 MAX_PROGRAMS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """The buffers as one rank's kernels take them.
+    """The buffers of all ranks, as the kernels of one rank read them.
 
     `nbytes`: of each rank's buffer.
-    `buffers`: int64 [size], the address of each rank's buffer in this process; 16 bytes aligned.
-    `signals`: int64 [size], the address of each rank's signals, int32 [MAX_PROGRAMS, size], 0 at the start.
-    `epochs`: int32 [MAX_PROGRAMS] of this rank alone, 0 at the start.
+    `buffers`: int64 [size], the address of each rank's buffer in this process; aligned to 16 bytes.
+    `signals`: int64 [size], the address of each rank's signals, int32 [MAX_PROGRAMS, size], initially 0.
+    `epochs`: int32 [MAX_PROGRAMS], of this rank, initially 0.
     """
 
     rank: int
@@ -50,7 +51,7 @@ def signal_bytes(size: int) -> int:
 
 @triton.jit
 def meet_peers(signals, epochs, rank, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Wait for this program on every other rank. PADDED: SIZE, rounded up to a power of two."""
+    """Wait for the same program of every other rank. PADDED: SIZE, rounded up to a power of two."""
     program = tl.program_id(0)
     peer = tl.arange(0, PADDED)
     is_peer = peer < SIZE

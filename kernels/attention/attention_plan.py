@@ -4,13 +4,13 @@
     item    a tile and a range of its keys; `head_tiles` programs compute it, one for each group of heads
     merge   a query whose keys are divided among several items, which write partial results to slots
 
-Ranges begin and end at multiples of UNIT, counted from the sequence's first token. A range is at most the share of one
-program if the work of the whole step were spread evenly, so a long context among short ones, or a few new tokens behind
-a long prefix, keep the whole GPU busy, and no step has more ranges than it needs. The plan depends on the lengths of
-the step alone, never on the size of the KV pool.
+Divided keys are divided at multiples of UNIT, counted from the sequence's first token. A range has at most as many keys
+as each program would have if the work of the whole step were spread evenly. So a long context among short ones, and a
+few new tokens after a long prefix, keep the whole GPU busy, and no step has more ranges than it needs. The plan depends
+only on the lengths of the step, not on the size of the KV pool.
 
-A plan for batch-invariant mode divides a tile's keys into units of one size, or not at all. The kernel combines units
-in order either way, so the division changes no bit.
+In batch-invariant mode the keys of a tile are divided into units of INVARIANT_UNIT keys, or not at all. The kernel
+combines units in order in both cases, so the division changes no bit.
 
 `pack_plans` writes plans into one int32 array, and the kernels read them on the device (see paged_tiles.py):
 
@@ -29,15 +29,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-UNIT = 256  # keys; a split is a multiple
-INVARIANT_UNIT = 512
-COUNTS, ITEM, MERGE = 4, 8, 4  # int32 in each row; `counts` has one unused element
+UNIT = 256  # keys; the size of a part is a multiple
+INVARIANT_UNIT = 512  # keys
+COUNTS, ITEM, MERGE = 4, 8, 4  # int32s of a row; the last of `counts` is not used
 
 Ints = NDArray[np.int64]
 
 
 class TileShape(NamedTuple):
-    """`queries`: in a tile. `head_tiles`: programs of an item. `programs`: that should share the work."""
+    """`queries`: of a tile. `head_tiles`: programs of an item. `programs`: programs over which a step's work is
+    spread."""
 
     queries: int
     head_tiles: int
@@ -45,18 +46,19 @@ class TileShape(NamedTuple):
 
     @property
     def max_splits(self) -> int:
-        """The largest number of items that write to slots, of any step."""
+        """The most items of a step that write to slots."""
         return 3 * -(-self.programs // self.head_tiles)
 
     @property
     def max_slots(self) -> int:
-        """The largest number of slots that these items write."""
+        """The most slots that the items of a step write."""
         return self.max_splits * self.queries
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """`short`, `wide`: items [n, 8] of the two kinds of tiles. `merges`: [n, 4]. `num_slots`: that the items write."""
+    """`short`, `wide`: items [n, 8] of the two kinds of tiles. `merges`: [n, 4]. `num_slots`: slots that items
+    write."""
 
     short: Ints
     wide: Ints
@@ -73,10 +75,11 @@ def plan_attention(
     window: int = 0,
     batch_invariant: bool = False,
 ) -> HostPlan:
-    """`q_lens`: queries of each sequence in this step. `seq_lens`: with this step's tokens. `window`: 0 for none.
+    """The plan of a step. `q_lens`: queries of each sequence. `seq_lens`: context length of each sequence, including
+    this step's tokens. `window`: the sliding window in tokens; 0 for none.
 
-    Sequences with at most `short.queries` queries become short tiles, others wide ones. `batch_invariant`: all tiles
-    are wide. A sequence of length 0 is padding: its queries see no key, whatever their number.
+    Sequences with at most `short.queries` queries have short tiles, others wide ones. `batch_invariant`: all tiles are
+    wide. A sequence of length 0 is padding: its queries attend to no key.
     """
     queries, lens = np.asarray(q_lens, np.int64), np.asarray(seq_lens, np.int64)
     is_short = (queries <= (0 if batch_invariant else short.queries)) & (queries > 0)
@@ -91,7 +94,8 @@ def _plan_kind(
     queries: Ints, lens: Ints, firsts: Ints, chosen: NDArray[np.bool_], shape: TileShape, window: int,
     batch_invariant: bool, used: int,
 ) -> tuple[Ints, Ints, int]:  # fmt: skip
-    """(items, merges, number of slots with those used before) of the sequences that are `chosen`."""
+    """(items, merges, `used` plus the number of new slots) of the sequences that are `chosen`. `used`: slots of earlier
+    items."""
     seqs = np.flatnonzero(chosen)
     if not len(seqs):
         return np.empty((0, ITEM), np.int64), np.empty((0, MERGE), np.int64), used
@@ -101,7 +105,7 @@ def _plan_kind(
     count = np.minimum(shape.queries, queries[seq] - nth * shape.queries)
     token = firsts[seq] + nth * shape.queries
     position = lens[seq] - queries[seq] + nth * shape.queries
-    end = np.maximum(position + count, 0)  # of padding the positions are negative
+    end = np.maximum(position + count, 0)  # positions of padding are negative
     start = np.maximum(position - window + 1, 0) if window else np.zeros_like(end)
     parts, size = _choose_parts(start, end, count, shape, batch_invariant)
     tile = np.repeat(np.arange(len(seq)), parts)
@@ -116,7 +120,7 @@ def _plan_kind(
     items = np.stack(
         (seq[tile], token[tile], count[tile], position[tile], first_key, last_key, item_slot, np.zeros_like(tile)), 1
     )
-    # The longest come first, so that the last to run are short.
+    # The longest items come first, so that programs end at about the same time.
     items = items[np.argsort(first_key - last_key, kind="stable")]
     split = np.flatnonzero(is_split)
     query = np.repeat(split, count[split])
@@ -128,20 +132,21 @@ def _plan_kind(
 def _choose_parts(
     start: Ints, end: Ints, count: Ints, shape: TileShape, batch_invariant: bool
 ) -> tuple[Ints, int]:  # fmt: skip
-    """(the number of parts of each tile's keys, the size of a part)."""
-    share = -(-int((end - start).sum()) * shape.head_tiles // shape.programs)  # keys of a program
+    """(the number of parts of each tile's keys, the size of a part in keys)."""
+    share = -(-int((end - start).sum()) * shape.head_tiles // shape.programs)  # keys of a program, spread evenly
     if not batch_invariant:
         return _choose_even_parts(start, end, shape, share)
     is_long = end - start > _round_up(share)
     parts = np.where(is_long, -(-end // INVARIANT_UNIT) - start // INVARIANT_UNIT, 1)
-    # Tiles are divided in order while there are slots. Dividing changes no bit, so any limit would do.
+    # Tiles are divided in order until the slots are used up. Dividing changes no bit, so any limit would do.
     slots = np.cumsum(np.where(parts > 1, parts * count, 0))
     return np.where(slots <= shape.max_slots, parts, 1), INVARIANT_UNIT
 
 
 def _choose_even_parts(start: Ints, end: Ints, shape: TileShape, share: int) -> tuple[Ints, int]:
-    """Parts of at most `share` keys. Smaller ones, down to a third, if the program with the most keys then has a tenth
-    less: 512 items of one length take 396 programs two rounds, and three times as many parts four rounds of a third."""
+    """Parts of at most `share` keys. They are a half or a third of that if the program with the most keys then has at
+    least a tenth less. For example, 512 items of equal length take 396 programs two rounds; three times as many parts
+    take four rounds of a third each."""
     programs = max(1, shape.programs // shape.head_tiles)
     chosen: tuple[Ints, int] | None = None
     least = 0.0
@@ -165,7 +170,7 @@ def _round_up(keys: int) -> int:
 
 
 class PlanSpace(NamedTuple):
-    """Rows for the items and merges of one plan in a packed array, and slots for its partial results."""
+    """The room of one plan: items of each kind and merges in the packed array, and slots for partial results."""
 
     short: int
     wide: int
@@ -174,14 +179,14 @@ class PlanSpace(NamedTuple):
 
     @classmethod
     def of(cls, plan: HostPlan) -> PlanSpace:
-        """Exactly what `plan` needs."""
+        """The room that `plan` needs."""
         return cls(len(plan.short), len(plan.wide), len(plan.merges), plan.num_slots)
 
     @classmethod
     def of_tokens(
         cls, num_tokens: int, *, short: TileShape | None, wide: TileShape | None, batch_invariant: bool = False
     ) -> PlanSpace:
-        """What any plan of `num_tokens` queries needs. `short`, `wide`: None if the plan has no such tiles."""
+        """Room for any plan of `num_tokens` queries. `short`, `wide`: None if the plan has no such tiles."""
 
         def needs(shape: TileShape | None) -> tuple[int, int]:
             """(items, slots) of one kind of tiles."""

@@ -1,23 +1,24 @@
 """Causal attention over latents (MLA), in both of its forms.
 
-Absorbed: all heads read the same rows of a paged latent cache, which are the keys and the values.
+Absorbed: all heads read the same rows of a paged latent cache. A latent is the key without rotation, and the value.
 
     out[i, h] = softmax(mask(scale * (q[i, h, :rank] @ latent^T + q[i, h, rank:] @ rope_keys^T))) @ latent
 
-Expanded: each head has keys and values of its own, which the caller computed from one sequence's latents.
+Expanded: each head has its own keys and values, which the caller has computed from the latents of one sequence.
 
     out[i, h] = softmax(mask(scale * (q[i, h, :nope] @ k[h]^T + q[i, h, nope:] @ rope_keys^T))) @ v[h]
 
-A pair of query and key costs each head 2 * rank + rope_dim products in the absorbed form and nope + rope_dim +
-value_dim in the expanded one, but the latter must compute k and v from the latents first, which costs each head rank *
-(nope + value_dim) products per key. Causality, `seq_lens` and `cu_seqlens_q` are those of paged_attention.py.
+For each pair of query and key a head takes 2 * rank + rope_dim multiplications in the absorbed form, and nope +
+rope_dim + value_dim in the expanded form. But the expanded form first needs k and v, which take rank * (nope +
+value_dim) multiplications for each key and head. Causality, `seq_lens` and `cu_seqlens_q` are those of
+paged_attention.py.
 
-Absorbed, shapes: q [tokens, heads, rank + rope_dim] (stride over tokens free), out [tokens, heads, rank] dense; cache
-as latent_cache.py has it. A result never depends on other sequences, and is the same bits in a decode and in a prefill;
-on a GPU (latent_tiles.py) with `batch_invariant` alone.
+Shapes of the absorbed form: q [tokens, heads, rank + rope_dim], the stride over tokens is free; out [tokens, heads,
+rank], contiguous; cache: see latent_cache.py. A result does not depend on other sequences, and has the same bits in a
+decode and in a prefill; on a GPU (latent_tiles.py) only with `batch_invariant`.
 
-Expanded, shapes: q [tokens, heads, nope + rope_dim], the last `tokens` positions of the sequence; kv [keys, heads,
-nope + value_dim], dense; rope_keys [keys, rope_dim], dense; out [tokens, heads, value_dim].
+Shapes of the expanded form: q [tokens, heads, nope + rope_dim], of the last `tokens` positions of the sequence; kv
+[keys, heads, nope + value_dim] and rope_keys [keys, rope_dim], contiguous; out [tokens, heads, value_dim].
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def latent_attention(
 ) -> Tensor:
     """The absorbed form. `batch_invariant`, `plan`: for the Triton kernels, as in paged_attention.py.
 
-    `lse`: float32 [tokens, heads], gets the natural logarithm of each result's sum of exponentials, with which
-    merge_shards.py combines results over parts of the keys. -inf: a query over no keys, whose result is 0.
+    `lse`: float32 [tokens, heads], gets the log-sum-exp of each row of scores, by which merge_shards.py combines
+    results over parts of the keys. A query over no keys has the result 0 and the log-sum-exp -inf.
     """
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     check_dtype("q", q, *FLOATS)
@@ -92,7 +93,7 @@ def latent_attention(
 
 
 def expanded_attention(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scale: float) -> Tensor:
-    """The expanded form, for one sequence. `nope`: elements of a key without its rotary part."""
+    """The expanded form, for one sequence. `nope`: the number of elements of a key without its rotary part."""
     check_dtype("q", q, *FLOATS)
     check_shape("kv", kv, (None, None, None))
     (keys, heads, width), rope_dim = kv.shape, rope_keys.shape[-1]
@@ -108,7 +109,7 @@ def expanded_attention(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scal
     if library is None or not has_native_dims(nope, rope_dim, value_dim):
         out.copy_(expanded_attention_reference(q, kv, rope_keys, nope, scale))
         return out
-    # A cache with one token in each block: a key's part of it, then the value's, for every head.
+    # `kv` as a KV cache with one token in each block: for every head the elements of its key, then of its value.
     size = kv.itemsize
     row = width * size
     cache = native.KV_CACHE.pack(
@@ -129,7 +130,7 @@ def expanded_attention(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scal
 
 
 def has_native_dims(key_dim: int, rope_dim: int, value_dim: int) -> bool:
-    """Whether the C library computes rows of these sizes; otherwise the references serve."""
+    """Whether the C library computes rows of these sizes. The references compute others."""
     is_whole = key_dim % 16 == 0 and rope_dim % 16 == 0 and value_dim % 16 == 0
     return is_whole and max(key_dim, value_dim) <= NATIVE_MAX_RANK and rope_dim <= NATIVE_MAX_ROPE
 
@@ -149,7 +150,8 @@ def latent_attention_reference(
     out: Tensor,
     lse: Tensor | None = None,
 ) -> None:
-    """The absorbed form in float32, one sequence at a time. Rows of queries without keys are 0."""
+    """The absorbed form in float32, one sequence at a time, written to `out` and `lse`. The results of queries without
+    keys are 0."""
     starts = cu_seqlens_q.tolist()
     out.zero_()
     if lse is not None:
@@ -173,7 +175,7 @@ def expanded_attention_reference(q: Tensor, kv: Tensor, rope_keys: Tensor, nope:
 
 
 def _scores(q: Tensor, kv: Tensor, rope_keys: Tensor, nope: int, scale: float) -> Tensor:
-    """float32 [heads, tokens, keys]; -inf for keys behind the query."""
+    """float32 [heads, tokens, keys]; -inf for keys after the query."""
     keys = kv[:, :, :nope].float()
     q_nope, q_rope = q.float().split_with_sizes((nope, rope_keys.shape[1]), dim=2)
     scores = torch.einsum("thd,shd->hts", q_nope, keys) + torch.einsum("thd,sd->hts", q_rope, rope_keys.float())

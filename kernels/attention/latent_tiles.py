@@ -1,10 +1,10 @@
-"""Absorbed latent attention on a GPU: see latent_attention.py for the formula and attention_plan.py for how a step is
-divided.
+"""Absorbed latent attention on a GPU. latent_attention.py has the formula; attention_plan.py divides a step.
 
-All heads read the same rows, so a tile has BLOCK_M rows: up to 32 heads of one query, or of several queries if there
-are fewer heads. A tile of latents is read once, as keys and as values. Quantised rows are multiplied by their scale and
-rounded to the dtype of the queries. Items, slots and merges are those of paged_tiles.py, whose `_merge` combines the
-slots. In batch-invariant mode every range of UNIT keys starts anew, and ranges are combined in order.
+All heads read the same latents. So the BLOCK_M rows of a tile are up to 32 heads of one query, or of several queries if
+the model has fewer heads. A tile of latents is read once, as keys and as values. Quantised latents are multiplied by
+their scales and rounded to the dtype of the queries. Items, slots and merges are those of paged_tiles.py, and its
+`_merge` combines the slots. In batch-invariant mode every range of UNIT keys has its own running maximum and sum, and
+the ranges are combined in order.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -22,20 +22,21 @@ from coatcheck.kernels.attention.paged_tiles import AttentionPlan, _fold, merge_
 from coatcheck.kernels.attention.tile_launch import TileLaunch, Tiles
 from coatcheck.kernels.gpu_properties import GpuProperties
 from coatcheck.kernels.kv.latent_cache import LatentCache
-from coatcheck.kernels.kv.quantise import KINDS, _nibbles, _places, _widened
+from coatcheck.kernels.kv.quantise import KINDS, _locate_keys, _nibbles, _widened
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_PROGRAMS = 2  # for each processor
-_LEAST_SHARED = 80 << 10  # bytes with which a tile of 32 queries or keys fits
+_PROGRAMS = 2  # programs for each processor
+_LEAST_SHARED = 80 << 10  # bytes of shared memory for tiles of 32 queries and keys
 
 
 def pick_latent_tiles(
     heads: int, rank: int, *, element_size: int, pool_bits: int, gpu: GpuProperties, batch_invariant: bool = False
 ) -> Tiles:
-    """`rank`: elements of a latent. `element_size`: bytes of a query's element. `pool_bits`: of an element in the pool.
+    """The tiles of a model with latent attention. `heads`: that this rank computes. `rank`: elements of a latent.
+    `element_size`: bytes of a query's element. `pool_bits`: bits of an element in the pool.
 
-    With more than 32 queries of 512 sums, or fewer where results or rows take more registers, Triton 3.7.1 spills on
-    sm_90. In batch-invariant mode two results are held at once. The times on a GPU are not measured yet.
+    With more than 32 rows of 512 sums, Triton 3.7.1 spills registers on sm_90; with float32, int4 or in batch-invariant
+    mode, which holds two results at once, with more than 16. The times on a GPU are not measured yet.
     """
     block_d: int = max(16, triton.next_power_of_2(rank))
     is_small = element_size == 4 or gpu.shared < _LEAST_SHARED
@@ -45,7 +46,7 @@ def pick_latent_tiles(
     row = (block_d + 64) * element_size
 
     def tile(block_m: int) -> TileLaunch:
-        # The numbers of blocks take stages beside the rows that they lead to, so rows are prefetched from five on.
+        # The block numbers and the rows that they address are pipelined, so rows are prefetched only from 5 stages on.
         left = gpu.shared - 4096 - block_m * row
         stages = 5 if left >= 2 * block_n * row and not is_small else 2 if element_size == 2 else 1
         pack = max(pack for pack in range(1, block_m + 1) if heads % pack == 0)
@@ -62,7 +63,7 @@ def launch_latent_attention(
     q: Tensor, cache: LatentCache, block_tables: Tensor, plan: AttentionPlan, scale: float, out: Tensor,
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute the queries of `plan` into `out`, and `lse` as latent_attention has it. Other rows are not written."""
+    """Compute the queries of `plan` into `out` and `lse` (see latent_attention). Other rows are not written."""
     heads, tiles = q.shape[1], plan.tiles
     counts, items, merges, slots = split_plan(plan, heads, cache.rank, q.device)
     strides = (
@@ -93,7 +94,8 @@ def _latent_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """UNIT: in batch-invariant mode the keys after which a range starts anew, else 0. `scale` includes log2(e)."""
+    """UNIT: in batch-invariant mode the keys of a range with its own running maximum and sum; else 0. `scale` includes
+    log2(e), because the GPU computes exp2."""
     TILES: tl.constexpr = HEADS // PACK
     rows = tl.arange(0, BLOCK_M)
     dims, in_dims = _dims(RANK, BLOCK_D, KIND)
@@ -149,8 +151,8 @@ def _latent_tiles(
 
 @triton.jit
 def _dims(DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """(the element of a row at each place of a block, whether there is one). int4 rows have their halves in the halves
-    of the block."""
+    """(index of the element of a row at each position of a block, whether it exists). The two halves of an int4 row are
+    in the two halves of the block."""
     place = tl.arange(0, BLOCK)
     if KIND == 3:
         half = place % (BLOCK // 2)
@@ -172,7 +174,7 @@ def _attend_latents(
     for first in range(start, end, BLOCK_N):
         keys = first + across
         held = keys < end
-        nth, row = _places(first, across, SIZE, BLOCK_N)
+        nth, row = _locate_keys(first, across, SIZE, BLOCK_N)
         block = tl.load(table + nth, held, other=0).to(tl.int64)
         latent = _rows(
             latents, latent_scales, block * latent_stride, block * latent_scales_stride, row, held, queries.dtype, RANK,
@@ -200,7 +202,8 @@ def _rows(
     pool, scales, block, scales_block, row, held, dtype: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """[keys, BLOCK] rows of the pool in `dtype`; zeros for keys that are not held, which could be NaN."""
+    """Rows of the pool, `dtype` [keys, BLOCK]; zeros for keys that are not `held`, because their memory could be
+    NaN."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
     PLACES: tl.constexpr = BLOCK // 2 if KIND == 3 else BLOCK
     place = tl.arange(0, PLACES)

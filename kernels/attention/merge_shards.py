@@ -1,13 +1,13 @@
-"""Merges attention over parts of the keys that lie on several ranks: a softmax over all of them.
+"""Merges attention over parts of the keys, which several ranks store, into attention over all keys.
 
     out[t, h] = sum_s weight[s, t, h] * parts[s, t, h] / sum_s weight[s, t, h]
     weight[s, t, h] = exp(lse[s, t, h] - max_s lse[s, t, h])
 
-`pack_parts` puts a rank's results for the heads of every rank and their logarithms into one tensor, so that one
+`pack_parts` puts a rank's results for the heads of all ranks, and their log-sum-exps, into one tensor, so that one
 all-to-all exchanges both: [shards, tokens, heads of one rank, dim + 4 / itemsize]. The last elements of a row are the
-bytes of its float32 logarithm. Parts are added in the order of the ranks, so a result is the same bits in any batch.
+bytes of its float32 log-sum-exp. Parts are added in the order of the ranks, so a result has the same bits in any batch.
 
-The logarithm is -inf for a query over no keys. With no keys at all the result is 0.
+The log-sum-exp is -inf for a query over no keys. If no rank has keys, the result is 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, che
 
 
 def pack_parts(out: Tensor, lse: Tensor, shards: int) -> Tensor:
-    """out [tokens, shards * heads, dim] and its lse [tokens, shards * heads] -> [shards, tokens, heads, dim + n]."""
+    """out [tokens, shards * heads, dim], lse [tokens, shards * heads] -> [shards, tokens, heads, dim + 4 /
+    itemsize]."""
     check_shape("out", out, (None, None, None))
     check_dtype("out", out, *FLOATS)
     check_dense("lse", lse, tuple(out.shape[:2]), torch.float32, out.device)
@@ -29,7 +30,7 @@ def pack_parts(out: Tensor, lse: Tensor, shards: int) -> Tensor:
 
 
 def merge_parts_of_ranks(packed: Tensor) -> Tensor:
-    """What the all-to-all returned, [shards, tokens, heads, dim + n] -> [tokens, heads, dim]."""
+    """[shards, tokens, heads, dim + 4 / itemsize], the result of the all-to-all -> [tokens, heads, dim]."""
     width = 4 // packed.itemsize
     dim = packed.shape[-1] - width
     lse = packed[..., dim:].contiguous().view(torch.float32).squeeze(-1)

@@ -18,7 +18,8 @@ from coatcheck.kernels.kv.quantise import _nibbles, _widened
 
 @triton.jit
 def _scores(queries, high_queries, key, PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr):
-    """Queries times keys as stored in the pool, without the keys' scales: float32 [rows, keys]."""
+    """Queries times the keys of the pool, without the keys' scales: float32 [rows, keys]. `high_queries`: for int4, the
+    second half of each query."""
     if KIND == 3:
         low, high = _nibbles(key, CONVERT, queries.dtype, True)
         score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
@@ -36,8 +37,8 @@ def _accumulate_tile(
 ):  # fmt: skip
     """(acc, high_acc, peak, total) after one more tile.
 
-    If CAPPED, `score` holds exponents of 2. Otherwise `score * slope` does; `slope` is `scale` in the shape of the
-    scores. `v_scale` is used if KIND is above 0, `high_acc` for int4. If not MASKED, no row may be all -inf. Weights
+    If CAPPED, `score` has exponents of 2. Otherwise `score * slope` has them; `slope` is `scale` in the shape of the
+    scores. `v_scale` is read if KIND is above 0, `high_acc` for int4. If not MASKED, no row may be all -inf. Weights
     are rounded to `dtype`.
     """
     top = tl.maximum(peak, tl.max(score, 1))

@@ -1,8 +1,8 @@
-"""The used parts of the rows of a block table, one after another: indices[indptr[s] + i] = block_tables[s, i].
+"""Gathers the used entries of a block table: indices[indptr[s] + i] = block_tables[s, i]. FlashInfer reads pages so.
 
-Shapes: block_tables int32 [num_seqs, max_blocks], rows dense; indptr int32 [num_seqs + 1], ascending from 0; row s has
-indptr[s + 1] - indptr[s] blocks; indices int32 [at least indptr[-1]], of which only the first indptr[-1] are written.
-FlashInfer reads pages in this form. Nothing waits for the device, so a CUDA graph can record the launch.
+Shapes: block_tables int32 [num_seqs, max_blocks] with contiguous rows; indptr int32 [num_seqs + 1], ascending from 0;
+row s has indptr[s + 1] - indptr[s] used entries; indices int32 [at least indptr[-1]], of which the first indptr[-1] are
+written. The host does not wait for the device, so a CUDA graph can capture the launch.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -33,7 +33,7 @@ def _gather_pages(block_tables, indptr, indices, stride, BLOCK: tl.constexpr):
 
 
 def gather_pages(block_tables: Tensor, indptr: Tensor, indices: Tensor) -> None:
-    """Write `indices`."""
+    """Write the used entries of `block_tables` to `indices`."""
     if uses_triton(indices):
         _gather_pages[(len(block_tables),)](
             block_tables, indptr, indices, block_tables.stride(0), BLOCK=_BLOCK, num_warps=4

@@ -2,20 +2,21 @@
 
     out[i] = softmax(mask(cap(scale * q[i] @ K^T))) @ V
 
-where K and V are the sequence's keys and values found through its block table, cap(x) = softcap * tanh(x / softcap)
-where softcap > 0, and query i of a sequence with q_len tokens in this step sits at position p = seq_len - q_len + i and
-sees keys at positions p - sliding_window < j <= p (all j <= p where sliding_window is 0). With sinks[head] the
-denominator gains exp(sinks[head]).
+K and V are the sequence's keys and values, read through its block table. cap(x) = softcap * tanh(x / softcap) if
+softcap > 0, else x. Query i of a sequence with q_len tokens in this step is at position p = seq_len - q_len + i, and
+attends to the keys at positions p - sliding_window < j <= p, or to all j <= p if sliding_window is 0. With sinks,
+exp(sinks[head]) is added to the denominator of the softmax.
 
-Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free, out is dense); cache as kv_cache.py
-has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], this step's tokens included;
-cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are not computed.
+Shapes: q, out [num_tokens, num_heads, head_dim] (the stride of q over tokens is free, out is contiguous); cache: see
+kv_cache.py, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], including this step's
+tokens; cu_seqlens_q int32 [num_seqs + 1]; sinks float32 [num_heads]. Rows of out from cu_seqlens_q[-1] on are not
+computed.
 
-With `batch_invariant` a query's result never depends on its neighbours, and is the same bits in a decode and in a
-prefill of any length. On CPU it always is; on a GPU splits and tiles then have one size (see attention_plan.py).
+With `batch_invariant` a query's result does not depend on other queries, and has the same bits in a decode and in a
+prefill of any length. On a CPU that is always so. On a GPU splits and tiles then have one size (see attention_plan.py).
 
-CUDA tensors take the Triton kernels (paged_tiles.py), CPU tensors kernels/csrc/attention, or without the library
-the reference below.
+The Triton kernels (paged_tiles.py) compute CUDA tensors, kernels/csrc/attention computes CPU tensors, and the reference
+below computes all others.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ def paged_attention(
     batch_invariant: bool = False,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """`plan`: for the Triton kernels, of these lengths. Without it they wait for the device to read the lengths.
-    `batch_invariant`: ignored with a plan, which knows."""
+    """The attention of every query, [num_tokens, num_heads, head_dim].
+
+    `plan`: for the Triton kernels, made for these lengths. Without a plan the host waits for the device to read the
+    lengths. `batch_invariant`: ignored if there is a plan, which was made for one mode.
+    """
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     _check_query(q, cache, scale, sliding_window, softcap, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -94,7 +98,7 @@ _last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
 
 
 def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
-    """Check the tensors of a step once. All layers pass the same tensors, so the last ones are remembered."""
+    """Check the tensors of a step once. All layers of a step pass the same tensors, so these are remembered."""
     global _last_tables
     last = _last_tables
     if last and last[0] is block_tables and last[1] is seq_lens and last[2] is cu_seqlens_q and last[3] == device:
@@ -139,7 +143,7 @@ def paged_attention_reference(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Attention in float32, one sequence at a time. All other forms are tested against this one."""
+    """Attention in float32, one sequence at a time, written to `out`. All other forms are tested against it."""
     block_size, groups = cache.block_size, q.shape[1] // cache.kv_heads
     starts = cu_seqlens_q.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):

@@ -1,14 +1,15 @@
-"""Paged attention on a GPU: see paged_attention.py for the formula and attention_plan.py for how a step is divided.
+"""Paged attention on a GPU. paged_attention.py has the formula; attention_plan.py divides a step.
 
-`_tiles` is the one kernel for queries of every kind. A tile has BLOCK_M rows: consecutive queries of one sequence for
-PACK heads of one KV head each. Short tiles (one query with all heads of its KV head, or a few) have 16 rows in most
-models, so that a decode reads keys and values once and wastes no products; wide tiles have up to 128. A fixed number of
-programs takes the items in turn, so a CUDA graph can record the launch. An item with all keys of its tile writes the
-output, others write (peak, sum, weighted values) in float32 to slots, and `_merge` combines the slots of a query.
+`_tiles` is the kernel for all queries. The BLOCK_M rows of a tile are consecutive queries of one sequence, with PACK
+heads of one KV head each. Short tiles (one query with all heads of a KV head, or a few queries) have 16 rows in most
+models, so a decode reads keys and values once and wastes no matrix products. Wide tiles have up to 128 rows. A fixed
+number of programs takes the items in turn, so a CUDA graph can capture the launch. An item with all keys of its tile
+writes the output. Other items write (maximum, sum of exp2, weighted values) in float32 to slots, and `_merge` combines
+the slots of a query.
 
-In batch-invariant mode every tile has one shape, every range of UNIT keys starts anew, and ranges are combined in order
-by `_fold`, within the kernel or by `_merge`: a query has the same bits in a decode, in a chunk and in a whole prefill.
-One query over no keys gives zeros.
+In batch-invariant mode all tiles have one shape, every range of UNIT keys has its own running maximum and sum, and
+`_fold` combines the ranges in order, in `_tiles` or in `_merge`. So a query has the same bits in a decode, in a chunk
+and in a whole prefill. A query over no keys gives zeros.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -37,16 +38,16 @@ from coatcheck.kernels.attention.attention_plan import (
 from coatcheck.kernels.attention.query_tile import _attend
 from coatcheck.kernels.attention.tile_launch import Tiles
 from coatcheck.kernels.kv.kv_cache import KVCache
-from coatcheck.kernels.kv.quantise import KINDS, _lift, _narrowed
+from coatcheck.kernels.kv.quantise import KINDS, _narrowed, _value_scale_factor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MERGE_PARTS = 16  # that `_merge` reads at a time
+_MERGE_PARTS = 16  # parts that `_merge` reads at a time
 
 
 @triton.jit
 def _fold(peak, total, more_peak, more_total):
-    """(peak, total, factor of the first, factor of the second) of two parts. The products are fused by hand, so that
-    two kernels give the same bits."""
+    """(maximum, sum of exp2, factor of the first part, factor of the second part) of two parts together. The explicit
+    fma makes the bits equal in both kernels that use it."""
     top = tl.maximum(peak, more_peak)
     base = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - base), tl.exp2(more_peak - base)
@@ -62,9 +63,9 @@ def _tiles(
     SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr,
     TWO_LOOPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """UNIT: in batch-invariant mode the keys after which a range starts anew, else 0. TWO_LOOPS: keys that all queries
-    of a tile see are computed without a mask."""
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # elements in a row of the cache; int4 has two in each
+    """UNIT: in batch-invariant mode the keys of a range with its own running maximum and sum; else 0. TWO_LOOPS: keys
+    to which all queries of a tile attend are computed in a loop without a mask."""
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # stored elements of a row; an int4 element has two values
     TILES: tl.constexpr = HEADS // PACK
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_dims = dims < WIDTH
@@ -105,7 +106,7 @@ def _tiles(
                 high_more = more_total
                 if KIND == 3:
                     high_more = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                # All keys are masked, because code without the mask may be compiled to other roundings.
+                # All keys are computed with a mask, because code without the mask may be compiled to other roundings.
                 more, high_more, more_peak, more_total = _attend(
                     tl.maximum(start, base), tl.minimum(base + UNIT, end), queries, high_queries, position,
                     more, high_more, more_peak, more_total, k, v, k_scales, v_scales, table, kv_head,
@@ -137,7 +138,7 @@ def _tiles(
             )  # fmt: skip
             if not CAPPED:
                 peak *= slope
-        lowered = 1.0 / _lift(KIND)
+        lowered = 1.0 / _value_scale_factor(KIND)
         if slot >= 0:
             at = (slot + query).to(tl.int64) * HEADS + heads
             tl.store(peaks + at, peak, in_rows)
@@ -167,7 +168,7 @@ def _merge(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of each query and head. PARTS: how many are read at a time; 1 folds them in order. `lse`: None,
-    or where the natural logarithm of each sum of exponentials goes."""
+    or where the log-sum-exp is written."""
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < DIM
     for work in range(tl.program_id(0), tl.load(counts + 2) * HEADS, tl.num_programs(0)):
@@ -206,8 +207,8 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A plan on the device. `packed`: int32, what `pack_plans` wrote for one plan in `space`. `is_medium`: whether wide
-    items are those of medium tiles."""
+    """A plan on the device. `packed`: int32, the result of `pack_plans` for this plan in `space`. `is_medium`: the wide
+    items are medium tiles."""
 
     packed: Tensor
     space: PlanSpace
@@ -224,9 +225,10 @@ def host_plan(
     all_wide: bool = False,
     is_medium: bool | None = None,
 ) -> tuple[HostPlan, bool]:
-    """The plan of a step and whether its wide items are medium tiles.
+    """(the plan of a step, whether its wide items are medium tiles).
 
-    `all_wide`: also sequences of few queries become wide tiles. `is_medium`: None chooses by the longest sequence.
+    `all_wide`: sequences of few queries have wide tiles, too. `is_medium`: None chooses by the most queries of a
+    sequence.
     """
     if is_medium is None:
         is_medium = max(q_lens, default=0) <= tiles.medium.shape.queries
@@ -241,7 +243,7 @@ def host_plan(
 def make_plan(
     q_lens: Sequence[int], seq_lens: Sequence[int], tiles: Tiles, window: int, device: torch.device
 ) -> AttentionPlan:
-    """A plan, copied to the device; the host waits for the copy."""
+    """The plan of a step on the device. The host waits for the copy."""
     plan, is_medium = host_plan(q_lens, seq_lens, tiles, window)
     space = PlanSpace.of(plan)
     return AttentionPlan(torch.tensor(pack_plans([plan], [space]), device=device), space, tiles, is_medium)
@@ -273,13 +275,14 @@ def launch_attention(
     merge_parts(plan, counts, merges, slots, sinks, out)
 
 
-Slots = tuple[Tensor, Tensor, Tensor]  # weighted values, peaks and sums
+# float32: weighted values [slots, heads, dim], running maxima [slots, heads] and sums of exp2 [slots, heads].
+Slots = tuple[Tensor, Tensor, Tensor]
 
 
 def split_plan(
     plan: AttentionPlan, heads: int, dim: int, device: torch.device
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Slots]:
-    """(counts, short and wide items, merges, new slots) for outputs of `heads` by `dim`."""
+    """(counts, (short items, wide items), merges, new slots) for outputs [tokens, heads, dim]."""
     space = plan.space
     mid = torch.empty((space.slots, heads, dim), dtype=torch.float32, device=device)
     peaks, sums = (torch.empty((space.slots, heads), dtype=torch.float32, device=device) for _ in range(2))
@@ -293,7 +296,8 @@ def merge_parts(
     plan: AttentionPlan, counts: Tensor, merges: Tensor, slots: Slots, sinks: Tensor | None, out: Tensor,
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Combine the slots of every query whose keys were divided, into `out` [tokens, heads, dim] and `lse`."""
+    """Combine the slots of every query whose keys were divided. Write `out` [tokens, heads, dim] and, if given, `lse`
+    [tokens, heads]."""
     heads, dim = out.shape[1:]
     if plan.space.merges:
         _merge[(min(plan.space.merges * heads, 4 * plan.tiles.short.shape.programs),)](

@@ -14,7 +14,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from coatcheck.kernels.attention.online_softmax import _accumulate_tile, _scores
-from coatcheck.kernels.kv.quantise import _places, _scales_of
+from coatcheck.kernels.kv.quantise import _locate_keys, _scales_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -27,29 +27,31 @@ def _attend(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from `start` to `end`. Not MASKED: every query sees all of them, and they fill whole tiles.
+    """(acc, high_acc, peak, total) with the keys from `start` to `end`. Not MASKED: every query attends to all of these
+    keys, and they fill whole tiles.
 
-    Scores times `scale` are exponents of 2, because the GPU computes exp2. Without a softcap `scale` includes log2(e);
-    with one the cap does. If the pool is quantised, `scale` has one value for each row.
+    Scores become exponents of 2, because the GPU computes exp2. Without a softcap `scale` includes log2(e); with a
+    softcap, the cap includes it. If the pool is quantised, `scale` has one value for each row.
     """
     dims, across = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     slope = scale[:, None] if KIND > 0 else scale
     for first in range(start, end, BLOCK_N):
         keys = first + across
         held = keys < end
-        nth, row = _places(first, across, SIZE, BLOCK_N)
+        nth, row = _locate_keys(first, across, SIZE, BLOCK_N)
         if MASKED:
             block = tl.load(table + nth, held, other=0).to(tl.int64)
         else:
             block = tl.load(table + nth).to(tl.int64)
         at = (kv_head * SIZE + row) * WIDTH
-        v_scale = scale  # a placeholder, not used
+        v_scale = scale  # a placeholder; it is not read if KIND is 0
         if KIND > 0:
             k_scale, v_scale = _scales_of(
                 k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
                 KIND, SIZE, BLOCK_N, CONVERT,
             )  # fmt: skip
-        # Keys past the end are read from block 0 and their scores masked. Their values could be NaN, so they are 0.
+        # Keys from `end` on are read from block 0, and their scores are masked. Their values could be NaN, so 0 is
+        # read.
         at_key = k + (block * k_stride + at)[:, None] + dims[None]
         at_value = v + (block * v_stride + at)[:, None] + dims[None]
         if WIDTH == BLOCK_D:

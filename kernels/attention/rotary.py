@@ -3,10 +3,10 @@
     x1, x2 = x[:rot_dim/2], x[rot_dim/2:rot_dim]
     y = [x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, x[rot_dim:]]      (float32 inside, rounded once)
 
-where cos1, cos2 are the halves of cos [tokens, rot_dim] (transformers gives both halves, equal). Shapes: q [tokens,
-heads, dim], k and v [tokens, kv_heads, dim], with dense heads in each token and any stride over tokens; cos and sin
-dense, in q's dtype or float32. The rotated k goes to the cache at once (see store_kv.py), so that it is written only
-once. One program rotates several heads of one token.
+cos1 and cos2 are the halves of cos [tokens, rot_dim]; transformers makes them equal. Shapes: q [tokens, heads, dim], k
+and v [tokens, kv_heads, dim], with contiguous heads in each token and any stride over tokens; cos and sin contiguous,
+in q's dtype or float32. The rotated k is written directly to the cache (see store_kv.py). One program rotates several
+heads of one token.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -32,7 +32,7 @@ def _rotate_heads(
     x, x_row, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a token's heads and copy the elements after rot_dim. HALF covers half of rot_dim. y may be x."""
+    """Rotate a token's heads, and copy the elements after rot_dim. HALF: at least half of rot_dim. y may be x."""
     i = tl.arange(0, HALF)
     half = i < ROT // 2
     mask = inside[:, None] & half[None]
@@ -49,7 +49,7 @@ def _rotate_heads(
 
 @triton.jit
 def _copy_heads(x, y, y_row, heads, inside, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the elements from FIRST on."""
+    """Copy the elements of a token's heads from FIRST on."""
     i = tl.arange(0, BLOCK)
     mask = inside[:, None] & ((i >= FIRST) & (i < DIM))[None]
     own = tl.load(x + heads[:, None] * DIM + i[None], mask, other=0.0)
@@ -95,7 +95,8 @@ def _rotary(
 def rotary_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor
 ) -> Tensor:
-    """The rotated q, dense [tokens, heads, dim]. Stores the rotated k and v in their slots; slot -1 is skipped."""
+    """Return the rotated q, contiguous [tokens, heads, dim]. Store the rotated k, and v, in their slots; slot -1 is
+    skipped."""
     _check(q, k, v, cos, sin, slot_mapping, cache.kv_heads, cache.head_dim, cache.device)
     if uses_triton(q):
         return _launch(q, k, v, cos, sin, cache, slot_mapping)

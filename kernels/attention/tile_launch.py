@@ -1,7 +1,7 @@
-"""The launch parameters of paged_tiles.py for any shape and GPU: pure arithmetic.
+"""The launch parameters of paged_tiles.py for any shape and GPU. Pure arithmetic.
 
-A step uses short tiles for sequences with few queries, and for the others medium tiles if each has at most 64 rows,
-else wide ones. In batch-invariant mode there is one shape for all.
+Sequences with few queries have short tiles. The other sequences of a step have medium tiles if the rows of each fit in
+64, else wide ones. In batch-invariant mode all tiles have one shape.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from coatcheck.kernels.gpu_properties import GpuProperties
 
 _MEDIUM_ROWS = 64
 _Parameters = tuple[int, int, int, int, int]  # BLOCK_M, BLOCK_N, BLOCK_D, warps, stages
-# Programs for each processor: as many short tiles fit into shared memory at once, of the others one or two.
+# Programs for each processor. Three short tiles fit into shared memory at once, and one or two of the others.
 _SHORT_PROGRAMS, _WIDE_PROGRAMS = 3, 2
 
 
 class TileLaunch(NamedTuple):
-    """`pack`: heads in a tile. `two_loops`: keys that all queries see are computed without a mask. `convert`: see
-    GpuProperties. `is_capped`: the kernel is compiled with the softcap's branch also without a softcap."""
+    """`pack`: heads in a tile. `two_loops`: keys to which all queries attend are computed without a mask. `convert`:
+    see GpuProperties. `is_capped`: the kernel is compiled with the branch of the softcap even without a softcap."""
 
     block_m: int
     block_n: int
@@ -36,7 +36,7 @@ class TileLaunch(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of one kind of layers."""
+    """The tiles of the layers of one kind."""
 
     short: TileLaunch
     medium: TileLaunch
@@ -54,7 +54,8 @@ def pick_tiles(
     gpu: GpuProperties,
     batch_invariant: bool = False,
 ) -> Tiles:
-    """`element_size`: bytes of a query's element. `pool_bits`: of an element in the pool."""
+    """The tiles for layers of this shape. `element_size`: bytes of a query's element. `pool_bits`: bits of an element
+    in the pool."""
     group = heads // kv_heads
     width = head_dim // 2 if pool_bits == 4 else head_dim  # elements in a row of the pool
     is_quantised = pool_bits < 8 * element_size
@@ -65,14 +66,14 @@ def pick_tiles(
         shape = TileShape(block_m // pack, heads // pack, programs)
         return TileLaunch(*parameters, pack, two_loops, gpu.prefill_convert, is_capped, shape)
 
-    # The branch keeps the compiler from loading more operands than there are registers (on sm_90, heads of 256 over fp8
-    # spilled 168 bytes without it).
+    # The branch keeps the compiler from loading more operands than there are registers: without it heads of 256 over an
+    # fp8 pool spilled 168 bytes on sm_90.
     is_capped = element_size == 4 or (is_quantised and head_dim > 128 and gpu.wide_tiles)
     pack = pick_pack(group)
     sizes = (head_dim, width, element_size, is_quantised, gpu)
     if batch_invariant:
         *parameters, num_warps, num_stages = _pick_wide(_MEDIUM_ROWS, *sizes)
-        # Two results are held at once, so each thread gets half of the rows that it has in other modes.
+        # Two results are held at once, so a thread has half as many rows as in the other mode.
         block_m, block_n, block_d = parameters
         num_warps = 8 if block_m == _MEDIUM_ROWS else num_warps
         one = tile((block_m, block_n, block_d, num_warps, num_stages), pack, two_loops=False)
@@ -83,15 +84,15 @@ def pick_tiles(
 
 
 def pick_pack(group: int) -> int:
-    """The number of heads of a KV head in one tile of many queries: the largest divisor of `group` up to 16."""
+    """The heads in a medium or wide tile: the largest divisor of `group`, the heads of a KV head, up to 16."""
     return max(pack for pack in range(1, 17) if group % pack == 0)
 
 
 def _pick_short(group: int, width: int, element_size: int, pool_bits: int, gpu: GpuProperties) -> _Parameters:
-    """Key tiles of about 16 KiB.
+    """The parameters of short tiles, with about 16 KiB of keys.
 
     The compiler pipelines the block numbers as well as the rows, so rows are prefetched only from five stages on. Two
-    programs must fit into the shared memory.
+    programs must fit into the shared memory of a processor.
     """
     block_d: int = max(16, triton.next_power_of_2(width))
     block_m: int = max(16, triton.next_power_of_2(group))
@@ -118,8 +119,8 @@ def _pick_short(group: int, width: int, element_size: int, pool_bits: int, gpu: 
 def _pick_wide(
     rows: int, head_dim: int, width: int, element_size: int, quantised: bool, gpu: GpuProperties
 ) -> _Parameters:
-    """At most `rows` rows, and fewer keys in a tile for wide heads, float32 and quantised pools, for shared memory and
-    registers."""
+    """The parameters of medium and wide tiles: at most `rows` rows. Wide heads, float32 and quantised pools take more
+    shared memory and registers, so their tiles are smaller."""
     block_d = max(16, triton.next_power_of_2(width))
     wide_head = triton.next_power_of_2(head_dim) > 128
     if element_size == 4:
@@ -130,7 +131,7 @@ def _pick_wide(
         block_m, block_n, num_warps = 64, 32, 4
     else:
         block_m, block_n, num_warps = 128, 64, 8
-    # Tiles being fetched, in use, and still read by a matrix product.
+    # Three key tiles are one being fetched, one in use, and one that a matrix product still reads.
     fits = {tiles: (block_m + 2 * tiles * block_n) * block_d * element_size <= gpu.shared for tiles in (2, 3)}
     stages = min(5 if fits[3] and element_size < 4 else 3 if fits[2] else 1, gpu.max_stages)
     if block_m > rows:

@@ -1,8 +1,8 @@
-"""pool[dst[i]] = pool[src[i]] for whole blocks: the copy of copy-on-write.
+"""Copies whole blocks within the pool, for copy-on-write: pool[dst[i]] = pool[src[i]].
 
-Shapes: pool uint8 [num_blocks, bytes_per_block] (blocks are dense), src, dst int64 [n]. The copies run in no particular
-order, so no block may be both a source and a destination, nor a destination twice. One program copies a part of one
-block.
+Shapes: pool uint8 [num_blocks, bytes_per_block] (blocks are contiguous), src, dst int64 [n]. The copies run in no
+particular order. So no block may be both a source and a destination, or a destination twice. One program copies a part
+of one block.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -43,7 +43,7 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 def _launch(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     if len(src) == 0:
         return
-    # Eight bytes at a time where the block size allows it. Every BlockLayout does.
+    # Eight bytes at a time if the block size allows it. The blocks of a BlockLayout do.
     if pool.shape[1] % 8 == 0 and pool.stride(0) % 8 == 0:
         pool = pool.view(torch.int64)
     width = pool.shape[1]

@@ -1,8 +1,9 @@
-"""KVCache: one layer's part of the KV pool, as all kernels take it. Its tensors are checked once, when it is made.
+"""KVCache: one layer's part of the KV pool, as all kernels read it. The constructor checks its tensors once.
 
-Shapes: k, v [num_blocks, num_kv_heads, block_size, head_dim], the inner three dense, any stride over blocks. The dtype
-is that of the elements: float32, bfloat16 or float16; or, quantised as in quantise.py, float8_e4m3fn, int8 or uint8
-(int4, head_dim / 2 bytes) with k_scales, v_scales float16 [num_blocks, num_kv_heads, block_size], the inner two dense.
+Shapes: k, v [num_blocks, num_kv_heads, block_size, head_dim]; the inner three dimensions are contiguous, the stride
+over blocks is free. Their dtype is float32, bfloat16 or float16; or, quantised as in quantise.py, float8_e4m3fn, int8
+or uint8 (int4, head_dim / 2 bytes). Quantised pools have k_scales, v_scales float16 [num_blocks, num_kv_heads,
+block_size]; the inner two dimensions are contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from coatcheck.kernels.launch_check import FLOATS, check_device, check_dtype, ch
 
 
 class KVCache:
-    """`packed` is the C library's struct KvCache, `pointer` its address."""
+    """`packed`: the C struct KvCache. `pointer`: the address of a copy that lives as long as this object."""
 
     def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
         check_layout("k_cache", k)
@@ -31,7 +32,7 @@ class KVCache:
         self.is_quantised = k.dtype in KINDS
         check_scales("k_scales", k_scales, k)
         check_scales("v_scales", v_scales, k)
-        # For Triton kernels: quantised elements as bytes.
+        # Triton kernels read quantised elements as bytes.
         self.k_bytes, self.v_bytes = (x.view(torch.uint8) if self.is_quantised else x for x in (k, v))
         self.k, self.v, self.k_scales, self.v_scales = k, v, k_scales, v_scales
         self.dtype, self.device = k.dtype, k.device
@@ -49,7 +50,7 @@ class KVCache:
 
     @cached_property
     def scale_words(self) -> tuple[Tensor | None, Tensor | None]:
-        """K's and V's scales, two in each int32, as kernels read them. Block sizes are even."""
+        """The scales of K and of V, two in each int32, as Triton kernels read them. Block sizes are even."""
         k, v = (None if scales is None else scales.view(torch.int32) for scales in (self.k_scales, self.v_scales))
         return k, v
 
@@ -71,7 +72,8 @@ class KVCache:
 
 
 def check_layout(name: str, part: Tensor) -> None:
-    """[blocks, kv_heads, block_size, dim] with the inner three dense. The stride over blocks is free."""
+    """Refuse anything but [blocks, kv_heads, block_size, dim] whose inner three dimensions are contiguous. The stride
+    over blocks is free."""
     if part.dim() != 4:
         refuse(name, "4 dimensions [num_blocks, num_kv_heads, block_size, head_dim]", list(part.shape))
     _, heads, size, dim = part.shape
@@ -80,7 +82,8 @@ def check_layout(name: str, part: Tensor) -> None:
 
 
 def check_scales(name: str, scales: Tensor | None, part: Tensor) -> None:
-    """One float16 for each row of `part` if its elements are quantised, else None. The stride over blocks is free."""
+    """Refuse anything but a float16 for each row of a quantised `part`, and None for other parts. The stride over
+    blocks is free."""
     if scales is None:
         if part.dtype in KINDS:
             refuse(name, f"one float16 for each row of {part.dtype}", None)

@@ -1,9 +1,9 @@
-"""LatentCache: one layer's part of the KV pool with latent attention (MLA), which stores two rows per token.
+"""LatentCache: one layer's part of the KV pool with latent attention (MLA). It has two rows per token, for all heads.
 
-    latent       [num_blocks, 1, block_size, rank]        shared by all heads: their keys without rotation, their values
-    rope_keys    [num_blocks, 1, block_size, rope_dim]    the rotated part of every head's key
+    latent       [num_blocks, 1, block_size, rank]        the keys without their rotated part, and the values
+    rope_keys    [num_blocks, 1, block_size, rope_dim]    the rotated part of the keys
 
-Dtypes, strides and scales are those of kv_cache.py. The two rows have scales of their own.
+Dtypes, strides and scales are those of kv_cache.py. Each of the two rows has its own scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from coatcheck.kernels.launch_check import FLOATS, check_dense, check_device, ch
 
 
 class LatentCache:
-    """`rank`, `rope_dim`: elements of a row. `bits`: of an element. `pointer`: of the C library's struct."""
+    """`rank`, `rope_dim`: elements of the two rows. `bits`: of an element. `pointer`: the address of the C struct
+    KvCache."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class LatentCache:
         check_scales("rope_scales", rope_scales, rope_keys)
         self.is_quantised = latent.dtype in KINDS
         self.latent, self.rope_keys = latent, rope_keys
-        # For Triton kernels: quantised elements as bytes.
+        # Triton kernels read quantised elements as bytes.
         self.latent_bytes, self.rope_bytes = (
             part.view(torch.uint8) if self.is_quantised else part for part in (latent, rope_keys)
         )
@@ -52,7 +53,7 @@ class LatentCache:
         self.bits = 4 if packing == 2 else 8 * latent.itemsize
         size = latent.itemsize
         self.rope_row_bytes = rope_keys.shape[3] * size
-        # The C library's struct KvCache, with the rotary keys in place of values.
+        # The C struct KvCache, with the rotary keys as its values.
         self.packed = native.KV_CACHE.pack(
             latent.data_ptr(), rope_keys.data_ptr(), latent.stride(0) * size, rope_keys.stride(0) * size,
             0 if latent_scales is None else latent_scales.data_ptr(),
@@ -83,7 +84,8 @@ class LatentCache:
 
 
 def store_latent_reference(latent: Tensor, rope_keys: Tensor, cache: LatentCache, slot_mapping: Tensor) -> None:
-    """Row t of `latent` [tokens, rank] and `rope_keys` [tokens, rope_dim] goes to slot slot_mapping[t]; -1: nowhere."""
+    """Store row t of `latent` [tokens, rank] and of `rope_keys` [tokens, rope_dim] in slot slot_mapping[t]; slot -1 is
+    skipped."""
     check_dense("slot_mapping", slot_mapping, (len(latent),), torch.int64, cache.device)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]

@@ -2,12 +2,12 @@
 
     scale = float16(max(abs(x)) / max_value),   y = clamp(round(x / scale), -max_value, max_value),   x ~ y * scale
 
-A row is one head of one token. The kinds, by dtype: float8_e4m3fn (max_value 448), int8 (127), and uint8 for int4 (7);
-all round to nearest even. Byte i of an int4 row holds element i, plus 8, in its low nibble and element
-i + head_dim / 2, plus 8, in its high nibble. A row of zeros has scale 0.
+A row is one head of one token. The dtypes are float8_e4m3fn (max_value 448), int8 (127), and uint8 for int4 (7). All
+round to nearest even. Byte i of an int4 row has element i, plus 8, in its low nibble, and element i + head_dim / 2,
+plus 8, in its high nibble. A row of zeros has scale 0.
 
-Kernels never multiply elements by scales: a key's scale multiplies its scores, and a value's scale its weight. Kernels
-inline `_widened` and `_quantised`.
+Attention over keys and values never multiplies elements by scales: the scale of a key multiplies its scores, and the
+scale of a value its weight.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -24,11 +24,11 @@ from torch import Tensor
 
 MAX_VALUE: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, torch.uint8: 7.0}
 FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-# The KIND argument of kernels. 0: floats, not quantised.
+# {dtype: the KIND argument of kernels}. KIND 0: not quantised.
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
 
-# Four bytes in one register to float16 in two registers. The bits of an e4m3 number, shifted into a float16, are 2^-8
-# times its value. A float16 of high byte 0x64 and low byte b is 1024 + b.
+# They convert four bytes in one register to four float16 in two registers. The bits of an e4m3 number, shifted into a
+# float16, are 2^-8 times its value. A float16 with the high byte 0x64 and the low byte b is 1024 + b.
 _PTX_FP8 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }")
 _PTX_FP8_SHIFTS = tl.constexpr(
     "{ .reg .b32 a, b, c, d, e; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; mov.b32 e, 0x5C005C00;"
@@ -50,7 +50,7 @@ _PTX_INT4 = tl.constexpr(
 
 @triton.jit
 def _round(x):
-    """To the nearest whole number, ties to even, for abs(x) < 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    """Round to the nearest integer, ties to even, for abs(x) < 2^22: x + 1.5 * 2^23 has no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -76,7 +76,8 @@ def _scale_and_inverse(top, KIND: tl.constexpr):
 
 @triton.jit
 def _quantised(x, inverse_scale, KIND: tl.constexpr):
-    """float32 elements as bytes. int4: a nibble (value + 8) in each byte; the caller joins two nibbles."""
+    """float32 elements -> quantised elements, as bytes. int4: one nibble (value + 8) in each byte; the caller joins two
+    nibbles."""
     if KIND == 1:
         y = _fp8_bits(tl.minimum(tl.maximum(x * inverse_scale, -448.0), 448.0))
     elif KIND == 2:
@@ -88,11 +89,12 @@ def _quantised(x, inverse_scale, KIND: tl.constexpr):
 
 @triton.jit
 def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
-    """Bytes of fp8 and int8 as float16 or float32 without their scale, exactly; KIND 0: elements as `dtype`.
+    """fp8 and int8 elements, as bytes -> exact float16 or float32, without their scale. KIND 0: elements -> `dtype`.
 
     PTX converts four bytes at once. Without PTX the integer becomes the low mantissa bits of a power of two, which is
-    then subtracted. FREE is Triton's `is_pure`: the compiler may change layouts after the conversion instead of before
-    it. That suits a left or transposed operand of a product; a plain right operand would be loaded byte by byte."""
+    then subtracted. FREE is Triton's `is_pure`: the compiler may move a change of layout from before the conversion to
+    after it. That is faster for a left or transposed operand of a matrix product; a right operand that is not
+    transposed would be loaded byte by byte."""
     if KIND == 0:
         y = x.to(dtype)
     elif CONVERT >= 2 and dtype == tl.float16:
@@ -118,7 +120,7 @@ def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, 
 
 @triton.jit
 def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
-    """int4 bytes as `dtype`, minus 8: (low nibbles, high nibbles). CONVERT and FREE as for `_widened`."""
+    """int4 elements, two in a byte -> (low nibbles - 8, high nibbles - 8) in `dtype`. CONVERT, FREE: see `_widened`."""
     if CONVERT >= 2 and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
             _PTX_INT4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), FREE, 4
@@ -136,9 +138,9 @@ def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
 
 @triton.jit
 def _narrowed(x, more, ALONE: tl.constexpr):
-    """(x, more, divisor): query rows divided by `divisor`, as float16, the type that bytes are widened to. `more`: for
-    int4 the second half of each row. `divisor` is a power of two that keeps every magnitude in float16's range: one for
-    each row if ALONE, else one for all. float32 rows are unchanged and their divisor is 1."""
+    """(x / divisor, more / divisor, divisor) of query rows, in float16, to which quantised bytes are converted. `more`:
+    for int4, the second half of each row. `divisor`: a power of two that keeps all elements in the range of float16;
+    one for each row if ALONE, else one for all rows. float32 rows are returned unchanged, with the divisor 1."""
     if x.dtype == tl.float32:
         divisor = tl.full([x.shape[0]], 1.0, tl.float32) if ALONE else tl.full([], 1.0, tl.float32)
     else:
@@ -156,8 +158,9 @@ def _narrowed(x, more, ALONE: tl.constexpr):
 
 
 @triton.jit
-def _lift(KIND: tl.constexpr):
-    """The factor on values' scales in `_scales_of`. It keeps their products with weights in float16's range."""
+def _value_scale_factor(KIND: tl.constexpr):
+    """The factor by which `_scales_of` multiplies the scales of values. It keeps their products with weights in the
+    range of float16. The results are divided by it."""
     return 256.0 if KIND == 1 else (64.0 if KIND == 2 else (4.0 if KIND == 3 else 1.0))
 
 
@@ -166,16 +169,18 @@ def _scales_of(
     k_scales, v_scales, table, first, end, kv_head, k_stride, v_stride,
     KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """float32 scales of the tile's keys and of its values, the latter times `_lift`; any finite numbers past `end`.
+    """(scales of the tile's keys, scales of its values times `_value_scale_factor`), float32 [TILE]. Any finite numbers
+    from `end` on.
 
-    Two scales are read as one word, because the compiler prefetches no loads of less than four bytes."""
+    Two scales are read as one word, because the compiler does not prefetch loads of less than four bytes.
+    """
     pairs = 2 * tl.arange(0, TILE // 2)
-    nth, row = _places(first, pairs, SIZE, TILE)
+    nth, row = _locate_keys(first, pairs, SIZE, TILE)
     block = tl.load(table + nth, first + pairs < end, other=0).to(tl.int64)
     at = (kv_head * SIZE + row) // 2
     k_scale = _halves(tl.load(k_scales + block * k_stride + at))
-    v_scale = _halves(tl.load(v_scales + block * v_stride + at)) * _lift(KIND)
-    if CONVERT == 1:  # the interpreter, where triton 3.6 lets a NaN through a minimum
+    v_scale = _halves(tl.load(v_scales + block * v_stride + at)) * _value_scale_factor(KIND)
+    if CONVERT == 1:  # the interpreter: in triton 3.6 its minimum returns NaN for a NaN
         v_scale = tl.where(v_scale < 65504.0, v_scale, 65504.0)
     else:
         v_scale = tl.minimum(v_scale, 65504.0)
@@ -190,8 +195,9 @@ def _halves(words):
 
 
 @triton.jit
-def _places(first, across, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """(index of each key's block in its sequence, row in the block). `first`: the tile's first key."""
+def _locate_keys(first, across, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """(index of each key's block in the block table, the key's row in the block). `first`: the tile's first key.
+    `across`: offsets of the keys in the tile."""
     if TILE % SIZE == 0:
         nth, row = first // SIZE + across // SIZE, across % SIZE
     else:
@@ -215,7 +221,7 @@ def quantise_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def widen_reference(elements: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., dim], the inverse of `quantise_reference` but for its rounding."""
+    """float32 [..., dim]: the inverse of `quantise_reference`, apart from its rounding."""
     if elements.dtype == torch.uint8:
         elements = torch.cat((elements & 15, elements >> 4), dim=-1).float() - 8
     return elements.float() * scales.float()[..., None]

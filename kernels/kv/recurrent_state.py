@@ -1,11 +1,11 @@
-"""RecurrentState: one layer's states of all sequences, in slots of fixed size. (vLLM: conv_state and ssm_state.)
+"""RecurrentState: one layer's states of all sequences, in slots of fixed size. vLLM's conv_state and ssm_state.
 
     window [slots, conv_size - 1, channels]   the last inputs of the convolution, oldest first
     matrix [slots, heads, rows, columns]      the state of the recurrence; float32, because it sums over all tokens
 
-A layer without recurrence (LFM2's gated convolution) has no matrix.
+A layer without a recurrence (LFM2's gated convolution) has no matrix.
 
-At the first token of a sequence the state counts as zeros, whatever the slot holds. So slots are never cleared.
+A sequence starts from a state of zeros, whatever its slot contains. So slots are never cleared.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RecurrentState:
             check_shape("matrix", self.matrix, (None, *matrix))
 
     def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy each pair's first slot to its second. No slot is both a source and a target."""
+        """Copy slots: (source, target) pairs. No slot may be both a source and a target."""
         for source, target in pairs:
             for tensor in self.tensors:
                 tensor[target].copy_(tensor[source])
@@ -69,8 +69,8 @@ class RecurrentState:
 class StateRows:
     """The sequences of a step and their slots: T tokens of S sequences, flattened.
 
-    slots:      int64 [S], the slot of each sequence; all different, but for padding
-    seq_lens:   int32 [S], tokens of the sequence, this step's included; 0 for padding, whose outputs are 0
+    slots:      int64 [S], the slot of each sequence; all different except those of padding
+    seq_lens:   int32 [S], tokens of the sequence, including this step's; 0 for padding, whose outputs are 0
     cu_seqlens: int32 [S + 1], sequence s has tokens [cu_seqlens[s], cu_seqlens[s + 1])
     max_query_len: an upper bound on a sequence's tokens in this step; chooses the kernels of a GPU
 
@@ -83,7 +83,8 @@ class StateRows:
     max_query_len: int = sys.maxsize
 
     def sequences(self) -> Iterator[tuple[slice, int, bool]]:
-        """(tokens, slot, is_new) of each sequence with tokens, padding excluded. Synchronises with the device."""
+        """(its tokens in the step, slot, whether it starts from zeros) of each sequence with tokens, without padding.
+        Waits for the device."""
         starts = self.cu_seqlens.tolist()
         for index, (slot, length) in enumerate(zip(self.slots.tolist(), self.seq_lens.tolist(), strict=True)):
             first, last = starts[index], starts[index + 1]
@@ -91,7 +92,7 @@ class StateRows:
                 yield slice(first, last), slot, length == last - first
 
     def check(self, device: torch.device) -> None:
-        """Raise LaunchRefused unless shapes, dtypes and devices fit."""
+        """Raise LaunchRefused unless shapes, dtypes and devices are those above."""
         count = self.slots.shape[0]
         check_dense("slots", self.slots, (None,), torch.int64, device)
         check_dense("seq_lens", self.seq_lens, (count,), torch.int32, device)

@@ -1,8 +1,9 @@
-"""cache.k[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
+"""Stores keys and values in the KV cache: cache.k[slot // B, h, slot % B] = k[t, h] with slot = slot_mapping[t] and
+block size B, and the same for v. Slot -1 is skipped.
 
-Shapes: k, v [tokens, kv_heads, head_dim] (dense heads in each token, any stride over tokens, so a slice of a fused
-projection is accepted), slot_mapping int64 [tokens] without repetition, cache as in kv_cache.py. Elements are rounded
-to the cache's float type, or quantised as in quantise.py. One program stores a part of one token's heads, or several
+Shapes: k, v [tokens, kv_heads, head_dim], contiguous heads in each token, any stride over tokens (so k can be a slice
+of a fused projection); slot_mapping int64 [tokens] without repetition; cache: see kv_cache.py. Elements are rounded to
+the float dtype of the cache, or quantised as in quantise.py. One program stores a part of a token's heads, or several
 whole heads if the cache is quantised.
 """
 
@@ -22,13 +23,13 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _quantised, _scale_and_inverse, quantise_reference
 from coatcheck.kernels.launch_check import FLOATS, check_dense, check_dtype, check_heads, once_per_geometry
 
-NATIVE_MAX_DIM = 512  # of heads that the C library can quantise
+NATIVE_MAX_DIM = 512  # the largest head_dim that the C library stores
 
 
 @triton.jit
 def _rotated(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
-    """Elements i of a token's heads as float32 [heads, i], rotated (see rotary.py) and rounded to x's dtype. ROT 0: not
-    rotated."""
+    """Elements i of a token's heads, rotated (see rotary.py) and rounded to x's dtype: float32 [heads, len(i)]. ROT 0:
+    not rotated."""
     at = x + heads[:, None] * DIM
     own = tl.load(at + i[None], inside[:, None] & (i < DIM)[None], other=0.0)
     if ROT > 0:
@@ -48,8 +49,8 @@ def _store_rows(
     x, cos, sin, to, to_scale, heads, inside, SIZE: tl.constexpr,
     ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and quantise a token's heads, and store them. `to` and `to_scale` point to the row of head 0. BLOCK covers
-    a row's bytes."""
+    """Rotate and quantise a token's heads, and store them. `to`, `to_scale`: addresses of the row of head 0. BLOCK: at
+    least the bytes of a row."""
     i = tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
     if KIND == 3:
@@ -123,13 +124,13 @@ def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None
 
 
 def library_for_store(k: Tensor, cache: KVCache) -> native.Library | None:
-    """The C library if it can store these keys, and values like them, in the cache."""
+    """The C library if it can store these keys, and values of the same shape and dtype, in the cache. Else None."""
     return native.library_for(k) if cache.head_dim <= NATIVE_MAX_DIM else None
 
 
 @once_per_geometry
 def check_store(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_heads: int, head_dim: int, device: torch.device) -> None:
-    """The checks of `store_kv` and of `rotary_and_store`. `kv_heads`, `head_dim` and `device` are the cache's."""
+    """The checks of `store_kv` and of `rotary_and_store`. `kv_heads`, `head_dim`, `device`: of the cache."""
     check_dtype("k", k, *FLOATS)
     check_heads("k", k, (None, kv_heads, head_dim), k.dtype, device)
     check_heads("v", v, (len(k), kv_heads, head_dim), k.dtype, device)

@@ -1,16 +1,17 @@
-"""to[to_rows[i]] = from[from_rows[i]] for whole blocks between two pools in CPU memory, with a checksum of each.
+"""Copies whole blocks between two pools in CPU memory, and computes a checksum of each block.
 
-    words w[r, l]: block i as little-endian int64, eight lanes l to a row of 64 bytes, R rows; all modulo 2^64
-    sums[i] = sum_l ( P_l * sum_r w[r, l]  +  Q_l * sum_r (R - r) * w[r, l] )        P_l odd, Q_l even
+    to[to_rows[i]] = from[from_rows[i]]
+    sums[i] = sum_l ( P_l * sum_r w[r, l]  +  Q_l * sum_r (R - r) * w[r, l] )  modulo 2^64,    P_l odd, Q_l even
 
-The coefficient of every word is odd, so a change within one word always changes the sum. A change of several words is
-missed with a chance of 2^-64. The sum is computed during the copy and costs little more than a plain copy.
+w[r, l] are the words of block i as little-endian int64: R rows r of 64 bytes with eight lanes l. The coefficient of
+every word is odd, so a change within one word always changes the sum. A change of several words is missed with a
+probability of 2^-64. The sum is computed during the copy, and takes little more time than the copy alone.
 
-`sum_blocks` computes the sums alone, also of blocks on a GPU. There one program adds a part of a block, and the parts
-are added after that, in any order, because integers wrap.
+`sum_blocks` computes only the sums, also of blocks on a GPU. There one program adds a part of a block. The parts are
+then added in any order, because integer addition wraps.
 
-Shapes: from, to uint8 [num_blocks, bytes_per_block] (bytes a multiple of 64), from_rows, to_rows and sums int64 [n].
-No block may be a destination twice.
+Shapes: from, to uint8 [num_blocks, bytes_per_block] (bytes_per_block is a multiple of 64); from_rows, to_rows, sums
+int64 [n]. No block may be a destination twice.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -34,7 +35,7 @@ _LANES = 8
 _CACHE_LINE = 8 * _LANES
 _P, _Q = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E))
 _SIGNED_P, _SIGNED_Q = tl.constexpr(_P), tl.constexpr(_Q)
-_WORDS = 4096  # that a program adds
+_WORDS = 4096  # words that a program adds
 
 
 def transfer_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
-"""One-shot all-reduce of a row-parallel linear's output, with the residual add and RMSNorm behind it, in one kernel.
+"""One-shot all-reduce of a row-parallel linear's output, residual add and RMSNorm, in one kernel.
 
     s = cast(sum over ranks r = 0, 1, ... of x_r)      (float32, rounded once)
     h, y = s + residual, norm(s + residual)            (as rms_norm.py)
 
-With a format y is also, or only, written as codes and scales for linears over quantised activations
-(quantised_rows.py).
+y can also, or only, be written as codes and scales for linears over quantised activations (quantised_rows.py).
 
-Shapes: x, residual [T, hidden] dense, y and h like them. Every rank reads the parts of all ranks and adds them in the
-order of ranks, so all ranks get the same bits. Program p of P computes the rows p, p + P, ...: it copies them into its
-rank's buffer, meets program p of the other ranks (peer_memory.py), and reads. It meets them again before it ends:
-until then they may read.
+Shapes: x, residual, h and y [T, hidden], contiguous. Every rank reads the x of all ranks and adds them in the order of
+ranks, so all ranks get the same bits. Program p of P computes the rows p, p + P, ...: it copies them into its rank's
+buffer, waits for program p of the other ranks (peer_memory.py), and reads. It waits for them again before it ends,
+because until then they may read its rank's buffer.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -50,7 +49,7 @@ def _all_reduce_norm(
         h = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(SIZE):
             part = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(element)), 16)
-            # Not from the first-level cache, which may hold what an earlier call has read.
+            # Not from the L1 cache, which may hold the data of an earlier call.
             h += tl.load(part + start + at, mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         more = tl.load(residual + start + at, mask, other=0.0).to(tl.float32)
         rounded = (h.to(element).to(tl.float32) + more).to(element)
@@ -69,7 +68,8 @@ def _all_reduce_norm(
 
 
 def all_reduce_add_norm(x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerMemory) -> tuple[Tensor, Tensor]:
-    """(norm(s + residual), s + residual), where s is the sum of all ranks' `x`. Every rank calls it with one shape.
+    """(norm(s + residual), s + residual), where s is the sum of `x` over ranks. A collective: every rank calls this
+    with the same shapes.
 
     `x` must fit into `peers.nbytes`. For CUDA tensors, and in Triton's interpreter.
     """
@@ -80,7 +80,8 @@ def all_reduce_add_norm(x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerM
 def all_reduce_add_norm_and_quantise(
     x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerMemory, format: RowFormat, *, keeps_plain: bool = False
 ) -> tuple[QuantisedRows, Tensor]:
-    """The same with the norm quantised. `keeps_plain`: it is written unquantised too."""
+    """As `all_reduce_add_norm`, with the norm's output quantised to `format`. `keeps_plain`: write it unquantised,
+    too."""
     rows = QuantisedRows.empty(x.shape[0], x.shape[1], format, x.dtype, x.device)
     if keeps_plain:
         rows = rows._replace(plain=torch.empty_like(x))
@@ -90,7 +91,7 @@ def all_reduce_add_norm_and_quantise(
 def _launch(
     x: Tensor, residual: Tensor, norm: RmsNorm, peers: PeerMemory, out: Tensor | None, rows: QuantisedRows | None
 ) -> Tensor:
-    """Write the norm to `out`, to `rows`, or to both. Returns s + residual."""
+    """Write the norm's output to `out`, to `rows`, or to both. Returns s + residual."""
     _check(x, residual, norm.weight, peers.nbytes)
     total = torch.empty_like(x)
     tokens, width = x.shape

@@ -4,12 +4,12 @@
     mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
     experts     out = experts(h, *route(router(h))) + sigmoid(shared_gate(h)) * shared(h),  h as above
 
-Each returns (out, x + residual). `out` is not added yet, because other ranks may hold a part of it. The C library calls
-the operations of the other files in turn, so the results are the same bits. This saves the calls from Python, a fifth
-of a small model's step of one token. All linears must have the native form; if `is_native` is false, the caller runs
-the operations one by one.
+Each returns (out, x + residual). `out` is not added yet, because other ranks may have a part of it. The C library calls
+the operations of the other files one after another, so the results have the same bits. This saves calls from Python,
+which are a fifth of a small model's step of one token. All linears must have the native form. If `is_native` is False,
+the caller runs the operations one by one.
 
-Shapes: x, residual [tokens, hidden], dense; cos, sin [tokens, rot_dim]; cache, tables and slots as in kv_cache.py,
+Shapes: x, residual [tokens, hidden], contiguous; cos, sin [tokens, rot_dim]; cache, tables and slots as in kv_cache.py,
 paged_attention.py and store_kv.py.
 """
 
@@ -45,13 +45,13 @@ _NO_MLP = _NO_NORM + 2 * _NO_LINEAR + _MLP.pack(0, 0)
 
 
 def is_native(*linears: object, head_dim: int = 16) -> bool:
-    """Whether a sublayer with these linears and experts can be one native call."""
+    """Whether a sublayer with these linears and experts can be one call into C."""
     native_form = all(isinstance(one, (PackedLinear, PackedExperts)) and one.form == "native" for one in linears)
     return "cpu" not in TRITON_DEVICES and native_form and head_dim % 16 == 0 and head_dim <= 256
 
 
 class StepTables:
-    """The arguments that all layers of one step with the same rotary embedding share, checked and packed once."""
+    """The arguments that all layers of a step with the same RoPE share. They are checked and packed once."""
 
     def __init__(
         self, cos: Tensor, sin: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor
@@ -72,7 +72,7 @@ class StepTables:
 
 
 class AttentionSublayer:
-    """Norm to output projection. Linears must pass `is_native`."""
+    """The operations from the norm to the output projection. Linears must pass `is_native`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class AttentionSublayer:
 
 
 class MlpSublayer:
-    """Norm to down projection. Linears must pass `is_native`."""
+    """The operations from the norm to the down projection. Linears must pass `is_native`."""
 
     def __init__(self, norm: RmsNorm, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
         check_shape("norm", norm.weight, (gate_up.weight_shape[1],))
@@ -158,9 +158,10 @@ class MlpSublayer:
 
 
 class ExpertsSublayer:
-    """Norm to weighted sum of a mixture of experts. Linears and experts must pass `is_native`.
+    """The operations from the norm to the weighted sum of a mixture of experts. Linears and experts must pass
+    `is_native`.
 
-    `router`: in the experts' dtype, or in float32. `shared`: gate_up and down of the expert that every token takes.
+    `router`: in the experts' dtype, or in float32. `shared`: gate_up and down of the shared expert.
     """
 
     def __init__(
@@ -207,8 +208,8 @@ class ExpertsSublayer:
 class FusedLayer:
     """One layer of FusedLayers.
 
-    `after_attention`, `after_mlp`: norms of what the sublayers add, in models that have them. `table_index`: which of
-    the step's StepTables the layer uses.
+    `after_attention`, `after_mlp`: norms of the outputs of the sublayers, in models that have them. `table_index`: the
+    index of the layer's StepTables among those of the step.
     """
 
     attention: AttentionSublayer
@@ -219,7 +220,8 @@ class FusedLayer:
 
 
 class FusedLayers:
-    """Consecutive layers in one native call. For one rank only, because nothing is reduced between them."""
+    """Consecutive layers in one call into C. Only for groups of one rank, because there is no all-reduce between
+    them."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self._layers = tuple(layers)  # `_packed` points into them
@@ -240,9 +242,10 @@ class FusedLayers:
     def __call__(
         self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[KVCache]
     ) -> tuple[Tensor, Tensor]:
-        """The first `count` layers over x, which is overwritten: returns (out, residual), not added yet.
+        """Compute the first `count` layers. Returns (out, residual), whose sum is the hidden state. `x` is overwritten:
+        it is the residual.
 
-        `caches`: one of each layer. The list is packed at its first use and must not change after that.
+        `caches`: the cache of each layer. The list is packed when it is first used, and must not change after that.
         """
         first = self._layers[0].attention
         _check_stream(x, None, first.hidden, first.dtype)
@@ -261,7 +264,7 @@ class FusedLayers:
         return out, x
 
     def _scratch_size(self, tokens: int) -> int:
-        """Bytes of working memory for a call of at most `tokens`; computed for the largest call so far."""
+        """Bytes of working memory for a call of `tokens` tokens, or for the largest call so far."""
         if tokens > self._sized_for:
             parts = [part for layer in self._layers for part in (layer.attention, layer.mlp)]
             self._sized_for, self._size = tokens, max(part.scratch_size(tokens) for part in parts)
@@ -287,7 +290,8 @@ def _scratch_size(tokens: int, row_bytes: int) -> int:
 
 
 def _row_bytes(elements: int, dtype: torch.dtype, *linears: PackedLinear) -> int:
-    """Scratch for one token: its rows between the operations, and the larger of the linears' repacked inputs."""
+    """Bytes of working memory for one token: its rows between the operations, and the larger repacked input of the
+    linears."""
     return elements * dtype.itemsize + scratch_size(1, max(linear.weight_shape[1] for linear in linears)) // 16
 
 

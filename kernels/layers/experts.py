@@ -6,16 +6,16 @@
 act is `silu`, `gelu_tanh`, or gpt-oss' `clamped_swiglu`: (clamp(up) + 1) * g * sigmoid(alpha * g), with
 g = min(gate, limit).
 
-Shapes: x [tokens, hidden], dense; ids int32 and weights float32 [tokens, top_k]; gate_up [experts, 2 * I, hidden], the
-gates first; down [experts, hidden, I]; shared [tokens, hidden] and shared_gate [tokens, 1], each may be None; out as x.
-A rank may hold some of the experts: those from `first` on. The others add nothing.
+Shapes: x [tokens, hidden], contiguous; ids int32 and weights float32 [tokens, top_k]; gate_up [experts, 2 * I, hidden],
+the gates first; down [experts, hidden, I]; shared [tokens, hidden] and shared_gate [tokens, 1], each may be None; out
+like x. A rank may hold only some experts of the layer, with consecutive ids from `first` on. The others add nothing.
 
     native   CPU with the C library, bfloat16 or float32: kernels/csrc/expert_layers.c, each used expert is read once
-    triton   a GPU: kernels/layers/grouped_gemm.py
-    plain    a CPU otherwise: products of torch for each used expert
+    triton   GPU: kernels/layers/grouped_gemm.py
+    plain    any other CPU: two `F.linear` for each used expert
 
 QuantisedExperts stay quantised in the native and triton forms, if `holds_quantised` of linear.py says so; otherwise
-they are dequantised. On GPUs activations are quantised as well where linear.py would: x by rows, and act(gate) * up.
+they are dequantised. On a GPU both inputs, x and act(gate) * up, are quantised too, under the conditions of linear.py.
 
 The sum is computed in float32, in the order of `ids`. In the native form, and in the triton form with
 `batch_invariant`, a token's result does not depend on the other tokens.
@@ -43,19 +43,20 @@ from coatcheck.kernels.layers.linear import (
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_linear import Codes, pack_codes
 from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, quantise_rows
+from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.silu_mul import silu_mul_reference
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
-_EXPERTS = struct.Struct("@5qffP")  # behind two structs Weight
+_EXPERTS = struct.Struct("@5qffP")  # follows two structs Weight
 _CALL = struct.Struct("@7Pq")
 
 
 class PackedExperts(nn.Module):
     """The experts that a rank holds, for inference. Keeps no plain weight in the native form.
 
-    `parts`: gate_up and down in their form; of QuantisedExperts codes, scales and zero points. `activations`: how the
-    inputs of gate_up and of down are quantised, as of PackedLinear. `padding_bytes`: of `parts`, beyond those of the
-    weights themselves.
+    `parts`: the tensors of gate_up and of down in their form; for QuantisedExperts codes, scales and zero points.
+    `activations`: how the inputs of gate_up and of down are quantised, as in PackedLinear. `padding_bytes`: how many
+    bytes `parts` takes more than the weights themselves.
     """
 
     gate_up_bias: Tensor | None
@@ -76,33 +77,19 @@ class PackedExperts(nn.Module):
         batch_invariant: bool = False,
         num_experts: int | None = None,
     ) -> None:
-        """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: of clamped_swiglu.
+        """gate_up_bias [experts, 2 * I], down_bias [experts, hidden]. `alpha`, `limit`: parameters of clamped_swiglu.
 
-        `num_experts`: of the layer, of all ranks; None: the choices are not counted.
+        `num_experts`: the experts of the layer on all ranks; None: choices are not counted. Raises LaunchRefused.
         """
         super().__init__()
-        if len(gate_up.shape) != 3 or gate_up.shape[1] % 2:
-            refuse("gate_up", "shape [experts, 2 * I, hidden]", list(gate_up.shape))
-        count, wide, hidden = gate_up.shape
-        if tuple(down.shape) != (count, hidden, wide // 2):
-            refuse("down", f"shape {[count, hidden, wide // 2]}", list(down.shape))
-        if down.dtype != gate_up.dtype:
-            refuse("down", f"dtype {gate_up.dtype}", down.dtype)
-        for name, bias, width in (("gate_up_bias", gate_up_bias, wide), ("down_bias", down_bias, hidden)):
-            if bias is not None:
-                check_shape(name, bias, (count, width))
-                check_dtype(name, bias, gate_up.dtype)
-        if activation not in ACTIVATIONS:
-            refuse("activation", " or ".join(ACTIVATIONS), activation)
-        self.count, self.hidden, self.inner = count, hidden, wide // 2
+        _check_weights(gate_up, down, gate_up_bias, down_bias, activation)
+        self.count, wide, self.hidden = gate_up.shape
+        self.inner = wide // 2
         self.first, self.top_k, self.batch_invariant = first, top_k, batch_invariant
         self.activation, self.alpha, self.limit = activation, alpha, limit
         self.dtype, self.device = gate_up.dtype, gate_up.device
         self.form = pick_form(gate_up)
-        self.activations = tuple(
-            choose_activations(weight.stacked if isinstance(weight, QuantisedExperts) else weight)
-            for weight in (gate_up, down)
-        )
+        self.activations = tuple(choose_activations(_stacked(weight)) for weight in (gate_up, down))
         gate_up, down = (
             weight.dequantise()
             if isinstance(weight, QuantisedExperts) and not stays_quantised(weight, weight.device)
@@ -118,40 +105,42 @@ class PackedExperts(nn.Module):
         # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
         self.packed = b""
         if self.form == "triton":
-            formats = (None if choice is None else choice.format for choice in self.activations)
-            held = [_codes_or_plain(*pair) for pair in zip((gate_up, down), formats, strict=True)]
-            self.parts = tuple(weight.parts if isinstance(weight, Codes) else (weight,) for weight in held)
-            self._held = grouped_gemm.Weights(
-                held[0], held[1], self.gate_up_bias, self.down_bias, count, wide // 2, first,
-                ACTIVATIONS.index(activation), alpha, limit,
-            )  # fmt: skip
+            self.parts = self._hold_for_triton(gate_up, down)
         else:
-            self.parts = tuple(_pack(weight, self.form) for weight in (gate_up, down))
+            self.parts = (_pack(gate_up, self.form), _pack(down, self.form))
         held_bytes = sum(part.nbytes for parts in self.parts for part in parts)
         self.padding_bytes: int = held_bytes - gate_up.nbytes - down.nbytes
+        if self.form == "native":
+            self._pack_structs(gate_up, down)
+
+    def _hold_for_triton(
+        self, gate_up: Tensor | QuantisedExperts, down: Tensor | QuantisedExperts
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Set what Triton's kernels read. Returns `parts`."""
+        formats = tuple(None if choice is None else choice.format for choice in self.activations)
+        held = _codes_or_plain(gate_up, formats[0]), _codes_or_plain(down, formats[1])
+        self._held = grouped_gemm.Weights(
+            *held, self.gate_up_bias, self.down_bias, self.count, self.inner, self.first,
+            ACTIVATIONS.index(self.activation), self.alpha, self.limit,
+        )  # fmt: skip
+        first, second = (weight.parts if isinstance(weight, Codes) else (weight,) for weight in held)
+        return first, second
+
+    def _pack_structs(self, gate_up: Tensor | QuantisedExperts, down: Tensor | QuantisedExperts) -> None:
+        """Set `packed`, the C structs Weight, Weight and Experts, and the functions of the C library."""
         library = native.library()
-        if self.form == "native" and library is not None:
-            structs = (
-                weight_struct(
-                    weight.stacked if isinstance(weight, QuantisedExperts) else weight,
-                    (weight.shape[1], weight.shape[2]), parts, bias,
-                )
-                for weight, parts, bias in zip(
-                    (gate_up, down), self.parts, (self.gate_up_bias, self.down_bias), strict=True
-                )
-            )  # fmt: skip
-            self.packed = b"".join(structs) + _EXPERTS.pack(
-                first,
-                count,
-                top_k,
-                ACTIVATIONS.index(activation),
-                native.TYPES[self.dtype],
-                alpha,
-                limit,
-                _pointer(self.chosen),
-            )
-            self._kernels, self._call = library.kernels, library.experts_product
-            self._scratch_size = library.experts_scratch
+        assert library is not None, "the native form is only picked where the library is"
+        biases = (self.gate_up_bias, self.down_bias)
+        structs = (
+            weight_struct(_stacked(weight), (weight.shape[1], weight.shape[2]), parts, bias)
+            for weight, parts, bias in zip((gate_up, down), self.parts, biases, strict=True)
+        )
+        self.packed = b"".join(structs) + _EXPERTS.pack(
+            self.first, self.count, self.top_k, ACTIVATIONS.index(self.activation), native.TYPES[self.dtype],
+            self.alpha, self.limit, _pointer(self.chosen),
+        )  # fmt: skip
+        self._kernels, self._call = library.kernels, library.experts_product
+        self._scratch_size = library.experts_scratch
 
     def forward(
         self,
@@ -161,7 +150,7 @@ class PackedExperts(nn.Module):
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
     ) -> Tensor:
-        """`x`: QuantisedRows if a kernel before has quantised x to `row_format`."""
+        """out [tokens, hidden]. `x`: QuantisedRows if an earlier kernel has quantised x to `row_format`."""
         if isinstance(x, QuantisedRows):
             if x.format != self.row_format or x.dtype != self.dtype:
                 refuse("x", f"{self.dtype} as {self.row_format}", f"{x.dtype} as {x.format}")
@@ -192,7 +181,7 @@ class PackedExperts(nn.Module):
 
     @property
     def row_format(self) -> RowFormat | None:
-        """How x is quantised before the products; None: not at all."""
+        """How x is quantised before the products; None: x is not quantised."""
         choice = self.activations[0]
         return None if choice is None else choice.format
 
@@ -240,6 +229,7 @@ def activate(gate_up: Tensor, activation: str, alpha: float, limit: float) -> Te
 
 
 def pick_form(weight: Tensor | QuantisedExperts) -> str:
+    """`native`, `triton` or `plain` (see the module's docstring), by the weight's device and dtype."""
     if isinstance(weight, QuantisedExperts):
         weight = weight.stacked.scales.new_empty(0, dtype=weight.dtype)
     if uses_triton(weight):
@@ -253,15 +243,19 @@ def stays_quantised(experts: QuantisedExperts, device: torch.device) -> bool:
     return has_form and holds_quantised(experts.stacked, device)
 
 
+def _stacked(weight: Tensor | QuantisedExperts) -> Tensor | QuantisedWeight:
+    return weight.stacked if isinstance(weight, QuantisedExperts) else weight
+
+
 def _codes_or_plain(weight: Tensor | QuantisedExperts, format: RowFormat | None) -> Codes | Tensor:
-    """The weight in the triton form. `format`: of the rows that it is multiplied with."""
+    """The weight in the triton form. `format`: how the rows that it is multiplied with are quantised."""
     return pack_codes(weight.stacked, format) if isinstance(weight, QuantisedExperts) else weight.detach().contiguous()
 
 
 def _pack(weight: Tensor | QuantisedExperts, form: str) -> tuple[Tensor, ...]:
-    """The weight in its form: of QuantisedExperts codes, scales and zero points."""
+    """The tensors of the weight in the native or plain form. For QuantisedExperts: codes, scales and zero points."""
     if isinstance(weight, QuantisedExperts):
-        return pack_quantised(weight.pad_rows(64).stacked)  # whole panels of each expert, as panels_of in linear.h
+        return pack_quantised(weight.pad_rows(64).stacked)  # each expert has whole panels, as panels_of in linear.h
     if form != "native":
         return (weight.detach().contiguous(),)
     library = native.library_for(weight)
@@ -271,13 +265,35 @@ def _pack(weight: Tensor | QuantisedExperts, form: str) -> tuple[Tensor, ...]:
     panels, words = -(-features // 64) * 4, depth if weight.dtype == torch.float32 else -(-depth // 32) * 16
     packed = huge_pages.zeros((count, panels, words, 16), torch.int32)
     for plain, to in zip(weight.detach(), packed, strict=True):
-        dense = plain.contiguous()
-        library.pack_weight(dense.data_ptr(), features, depth, to.data_ptr(), native.TYPES[weight.dtype])
+        contiguous = plain.contiguous()
+        library.pack_weight(contiguous.data_ptr(), features, depth, to.data_ptr(), native.TYPES[weight.dtype])
     return (packed,)
 
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check_weights(
+    gate_up: Tensor | QuantisedExperts,
+    down: Tensor | QuantisedExperts,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> None:
+    if len(gate_up.shape) != 3 or gate_up.shape[1] % 2:
+        refuse("gate_up", "shape [experts, 2 * I, hidden]", list(gate_up.shape))
+    count, wide, hidden = gate_up.shape
+    if tuple(down.shape) != (count, hidden, wide // 2):
+        refuse("down", f"shape {[count, hidden, wide // 2]}", list(down.shape))
+    if down.dtype != gate_up.dtype:
+        refuse("down", f"dtype {gate_up.dtype}", down.dtype)
+    for name, bias, width in (("gate_up_bias", gate_up_bias, wide), ("down_bias", down_bias, hidden)):
+        if bias is not None:
+            check_shape(name, bias, (count, width))
+            check_dtype(name, bias, gate_up.dtype)
+    if activation not in ACTIVATIONS:
+        refuse("activation", " or ".join(ACTIVATIONS), activation)
 
 
 @once_per_geometry

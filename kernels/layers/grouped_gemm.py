@@ -1,18 +1,19 @@
 """The products of a mixture of experts in Triton (formulas and shapes: experts.py).
 
-    sort      pairs (token, choice) in the order of their experts, and the tiles of rows (route.py)
+    sort      sorts the pairs (token, choice) by expert, and cuts them into tiles of rows (route.py)
     gate_up   gated[row] = act(gate_e(x)) * up_e(x),   rows in the sorted order
-    down      y[pair] = down_e(gated[row]),            rounded to the dtype of x; codes as in quantised_linear.py
+    down      y[pair] = down_e(gated[row]),            rounded to the dtype of x
     sum       out[t] = sum over j of weights[t, j] * y[t, j] + sigmoid(shared_gate[t]) * shared[t], in float32
 
-With quantised activations (`Codes.format`) the products are those of w8a8_linear.py. x is quantised once for each token
-before its rows are gathered. gate_up writes gated as codes where a group of columns lies in one tile; a scale for the
-whole row takes a kernel between the products. gated is rounded to the dtype of x first, so both give the same codes.
+Quantised weights have the layout of quantised_linear.py. If activations are quantised too (`Codes.format`), the
+products are those of w8a8_linear.py. x is quantised once for each token, before its rows are gathered. If a group of
+columns lies in one tile, gate_up writes gated as codes; otherwise a kernel between the two products quantises gated.
+gated is rounded to the dtype of x first, so both ways give the same codes.
 
-All shapes depend on the number of tokens alone, and the host reads nothing, so CUDA graphs can capture the calls. There
-are as many programs as there could be tiles; those beyond the last tile end at once. Of the experts of other ranks
-nothing is computed or read. Pairs of one expert stay in the order of their tokens. `pick_launch` takes high tiles for
-many rows; with `batch_invariant` all tiles have one height, because the order of a sum may depend on it.
+All shapes depend on the number of tokens alone, and the host reads nothing, so CUDA graphs can capture the calls. A
+kernel is launched for the largest possible number of tiles; programs beyond the last tile return at once. Experts of
+other ranks are neither read nor computed. Pairs of one expert stay in the order of their tokens. `pick_launch` picks
+high tiles for many rows. With `batch_invariant` all tiles have one height, because the order of a sum may depend on it.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -34,15 +35,15 @@ from coatcheck.kernels.layers.quantised_rows import QuantisedRows, RowFormat, _s
 from coatcheck.kernels.layers.route import sort_pairs
 from coatcheck.kernels.layers.w8a8_linear import _multiply_codes
 
-_HIGH_FROM: int = 32  # rows of an expert
-_COLUMNS: int = 1024  # of a program of the weighted sum
-_MAX_QUANTISED_STAGES: int = 3  # more may not fit beside the weights of a tile
-_CODE_COLUMNS: int = 128  # of a product of codes, and of a tile of gated rows, the most
+_HIGH_FROM: int = 32  # with more rows per expert than this, on average, tiles are high
+_COLUMNS: int = 1024  # columns that a program of the weighted sum computes
+_MAX_QUANTISED_STAGES: int = 3  # more may not fit into shared memory beside the weights of a tile
+_CODE_COLUMNS: int = 128  # the most columns of a product of codes, and of a tile of gated rows written as codes
 _ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class GroupedLaunch(NamedTuple):
-    """A tile: `block_m` rows of one expert by `block_n` features, `block_k` of the depth at a time."""
+    """A tile: `block_m` rows of one expert by `block_n` features, summed over `block_k` columns of x at a time."""
 
     block_m: int
     block_n: int
@@ -51,7 +52,7 @@ class GroupedLaunch(NamedTuple):
     num_stages: int
 
     def constants(self) -> dict[str, int]:
-        """The keyword arguments of a launch, without BLOCK_K."""
+        """The keyword arguments of a launch except BLOCK_K."""
         sizes = dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n)
         return dict(**sizes, num_warps=self.num_warps, num_stages=self.num_stages)
 
@@ -59,19 +60,19 @@ class GroupedLaunch(NamedTuple):
 def pick_launch(
     pairs: int, experts: int, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
 ) -> GroupedLaunch:
-    """`pairs`: of tokens and experts, over all `experts` of the layer."""
+    """The tile of plain weights. `pairs`: tokens times choices. `experts`: how many experts the rank holds."""
     is_high = pairs > _HIGH_FROM * experts and not batch_invariant
     # float32 products with 64 rows would spill.
     block_m, block_n, block_k = (64, 64, 64) if element_size == 2 else (32, 64, 32)
     if not is_high:
         block_m = 16
-    # A stage holds a part of x, of the gates and of the ups.
+    # A stage holds one block of x, one of the gates' weights and one of the ups' weights.
     stage = (block_m + 2 * block_n) * block_k * element_size
     return GroupedLaunch(block_m, block_n, block_k, 4, min(gpu.max_stages, 4, gpu.shared // stage))
 
 
 def pick_codes_launch(launch: GroupedLaunch, weight: Codes, to: RowFormat | None, gpu: GpuProperties) -> GroupedLaunch:
-    """The tile of a product over `weight`. `launch`: of pick_launch. `to`: how the product is quantised."""
+    """The tile of a product with `weight`. `launch`: the tile of pick_launch. `to`: how the result is quantised."""
     if weight.format is None:
         return launch._replace(block_k=weight.step, num_stages=min(launch.num_stages, _MAX_QUANTISED_STAGES))
     block_n = max(64, 0 if to is None else to.group)
@@ -82,18 +83,21 @@ def pick_codes_launch(launch: GroupedLaunch, weight: Codes, to: RowFormat | None
 
 
 def is_written_as_codes(gate_up: Codes, format: RowFormat) -> bool:
-    """Whether gate_up quantises its result for a `down` of this format: a group of columns must lie in one tile."""
+    """Whether gate_up's kernel writes codes for a `down` of this format: a group of columns must lie in one tile."""
     return gate_up.format is not None and 0 < format.group <= _CODE_COLUMNS
 
 
 def warm_up_lengths(top_k: int, experts: int) -> tuple[int, int]:
-    """Numbers of tokens that together take every launch that `pick_launch` picks."""
+    """Two numbers of tokens that together lead to every tile that `pick_launch` picks."""
     return 1, _HIGH_FROM * experts // top_k + 1
 
 
 class Weights(NamedTuple):
-    """A rank's experts: gate_up [experts, 2 * I, hidden], down [experts, hidden, I], biases or None. Codes are those of
-    all experts' rows, one expert below the other. `inner`: I."""
+    """A rank's experts: gate_up [experts, 2 * I, hidden] and down [experts, hidden, I], each may have a bias.
+
+    Codes have two dimensions: the rows of all experts are stacked, expert after expert. `inner`: I. `activation`: an
+    index into ACTIVATIONS of experts.py.
+    """
 
     gate_up: Tensor | Codes
     down: Tensor | Codes
@@ -117,7 +121,7 @@ def grouped_experts(
     *,
     batch_invariant: bool,
 ) -> Tensor:
-    """The output of PackedExperts.forward. The arguments must be checked already; `x` has the format of gate_up."""
+    """out of PackedExperts.forward. The caller has checked the arguments; `x` has the format of gate_up."""
     (tokens, top_k), (_, hidden), device = ids.shape, x.shape, ids.device
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     if tokens == 0:
@@ -168,7 +172,7 @@ def grouped_experts(
 
 
 def _operands(w: Codes, x: Tensor | QuantisedRows) -> tuple[Tensor | None, ...]:
-    """x, its scales, codes, scales and zero points."""
+    """x, its scales, and the weight's codes, scales and zero points."""
     if isinstance(x, QuantisedRows):
         return x.codes, x.scales, w.codes.view(x.codes.dtype), w.scales, w.zeros
     return x, None, w.codes, w.scales, w.zeros
@@ -219,7 +223,8 @@ def _gate_up(
 
 @triton.jit
 def _rows_of_tile(order, tiles, ends, expert, BLOCK_M: tl.constexpr):
-    """The program's sorted rows, which of them `expert` has, and their pairs of token and choice."""
+    """(row, has_row, pair): the sorted rows of the program's tile, whether each belongs to `expert`, and its pair,
+    token * TOP_K + choice."""
     row = tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
     has_row = row < tl.load(ends + expert)
     return row, has_row, tl.load(order + row, has_row, other=0).to(tl.int64)
@@ -245,8 +250,8 @@ def _quantised_gate_up(
     CONVERT: tl.constexpr, GROUP: tl.constexpr, TO_KIND: tl.constexpr, TO_GROUP: tl.constexpr, ELEMENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As _gate_up, over codes: the gates' products, then the ups'. `features`: rows of all experts. ELEMENT: the dtype
-    of the model. With `gated_scales` gated is written as codes."""
+    """As _gate_up, with codes: the gates' products, then the ups'. `features`: rows of the stacked weight. ELEMENT: the
+    model's dtype. If `gated_scales` is given, gated is written as codes."""
     expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -284,8 +289,11 @@ def _multiply_either(
     KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x, which are codes if they have scales. `rows`:
-    of the whole x. `group`: of the weight; GROUP: of the weight and x, if x has scales."""
+    """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x. If x has scales, it is codes.
+
+    `rows`: the rows of the whole x. `group`: columns of a group of the weight, used if x is no codes. GROUP: columns of
+    a group of both, used if x is codes.
+    """
     if x_scales is None:
         return _multiply(
             x, codes, scales, zeros, None, m, n, has_m, has_n, features, depth, row_bytes, group, KIND, CONVERT,
@@ -304,7 +312,7 @@ def _quantised_down(
     group, KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As _down, over codes. gated is codes if it has scales."""
+    """As _down, with a weight of codes. If gated has scales, it is codes too."""
     expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -327,7 +335,7 @@ def _down(
     gated, weight, bias, y, order, tiles, ends, width, hidden, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile of rows of `y` [pairs, hidden]."""
+    """One program computes one tile of `y` [pairs, hidden]."""
     expert = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return

@@ -1,11 +1,11 @@
 """y[t, h] = x[t, h] @ weight[h]^T: one linear for each attention head, as latent attention (MLA) needs them.
 
 Shapes: weight [heads, out_features, in_features]; x [rows, heads, in_features] and y [rows, heads, out_features], any
-strides over rows and heads. x may have one head for all, expanded with stride 0.
+strides over rows and heads. All heads may share one x, expanded with stride 0.
 
-The forms are those of linear.py: panels for the C library, which computes the heads side by side, or the plain weight
-and a batched product. In the native form a row's result does not depend on the other rows. With `batch_invariant` the
-plain weight goes to invariant_linear.py on a GPU; on a CPU the batched product gets a fixed number of rows.
+The forms are two of those of linear.py: native (panels for the C library, which computes the heads in parallel) and
+plain (`torch.bmm`). In the native form a row's result does not depend on the other rows. With `batch_invariant` the
+plain form uses invariant_linear.py on a GPU; on a CPU it calls `torch.bmm` with a fixed number of rows, padded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class HeadsLinear:
             self._weight = weight.detach()
 
     def __call__(self, x: Tensor, out: Tensor | None = None, heads: slice = slice(None)) -> Tensor:
-        """`out`: where y goes, by default a new dense tensor. `heads`: which heads' weights to use."""
+        """y. `out`: where y is written, by default a new contiguous tensor. `heads`: the heads whose weights x meets;
+        x and y have those heads alone. Raises LaunchRefused."""
         first, last, _ = heads.indices(self.weight_shape[0])
         _, features, depth = self.weight_shape
         rows = x.shape[0]
@@ -71,7 +72,7 @@ class HeadsLinear:
         assert library is not None, "the native form is only picked where the library is"
         _, features, depth = self.weight_shape
         head_bytes = self._weight.stride(0) * 4
-        own_scratch = -(-scratch_size(x.shape[0], depth) // 64) * 64  # of a thread
+        own_scratch = -(-scratch_size(x.shape[0], depth) // 64) * 64  # bytes of one thread, in whole cache lines
         library.heads_linear(
             library.kernels,
             native.HEADS_LINEAR.pack(

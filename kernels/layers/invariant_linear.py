@@ -1,21 +1,21 @@
 """y = x @ weight^T + bias in Triton, where the bits of a row of y do not depend on the number or order of the rows.
 
-For `--deterministic`, in place of a library that chooses the order of a sum by the number of rows. The order is fixed
-by the shape of the weight and the GPU:
+`--deterministic` needs it, because libraries choose the order of a sum by the number of rows. Here the shape of the
+weight and the GPU fix the order:
 
-    sums[u]  = the products of unit u of the depth, `BLOCK_K` columns at a time, in float32
+    sums[u]  = the sum over the columns of unit u, `BLOCK_K` columns at a time, in float32 (split-K)
     y        = ((sums[0] + sums[1]) + sums[2]) + ... + bias,    rounded once
 
 All tiles have one height and one width, so a row takes the same instructions whatever the other rows of its tile are.
-With many rows a program computes all units of its tile. Few rows have too few tiles for the GPU: then each program
-computes one unit, and `_add_units` adds the units' sums, in the same order. `units_of` gives a weight as many units as
-fill the GPU with one row of tiles.
+With many rows a program computes all units of its tile. Few rows make too few tiles to fill the GPU: then each program
+computes one unit of a tile, and `_add_units` adds the units' sums, in the same order. `units_of` divides the columns
+into as many units as fill the GPU when x has one tile of rows.
 
-The programs are persistent, as in Triton's tutorial on matrix products: there are at most as many as run at a time, and
-each takes every n-th tile. Tiles that run side by side share columns of x and features of the weight in the L2 cache.
+The programs are persistent, as in Triton's tutorial on matrix products: n programs run at the same time, and each
+computes every n-th tile. Tiles that run at the same time share rows of x and of the weight in the L2 cache.
 
-Shapes: weight [features, depth], bias [features] or None, x [rows, depth] dense, y [rows, features]. Or one linear for
-each head: weight [heads, features, depth], x [rows, heads, depth] and out [rows, heads, features], any strides over
+Shapes: weight [features, depth], bias [features] or None, x [rows, depth] contiguous, y [rows, features]. Or one linear
+for each head: weight [heads, features, depth], x [rows, heads, depth] and out [rows, heads, features], any strides over
 rows and heads. The last dimensions of x and out have stride 1; the weight may have any strides.
 """
 
@@ -34,9 +34,9 @@ from torch import Tensor
 from coatcheck.kernels.gpu_properties import GpuProperties, gpu_properties
 
 _LEAST_UNIT = 512  # columns; shorter units would write more sums than they read of the weight
-_SPLIT_ROWS = 512  # the most rows whose units are computed side by side, which bounds the memory of their sums
-_PROGRAMS = 2  # of each processor
-_GROUP: tl.constexpr = tl.constexpr(8)  # rows of tiles that are computed before the next column of tiles
+_SPLIT_ROWS = 512  # with more rows, one program computes all units of a tile; this bounds the memory of the sums
+_PROGRAMS = 2  # programs per multiprocessor
+_GROUP: tl.constexpr = tl.constexpr(8)  # tiles of one column that are computed before the next column of tiles
 _ADDED = 1024  # elements that a program of `_add_units` adds
 
 
@@ -51,14 +51,15 @@ class InvariantLaunch(NamedTuple):
 
 
 def pick_launch(element_size: int, gpu: GpuProperties) -> InvariantLaunch:
-    """64 rows are so few that a decode waits for the weights, not for the products of empty rows."""
+    """The one tile for a dtype. With 64 rows a decode step is still bound by reading the weights, so that its empty
+    rows cost no time."""
     block_m, block_n, block_k = (64, 128, 64) if element_size == 2 else (32, 64, 32)
     stage = (block_m + block_n) * block_k * element_size
     return InvariantLaunch(block_m, block_n, block_k, 4, min(gpu.max_stages, 4, gpu.shared // stage))
 
 
 def units_of(heads: int, features: int, depth: int, launch: InvariantLaunch, gpu: GpuProperties) -> tuple[int, int]:
-    """(number of units, columns of a unit). The number of rows must not change them."""
+    """(number of units, columns of a unit). They must not depend on the number of rows."""
     tiles = heads * triton.cdiv(features, launch.block_n)
     units = max(1, min(gpu.processors // tiles, depth // _LEAST_UNIT))
     columns = triton.cdiv(triton.cdiv(depth, units), launch.block_k) * launch.block_k
@@ -66,7 +67,7 @@ def units_of(heads: int, features: int, depth: int, launch: InvariantLaunch, gpu
 
 
 def is_split(rows: int, heads: int, features: int, units: int, launch: InvariantLaunch, gpu: GpuProperties) -> bool:
-    """Whether the units of a tile are computed side by side. The bits are the same either way."""
+    """Whether the units of a tile are computed by separate programs. The bits are the same either way."""
     tiles = heads * triton.cdiv(features, launch.block_n) * triton.cdiv(rows, launch.block_m)
     return units > 1 and rows <= _SPLIT_ROWS and tiles < gpu.processors
 
@@ -80,15 +81,15 @@ def warm_up_rows(weight: Tensor) -> tuple[int, ...]:
 
 
 def invariant_linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, depth] dense -> y [rows, features]. The arguments must be checked already."""
+    """x [rows, depth], contiguous -> y [rows, features]. The caller has checked the arguments."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    # The strides of one row or one head must not be those of a view, or they would be another variant.
+    # Not x.stride(0): with one row it may be any number, and Triton would compile another variant for some of them.
     _launch(weight[None], x, bias, y, rows=len(x), x_strides=(x.shape[1], 0), y_strides=(len(weight), 0))
     return y
 
 
 def invariant_heads_linear(weight: Tensor, x: Tensor, out: Tensor) -> None:
-    """Writes `out` [rows, heads, features]. The arguments must be checked already."""
+    """Write `out` [rows, heads, features]. The caller has checked the arguments."""
     x_strides, y_strides = (x.stride(0), x.stride(1)), (out.stride(0), out.stride(1))
     _launch(weight, x, None, out, rows=len(x), x_strides=x_strides, y_strides=y_strides)
 
@@ -97,7 +98,7 @@ def _launch(
     weight: Tensor, x: Tensor, bias: Tensor | None, y: Tensor, *, rows: int, x_strides: tuple[int, int],
     y_strides: tuple[int, int],
 ) -> None:  # fmt: skip
-    """`x_strides` and `y_strides`: over rows and over heads."""
+    """`x_strides` and `y_strides`: the strides over rows and over heads."""
     heads, features, depth = weight.shape
     if rows == 0:
         return
@@ -128,8 +129,11 @@ def _invariant_linear(
     w_column, y_row, y_head, SPLIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the items program, program + programs, ...: tiles of y, or with SPLIT single units of tiles.
-    `columns`: of a unit. `y`: with SPLIT the sums [units, rows, heads * features]. EVEN: BLOCK_K divides `depth`."""
+    """Program p computes the items p, p + programs, ... An item is a tile of y; with SPLIT it is one unit of a tile.
+
+    `columns`: columns of a unit. `y`: with SPLIT the sums [units, rows, heads * features]. EVEN: BLOCK_K divides
+    `depth`.
+    """
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)
     tiles = down * across
     for item in range(tl.program_id(0), items, programs):
@@ -166,7 +170,7 @@ def _sum_unit(
     from_x, from_weight, first, columns, depth, w_column, has_m, has_n,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_M, BLOCK_N]: the products of the unit that begins at column `first`."""
+    """float32 [BLOCK_M, BLOCK_N]: the sum over the unit that begins at column `first`."""
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, tl.minimum(first + columns, depth), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)

@@ -1,11 +1,11 @@
-"""Latent attention (MLA) before its scores: rotates queries and the rotary key, normalises the latent, stores both.
+"""What latent attention (MLA) does before its scores: rotate queries and keys, normalise the latent, store both.
 
     q[t, h, nope:] = rotate(q[t, h, nope:])
     cache.latent[slot_mapping[t]] = cast(c / sqrt(mean(c ** 2) + eps)) * weight      c = kv[t, :rank]
     cache.rope_keys[slot_mapping[t]] = rotate(kv[t, rank:])                          slot -1 is skipped
 
-`rotate` is that of kernels/attention/rotary.py, whose pairs lie half a head apart. For an interleaved embedding the
-rows of the weights are reordered when they are loaded.
+`rotate` is the rotation of kernels/attention/rotary.py, which pairs elements i and i + rope_dim / 2. For an interleaved
+embedding the loader reorders the rows of the weights.
 
 Shapes: q_rope, out [tokens, heads, rope_dim], any strides over tokens and heads, and out may be q_rope; kv [tokens,
 rank + rope_dim], any stride over tokens; cos, sin [tokens, rope_dim]; slot_mapping int64 [tokens] without repetition;
@@ -51,7 +51,10 @@ def rotate_and_store_latent(
     slot_mapping: Tensor,
     out: Tensor,
 ) -> None:
-    """`norm`: of the latent, without an offset. `out` gets the rotated parts of the queries."""
+    """Write the rotated parts of the queries to `out`, and the latents and rotary keys to `cache`.
+
+    `norm`: the latent's norm, with offset 0. Raises LaunchRefused.
+    """
     _check(q_rope, kv, norm.weight, cos, sin, slot_mapping, out, cache.rank, cache.rope_dim, cache.device)
     if uses_triton(kv):
         _launch(q_rope, kv, norm, cos, sin, cache, slot_mapping, out)
@@ -94,7 +97,7 @@ def _check(
     check_dense("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
 
 
-_HEADS = 8  # that a program rotates
+_HEADS = 8  # heads that a program rotates
 
 
 def _launch(

@@ -1,17 +1,17 @@
 """y = x @ weight^T + bias, with the weight in the fastest layout for the machine.
 
 Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features] (rows may be strided),
-y [..., out_features], dense. The weight is packed once and the plain weight dropped, so that memory holds it once:
+y [..., out_features], contiguous. The weight is packed once and the plain weight dropped, so that memory holds it once:
 
     native   CPU with the C library, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.h)
-    onednn   CPU without it, or of a kind for which it has no instruction class: oneDNN's blocked form
+    onednn   CPU without the C library, or for which it has only its generic kernels: oneDNN's blocked form
     triton   GPU, a QuantisedWeight: quantised_linear.py, or with quantised activations w8a8_linear.py
     plain    everything else: `F.linear`, or on a GPU with `batch_invariant` invariant_linear.py
 
 A QuantisedWeight stays quantised in the native and triton forms, if `holds_quantised` says so; the other forms
-dequantise it. In the native form a row's result does not depend on the other rows of the call. Libraries choose the
-order of a sum by the number of rows. With `batch_invariant` results are the same bits in every form: on a GPU Triton's
-kernels fix the order, on a CPU libraries are called with a fixed number of rows, padded.
+dequantise it. In the native form a row's result does not depend on the other rows of the call. Other libraries choose
+the order of a sum by the number of rows. With `batch_invariant` a row's bits do not depend on the other rows in any
+form: on a GPU Triton's kernels fix the order, on a CPU libraries get a fixed number of rows, padded.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.kernels.layers.w8a8_linear import FormatChoice, choose_format, multiply_rows
 from coatcheck.kernels.lora.lora_linear import LoraLinear
 
-# With `batch_invariant`, of a CPU's library: enough to keep a matrix unit busy, few enough that a decode step still
-# waits for memory first.
+# Rows of each call of a library on a CPU with `batch_invariant`: enough to keep matrix units busy, and so few that a
+# decode step is still bound by reading the weight.
 ROW_TILE = 64
 
 
 class PackedLinear(nn.Module):
     """A linear layer for inference. Keeps `weight_shape` and `form` after dropping the plain weight.
 
-    `parts`: the weight in its form; of a QuantisedWeight codes, scales, zero points and order, as far as there are.
-    `packed`: of the native form, the C struct Weight, which points into `parts` and `bias`. `codes`: `parts` with their
-    sizes, of the triton form. `activations`: how x is quantised, or why it is not; None for a weight without
-    `quantises_activations`. `padding_bytes`: of `parts`, beyond those of the weight itself. `lora`: what
-    LoRA adapters add; None if no adapter has this linear.
+    `parts`: the tensors of the weight in its form; for a QuantisedWeight codes, scales, and, if it has them, zero
+    points and order. `packed`: in the native form the C struct Weight, which points into `parts` and `bias`. `codes`:
+    in the triton form `parts` with their sizes. `activations`: how x is quantised, or why it is not; None for a weight
+    without `quantises_activations`. `padding_bytes`: how many bytes `parts` takes more than the weight itself. `lora`:
+    what LoRA adapters add; None if no adapter changes this linear.
     """
 
     bias: Tensor | None
@@ -82,7 +82,7 @@ class PackedLinear(nn.Module):
             self.parts = self.codes.parts
         else:
             self.parts = pack_quantised(weight)
-        has_panels = self.form in ("native", "triton")  # oneDNN does not tell what it holds
+        has_panels = self.form in ("native", "triton")  # oneDNN does not tell how many bytes it holds
         self.padding_bytes: int = sum(part.nbytes for part in self.parts) - weight.nbytes if has_panels else 0
         library = native.library()
         if self.form == "native" and library is not None:
@@ -90,7 +90,7 @@ class PackedLinear(nn.Module):
             self.packed = weight_struct(weight, self.weight_shape, self.parts, self.bias)
 
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
-        """`x`: QuantisedRows if a kernel before has quantised x to `row_format`."""
+        """y. `x`: QuantisedRows if an earlier kernel has quantised x to `row_format`. Raises LaunchRefused."""
         y = self._multiply(x)
         if self.lora is not None:
             assert isinstance(x, Tensor), "adapters are served on CPUs, which quantise no activations"
@@ -109,11 +109,11 @@ class PackedLinear(nn.Module):
             have = f"{list(x.shape)} of {x.dtype} on {x.device}"
             refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
         if self.codes is not None:
-            dense = x.reshape(-1, depth).contiguous()
+            rows = x.reshape(-1, depth).contiguous()
             if self.codes.format is None:
-                y = quantised_linear(self.codes, dense, self.bias, batch_invariant=self.batch_invariant)
+                y = quantised_linear(self.codes, rows, self.bias, batch_invariant=self.batch_invariant)
             else:
-                y = self._multiply(quantise_rows(dense, self.codes.format))
+                y = self._multiply(quantise_rows(rows, self.codes.format))
             return y.view(*x.shape[:-1], features)
         if self._has_fixed_order:
             rows = x.reshape(-1, depth).contiguous()
@@ -131,12 +131,13 @@ class PackedLinear(nn.Module):
 
     @property
     def row_format(self) -> RowFormat | None:
-        """How x is quantised before the product; None: not at all."""
+        """How x is quantised before the product; None: x is not quantised."""
         return None if self.activations is None else self.activations.format
 
     @property
     def has_adapted_rows(self) -> bool:
-        """Whether an adapter has this linear, and rows of the current step have an adapter, be it this or another."""
+        """Whether some adapter changes this linear and some row of the current step has an adapter, not necessarily the
+        same."""
         return self.lora is not None and self.lora.step.is_active
 
     @property
@@ -147,7 +148,8 @@ class PackedLinear(nn.Module):
         return (self.weight_shape, self.bias is None) if self._has_fixed_order else None
 
     def compile_kernels(self) -> None:
-        """Launch every variant of Triton's kernels once, so that none compiles later; nothing in forms without them."""
+        """Launch every variant of Triton's kernels once, so that none compiles later. Other forms have no kernels to
+        compile."""
         lengths: tuple[int, ...] = WARM_UP_ROWS if self.form == "triton" else ()
         if self._has_fixed_order:
             lengths = invariant_linear.warm_up_rows(self.parts[0])
@@ -180,13 +182,14 @@ def choose_activations(weight: Tensor | QuantisedWeight) -> FormatChoice | None:
 
 
 def pick_form(weight: Tensor | QuantisedWeight) -> str:
+    """`native`, `onednn`, `triton` or `plain` (see the module's docstring)."""
     if isinstance(weight, QuantisedWeight) and weight.device.type in TRITON_DEVICES:
         return "triton"
     return _pick_form(weight.dtype) if weight.device.type == "cpu" else "plain"
 
 
 def _pick_form(dtype: torch.dtype) -> str:
-    """On a CPU."""
+    """The form of a weight on a CPU."""
     if dtype not in native.TYPES:
         return "plain"
     library = native.library()
@@ -196,22 +199,26 @@ def _pick_form(dtype: torch.dtype) -> str:
 
 
 def holds_quantised(weight: QuantisedWeight, device: torch.device) -> bool:
-    """Whether PackedLinear keeps the weight quantised once it is on `device`. The C kernels want whole words of codes
-    in a group, Triton's a multiple of 16 columns."""
+    """Whether PackedLinear keeps the weight quantised once it is on `device`.
+
+    If a row has several groups, the C kernels need groups of whole 32-bit words of codes, Triton's kernels groups of a
+    multiple of 16 columns.
+    """
     if device.type in TRITON_DEVICES:
         return pick_step(weight) is not None
     is_native = device.type == "cpu" and _pick_form(weight.dtype) == "native"
     return is_native and (weight.groups == 1 or weight.group % _CODES_OF_WORD == 0)
 
 
-_CODES_OF_WORD = 8  # of 4 bits, the most
+_CODES_OF_WORD = 8  # codes of 4 bits in a word of 32 bits; words of 8-bit codes hold fewer
 
 
 def widen_scales(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
-    """`weight` with the scales that PackedLinear holds on `device`: on a GPU those of rows of 8-bit codes are float32,
-    because torch._scaled_mm reads no others. All others keep their dtype.
+    """`weight` with the dtype of scales that PackedLinear holds on `device`.
 
-    The loader calls this before it counts the weight's bytes, so that the count is what the rank holds.
+    On a GPU the scales of 8-bit codes with one scale per row become float32, because torch._scaled_mm reads no other
+    dtype. Other scales keep theirs. The loader calls this before it counts the weight's bytes, so that it counts what
+    the rank holds.
     """
     if device.type not in TRITON_DEVICES or weight.kind.bits != 8 or weight.groups > 1:
         return weight
@@ -229,7 +236,7 @@ def _pack(weight: Tensor, form: str) -> Tensor:
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """A weight [out_features, in_features] in the native form."""
+    """A weight [out_features, in_features] in the native form: int32 [panels, words, 16], padded with zeros."""
     library = native.library()
     assert library is not None, "the native form is only picked where the library is"
     weight = weight.contiguous()
@@ -242,7 +249,8 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def pack_quantised(weight: QuantisedWeight) -> tuple[Tensor, ...]:
-    """Codes, scales and zero points in panels, as kernels/csrc/quantised.h has them, and the order of the columns."""
+    """Codes, scales and zero points in the panels of kernels/csrc/quantised.h, then the order of the columns. Zero
+    points and order are missing if the weight has none."""
     features, depth = weight.shape
     rows, code_bytes = -(-features // 64) * 64, -(-depth // 32) * 32 * weight.kind.bits // 8
     codes = F.pad(weight.codes, (0, code_bytes - weight.codes.shape[1], 0, rows - features))
@@ -276,7 +284,7 @@ _SCALES = {**native.TYPES, torch.float16: 2, torch.uint8: 6}  # as in kernels/cs
 
 
 def scratch_size(rows: int, depth: int) -> int:
-    """Bytes in which the native form repacks x."""
+    """How many bytes the native form needs to repack x [rows, depth]."""
     return (rows + 15) * (depth + 31) * 4
 
 
@@ -284,7 +292,7 @@ _local = threading.local()
 
 
 def scratch(size: int) -> int:
-    """The address of at least `size` bytes for this thread's native calls: one buffer that grows."""
+    """The address of at least `size` bytes for this thread's native calls. All calls of a thread share the buffer."""
     held: Tensor | None = getattr(_local, "scratch", None)
     if held is None or held.numel() < size:
         held = _local.scratch = torch.empty(max(size, 1 << 20), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""QuantisedExperts: one weight of each expert of a layer, all stored alike, as codes with scales."""
+"""QuantisedExperts: one weight of each expert of a layer, as codes with scales. All are stored in the same way."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedExperts:
-    """`count` weights [rows, columns]. `stacked`: all of them, one below the other, [count * rows, columns]; its codes
-    lie in the order of the columns."""
+    """`count` weights [rows, columns]. `stacked`: their rows, expert after expert, [count * rows, columns]; its `order`
+    is None."""
 
     count: int
     stacked: QuantisedWeight
 
     @classmethod
     def of(cls, weights: Sequence[QuantisedWeight], count: int) -> Self | None:
-        """`weights`: those of each expert in turn, one or several. None if they are not stored alike, or if columns are
-        in an order of their own (act-order)."""
+        """`weights`: one or several for each expert, expert after expert. None if they differ in how they are stored,
+        or if their columns are reordered (act-order)."""
         stacked = QuantisedWeight.concatenate(weights)
         return None if stacked is None or stacked.order is not None else cls(count, stacked)
 
@@ -48,7 +48,7 @@ class QuantisedExperts:
         return self.stacked.nbytes
 
     def to(self, device: torch.device) -> Self:
-        """On `device`."""
+        """A copy on `device`."""
         return replace(self, stacked=self.stacked.to(device))
 
     def dequantise(self) -> Tensor:
@@ -59,6 +59,7 @@ class QuantisedExperts:
         return plain
 
     def select_experts(self, start: int, stop: int) -> Self:
+        """Experts [start, stop)."""
         rows = self.shape[1]
         return replace(self, count=stop - start, stacked=self.stacked.select_rows([(start * rows, stop * rows)]))
 
@@ -71,12 +72,12 @@ class QuantisedExperts:
         return self._with_rows(len(rows), pick)
 
     def select_columns(self, start: int, stop: int) -> Self | None:
-        """None as QuantisedWeight.select_columns."""
+        """Columns [start, stop) of each expert. None in the cases of QuantisedWeight.select_columns."""
         stacked = self.stacked.select_columns(start, stop)
         return None if stacked is None else replace(self, stacked=stacked)
 
     def pad_rows(self, multiple: int) -> Self:
-        """Rows of zeros below those of each expert, up to a multiple."""
+        """With rows of zeros added to each expert, so that its number of rows is a multiple of `multiple`."""
         rows = self.shape[1]
         more = -rows % multiple
 

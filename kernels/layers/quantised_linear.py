@@ -2,17 +2,17 @@
 
     weight[n, k] = cast((codes[n, k] - zeros[n, g]) * scales[n, g]),  g = k // group      cast: to the dtype of x
 
-A program reads a tile of codes, computes the weights of the tile in registers, in float32, and multiplies them with a
-tile of x. The weights are the left operand of the product, which matrix units read from registers on every GPU that has
-a choice. So the result is that of the dequantised weight, rounded to the dtype of x.
+A program reads a tile of codes, computes the tile's weights in registers, in float32, rounds them to the dtype of x and
+multiplies them with a tile of x. So the products are those of the dequantised weight. The weights are the left operand,
+because matrix units that can read an operand from registers can read the left one.
 
 Codes of 4 bits are stored for this kernel in runs of 2 * `step` columns: byte j of a run has column j in its lower half
-and column `step` + j in its upper half, so that both halves meet neighbouring columns of x. Integers have 8 added.
-Scales and zero points are transposed, [groups, features]. With `order`, column k of the codes meets column order[k] of
-x.
+and column `step` + j in its upper half, so that each half is multiplied with consecutive columns of x. Integers have 8
+added. Scales and zero points are transposed, [groups, features]. With `order`, column k of the codes is multiplied with
+column order[k] of x.
 
-Shapes: x [rows, depth] dense, y [rows, features], bias [features] or None. `pick_launch` takes higher tiles for more
-rows; with `batch_invariant` all tiles have one height, because the order of a sum may depend on it.
+Shapes: x [rows, depth] contiguous, y [rows, features], bias [features] or None. `pick_launch` picks higher tiles for
+more rows. With `batch_invariant` all tiles have one height, because the order of a sum may depend on it.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -33,10 +33,11 @@ from coatcheck.kernels.kv.quantise import FP8, INT8, _nibbles, _widened
 from coatcheck.kernels.layers.quantised_rows import RowFormat
 from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight, unpack_halves
 
-_FEW, _MEDIUM = 16, 64  # rows up to which tiles have this height
+_FEW, _MEDIUM = 16, 64  # the heights of tiles for at most this many rows
 _STEPS = (64, 32, 16)  # columns of a product
-_UNPACKED_ROWS = 1 << 14  # at a time while codes are packed: the experts of a layer have millions
-WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1)  # together they take every launch that is picked, here and in w8a8_linear.py
+_UNPACKED_ROWS = 1 << 14  # rows unpacked at a time by pack_codes: the experts of a layer have millions of rows
+# These numbers of rows lead to every tile that is picked, here and in w8a8_linear.py.
+WARM_UP_ROWS = (1, _FEW + 1, _MEDIUM + 1)
 
 
 class LinearLaunch(NamedTuple):
@@ -49,8 +50,10 @@ class LinearLaunch(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A weight as the kernel reads it. `step`: columns of a product, all of one group. `group`: columns of a group.
-    `format`: of the activations that it is multiplied with; None: of the model's dtype.
+    """A weight as the kernel reads it.
+
+    `step`: columns of a product; all lie in one group. `group`: columns of a group. `format`: how the activations that
+    it is multiplied with are quantised; None: they are not.
     """
 
     kind: CodeKind
@@ -75,28 +78,28 @@ class Codes(NamedTuple):
 
 
 def pick_step(weight: QuantisedWeight) -> int | None:
-    """The columns of a product, None if groups are too small for any."""
+    """The number of columns of a product; None if no step divides the weight's groups."""
     return next((step for step in _STEPS if weight.groups == 1 or weight.group % step == 0), None)
 
 
 def pick_launch(
     rows: int, features: int, step: int, element_size: int, gpu: GpuProperties, *, batch_invariant: bool = False
 ) -> LinearLaunch:
-    """Few rows take narrow tiles where wide ones would leave processors without work."""
+    """The tile for x [rows, *]. Few rows take narrow tiles if wide ones would leave multiprocessors without work."""
     if rows <= _FEW and not batch_invariant:
         block_m, block_n, num_warps = _FEW, 64 if features >= 64 * gpu.processors else 32, 4
     elif rows <= _MEDIUM or batch_invariant or element_size == 4:
         block_m, block_n, num_warps = _MEDIUM if element_size == 2 else 32, 64, 4
     else:
         block_m, block_n, num_warps = 128, 128, 8
-    # A stage holds codes and x of two products; the weights of one pass through shared memory besides.
+    # A stage holds the codes and x of two products. In addition, the weights of one product pass through shared memory.
     stage = 2 * step * (block_n + block_m * element_size)
     left = gpu.shared - step * block_n * element_size
     return LinearLaunch(block_m, block_n, num_warps, max(1, min(gpu.max_stages, 4, left // stage)))
 
 
 def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Codes:
-    """`weight` must have a step. `format`: as choose_format of w8a8_linear.py says."""
+    """`weight` must have a step (`pick_step`). `format`: the one of choose_format of w8a8_linear.py."""
     step = pick_step(weight)
     assert step is not None, "a weight without a step is dequantised"
     columns = weight.shape[1]
@@ -119,7 +122,7 @@ def pack_codes(weight: QuantisedWeight, format: RowFormat | None = None) -> Code
 
 
 def quantised_linear(w: Codes, x: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Tensor:
-    """x [rows, depth] -> y [rows, features]. The arguments must be checked already."""
+    """x [rows, depth] -> y [rows, features]. The caller has checked the arguments."""
     rows, (features, depth) = x.shape[0], w.shape
     y = x.new_empty((rows, features))
     if rows == 0:
@@ -191,9 +194,11 @@ def _add_columns(
     sums, numbers, start, x, scales, zeros, order, m, n, has_m, has_n, features, depth, group,
     STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums [BLOCK_N, BLOCK_M] with the products of STEP columns from `start` on, which all lie in one group.
-    `numbers` [BLOCK_N, STEP]: the codes as float32. Columns past the end meet zeros of x."""
-    # Columns of the last run that are past the end have no group of their own.
+    """`sums` [BLOCK_N, BLOCK_M] plus the products of STEP columns from `start` on, which all lie in one group.
+
+    `numbers` [BLOCK_N, STEP]: the codes as float32. Columns past the end are multiplied with zeros.
+    """
+    # If all columns are past the end, the last group stands in: they have none of their own.
     of_group = (tl.minimum(start, depth - 1) // group).to(tl.int64) * features + n
     if zeros is not None:
         numbers -= tl.load(zeros + of_group, has_n, other=0).to(tl.float32)[:, None]
@@ -210,7 +215,7 @@ def _add_columns(
 
 @triton.jit
 def _scale(scale):
-    """float32 of a scale. A byte e stands for 2^(e - 127); 2^-127 has no exponent, only a fraction."""
+    """float32 of a scale. A byte e stands for 2^(e - 127) (E8M0). 2^-127 is subnormal: bit 22 alone is set."""
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32) << 23
         return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
@@ -220,7 +225,8 @@ def _scale(scale):
 
 @triton.jit
 def _halves_as_numbers(packed, KIND: tl.constexpr, CONVERT: tl.constexpr):
-    """float32 of the lower and upper halves of bytes. The bits of e2m1, moved into a float32, are 2^-126 times it."""
+    """float32 of the lower and upper halves of bytes. The bits of an E2M1, moved into a float32, are 2^-126 times its
+    value."""
     if KIND == 2:
         low, high = _nibbles(packed, CONVERT, tl.float32, True)
     else:

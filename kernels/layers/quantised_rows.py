@@ -1,12 +1,13 @@
-"""QuantisedRows: activations as codes of 8 bits, each row quantised as it comes (dynamic quantisation).
+"""QuantisedRows: activations as codes of 8 bits, with scales computed at run time (dynamic quantisation).
 
     scales[g, r] = max(abs(x[r, k])) / largest,   codes[r, k] = round(x[r, k] / scales[g, r]),   g = k // group
 
-`largest` is 448 for FP8 (e4m3) and 127 for INT8. All round to nearest even. A group of zeros has scale 0. One group for
-a whole row is what vLLM and compressed-tensors call a dynamic scale per token; DeepSeek's FP8 has groups of 128.
+`largest` is 448 for FP8 (e4m3) and 127 for INT8. The maximum is taken over the columns of group g. Codes are rounded to
+nearest even. A group of zeros has scale 0. One group for a whole row is what vLLM and compressed-tensors call a dynamic
+scale per token; DeepSeek's FP8 has groups of 128.
 
-rms_norm.py and silu_mul.py inline `_store_codes`, so that the codes are written by the kernel that computes x. `x` is
-always rounded to the model's dtype first: both ways give the same codes.
+rms_norm.py and silu_mul.py inline `_store_codes`, so that the kernel that computes x also writes its codes. Both first
+round x to the model's dtype, so their codes are those of `quantise_rows`.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -36,8 +37,8 @@ BLOCK: Final = 4096  # columns that a program holds at a time
 
 
 class RowFormat(NamedTuple):
-    """How a linear reads x. `kind`: INT8 or FP8. `group`: neighbours of a row that share a scale, a power of two; 0:
-    the whole row."""
+    """How a linear reads x. `kind`: INT8 or FP8. `group`: how many consecutive columns share a scale, a power of two;
+    0: the whole row."""
 
     kind: CodeKind
     group: int
@@ -46,13 +47,13 @@ class RowFormat(NamedTuple):
         return 1 if self.group == 0 else -(-width // self.group)
 
     def constants(self) -> dict[str, int]:
-        """Of `_store_codes`."""
+        """The constexpr arguments of `_store_codes`."""
         return dict(KIND=_KINDS[self.kind], GROUP=self.group)
 
 
 class QuantisedRows(NamedTuple):
-    """`codes`: [rows, width], float8_e4m3fn or int8, dense. `scales`: float32 [groups, rows], dense. `dtype`: of x.
-    `plain`: x itself, where another layer reads it: the router of experts."""
+    """`codes`: float8_e4m3fn or int8 [rows, width]. `scales`: float32 [groups, rows]. Both are contiguous. `dtype`: the
+    dtype of x. `plain`: x itself if another layer, the router of experts, reads it; otherwise None."""
 
     codes: Tensor
     scales: Tensor
@@ -78,7 +79,7 @@ class QuantisedRows(NamedTuple):
 
 
 def quantise_rows(x: Tensor, format: RowFormat) -> QuantisedRows:
-    """x [rows, width]; rows may be strided."""
+    """x [rows, width]; rows may be strided. Raises LaunchRefused."""
     if x.dim() != 2:
         refuse("x", "two dimensions", list(x.shape))
     check_dtype("x", x, *FLOATS)
@@ -97,13 +98,14 @@ def quantise_rows(x: Tensor, format: RowFormat) -> QuantisedRows:
 
 
 def pick_block(width: int, format: RowFormat) -> int:
-    """Columns that a program of a kernel with a loop holds at a time."""
+    """How many columns of a row a program holds at a time, in kernels that loop over the row."""
     block: int = min(BLOCK, triton.next_power_of_2(width))
     return max(block, format.group)
 
 
 def code_arguments(rows: QuantisedRows | None, width: int) -> tuple[int, Tensor | None, Tensor | None, dict[str, int]]:
-    """(BLOCK, codes, scales, KIND and GROUP) of a kernel that holds a whole row. `rows` None: no codes are written."""
+    """(BLOCK, codes, scales, KIND and GROUP): arguments of a kernel that holds a whole row. `rows` None: it writes no
+    codes."""
     block: int = triton.next_power_of_2(width)
     if rows is None:
         return block, None, None, dict(KIND=0, GROUP=0)
@@ -129,8 +131,11 @@ def _quantise_rows(x, codes, scales, stride, rows, width, KIND: tl.constexpr, GR
 def _store_codes(
     values, top, codes, scales, row, rows, start, width, KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Quantise columns from `start` on of a row: `values` float32 [BLOCK], 0 past the end. `top`: the largest magnitude
-    of the whole row, if GROUP is 0. GROUP must divide `start`."""
+    """Quantise the BLOCK columns of a row from `start` on, and store codes and scales.
+
+    `values`: the columns, float32 [BLOCK], 0 past the end. `top`: the largest magnitude of the whole row, if GROUP is
+    0. GROUP must divide `start`.
+    """
     at = start + tl.arange(0, BLOCK)
     if GROUP == 0:
         scale, inverse = _scale_of_row(top, KIND)

@@ -1,16 +1,16 @@
 """QuantisedWeight: the weight of a linear as codes of 8 or 4 bits, with scales.
 
-    weight[r, c] = (codes[r, c] - zeros[r, g]) * scales[r, g],  g = place of c in the order // group
+    weight[r, order[c]] = (codes[r, c] - zeros[r, g]) * scales[r, g],  g = c // group       without an order: order[c] =
+    c
 
 Linears hold a weight in this form and unpack it as they multiply (kernels/csrc/quantised.h, quantised_linear.py), so
-that a decode step reads the codes. What makes a linear's weight from others (a rank's slice, Q beside K and V) is a
-method here.
+that a decode step reads only the codes. The methods cut a rank's slice from a weight, and stack weights (Q, K and V).
 
-`quantise` makes one from a plain weight; each code is the nearest one, and no samples of activations are needed:
+`quantise` quantises a plain weight. It rounds to the nearest code, and needs no calibration data:
 
-    int8, fp8   a scale for each row, in float32: its largest magnitude over 127, or over 448 (e4m3)
-    int4        a scale for 128 neighbours of a row, in bfloat16: the number of largest magnitude becomes -8, so that
-                all codes from -8 to 7 are used
+    int8, fp8   a float32 scale for each row: its largest magnitude / 127, or / 448 (e4m3)
+    int4        a bfloat16 scale for each 128 consecutive columns of a row: the element of largest magnitude becomes -8,
+                so that all codes from -8 to 7 are used
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1 by its bits
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # value of each e2m1
 _E8M0_BIAS = 127
 GROUP = 128
 _LARGEST_FP8 = 448.0
@@ -46,13 +46,13 @@ class CodeKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedWeight:
-    """A weight of `shape` (rows, columns); the groups are ceil(columns / group) neighbours in a row.
+    """A weight of `shape` (rows, columns). A group is `group` consecutive codes of a row, which share a scale.
 
-    `codes`: uint8 [rows, columns], or [rows, ceil(columns / 2)] for codes of 4 bits, the left neighbour in the lower
-    half. Integers are two's complements. `scales`: [rows, groups] of a float type, or uint8: e stands for 2^(e - 127).
-    `zeros`: int8 [rows, groups], of integers; None: all are 0. `order`: int32 [columns], the column of the weight that
-    each code belongs to; None: codes lie in the order of the columns. `dtype`: of the linear's x and y.
-    `quantises_activations`: linears quantise x as well, where they can (w8a8_linear.py).
+    `codes`: uint8 [rows, columns]; codes of 4 bits [rows, ceil(columns / 2)], the even column in the lower half.
+    Integers are two's complements. `scales`: [rows, groups] of a float dtype, or uint8: e stands for 2^(e - 127).
+    `zeros`: the zero points of integer codes, int8 [rows, groups]; None: all are 0. `order`: int [columns], the column
+    of the weight that each column of codes belongs to; None: the same column. `dtype`: the dtype of the linear's x and
+    y. `quantises_activations`: the checkpoint asks linears to quantise x too (w8a8_linear.py says whether they can).
     """
 
     kind: CodeKind
@@ -76,7 +76,7 @@ class QuantisedWeight:
         zeros: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Self:
-        """`codes`: integers [rows, columns], one in an element; of FP8 and FP4 their bits."""
+        """`codes`: integers [rows, columns], one code in each element. Codes of FP8 and FP4 are given as their bits."""
         rows, columns = codes.shape
         if kind.bits == 4:
             codes = pack_halves(codes)
@@ -90,7 +90,7 @@ class QuantisedWeight:
 
     @property
     def groups(self) -> int:
-        """In each row."""
+        """The number of groups in each row."""
         return -(-self.shape[1] // self.group)
 
     @property
@@ -99,7 +99,7 @@ class QuantisedWeight:
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.order) if part is not None)
 
     def to(self, device: torch.device) -> Self:
-        """On `device`."""
+        """A copy on `device`."""
         codes, scales, zeros, order = (
             None if part is None else part.to(device) for part in (self.codes, self.scales, self.zeros, self.order)
         )
@@ -118,7 +118,7 @@ class QuantisedWeight:
         return torch.empty_like(values).index_copy_(1, self.order.long(), values)
 
     def select_rows(self, ranges: Sequence[tuple[int, int]]) -> Self:
-        """The weight of these rows."""
+        """The rows of these ranges [start, stop), in this order."""
 
         def cut(part: Tensor) -> Tensor:
             return torch.cat([part[start:stop] for start, stop in ranges])
@@ -128,8 +128,8 @@ class QuantisedWeight:
         return replace(self, shape=(rows, self.shape[1]), codes=cut(self.codes), scales=cut(self.scales), zeros=zeros)
 
     def select_columns(self, start: int, stop: int) -> Self | None:
-        """The weight of columns [start, stop). Groups that these cut are divided into smaller ones. None if the codes
-        are not in order, or if a byte is cut."""
+        """Columns [start, stop). If they cut a group, groups become smaller. None if the weight has an order, or if the
+        range would cut a byte of two codes."""
         columns = self.shape[1]
         if self.order is not None or (self.kind.bits == 4 and (start % 2 or (stop % 2 and stop != columns))):
             return None
@@ -138,20 +138,20 @@ class QuantisedWeight:
             group = stop - start
         else:
             group = gcd(group, start, 0 if stop == columns else stop)
-        places = torch.arange(start, stop, group, device=self.device) // self.group
+        groups = torch.arange(start, stop, group, device=self.device) // self.group
         per_byte = 8 // self.kind.bits
         return replace(
             self,
             shape=(self.shape[0], stop - start),
             codes=self.codes[:, start // per_byte : -(-stop // per_byte)].contiguous(),
-            scales=self.scales[:, places],
-            zeros=None if self.zeros is None else self.zeros[:, places],
+            scales=self.scales[:, groups],
+            zeros=None if self.zeros is None else self.zeros[:, groups],
             group=group,
         )
 
     @classmethod
     def concatenate(cls, weights: Sequence[Self]) -> Self | None:
-        """The rows of all weights, one below the other. None if they are not stored alike."""
+        """The rows of all weights, stacked. None if the weights differ in how they are stored."""
         first = weights[0]
         layouts = {
             (w.kind, w.shape[1], w.group, w.scales.dtype, w.zeros is None, w.order is None, w.quantises_activations)
@@ -188,7 +188,8 @@ class QuantisedWeight:
 
 
 def pack_halves(codes: Tensor) -> Tensor:
-    """Integers [rows, columns] -> their lowest 4 bits, two columns in a byte, the left one in the lower half."""
+    """Integers [rows, columns] -> uint8 [rows, ceil(columns / 2)]: their lowest 4 bits, even columns in lower
+    halves."""
     if codes.shape[1] % 2:
         codes = F.pad(codes, (0, 1))
     codes = (codes & 15).to(torch.uint8)
@@ -196,12 +197,12 @@ def pack_halves(codes: Tensor) -> Tensor:
 
 
 def unpack_halves(codes: Tensor) -> Tensor:
-    """uint8 [rows, bytes] -> int16 [rows, 2 * bytes] from 0 to 15."""
+    """uint8 [rows, bytes] -> int16 [rows, 2 * bytes], numbers from 0 to 15, the inverse of pack_halves."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int16)
 
 
 def quantise(weight: Tensor, kind: CodeKind) -> QuantisedWeight:
-    """weight [rows, columns] on the CPU; `kind` is INT8, INT4 or FP8. The linear computes in the weight's dtype."""
+    """`weight`: [rows, columns], on the CPU. `kind`: INT8, INT4 or FP8. The result's `dtype` is the weight's."""
     wide = weight.detach().float()
     if kind is CodeKind.INT4:
         return _quantise_groups(wide, weight.dtype)
@@ -223,5 +224,5 @@ def _quantise_groups(weight: Tensor, dtype: torch.dtype) -> QuantisedWeight:
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """A row of zeros has codes of zero with any scale."""
+    """`scales` with 1 for 0, to divide by. The codes of a row of zeros are 0 with any scale."""
     return scales.masked_fill(scales == 0, 1.0)

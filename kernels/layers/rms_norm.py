@@ -1,13 +1,13 @@
-"""RMSNorm, alone or with the addition of the residual before it, computed in float32.
+"""RMSNorm, alone or after the addition of a residual, computed in float32.
 
     h = x + residual                       (rounded to x.dtype: it is also returned as the new residual)
     n = h / sqrt(mean(h ** 2) + eps)       (float32)
     y = cast(n) * weight                   offset 0: the order of LlamaRMSNorm
     y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1)
 
-Shapes: x, residual [..., hidden] (up to two leading dimensions, which may be strided, as in a slice of a fused
-projection), weight [hidden], y like x and dense. One program normalises one row. `add_norm_and_quantise` writes y as
-codes and scales for a linear over quantised activations.
+Shapes: x, residual [..., hidden] (at most two leading dimensions, which may be strided, as in a slice of a fused
+projection), weight [hidden], y like x and contiguous. One program normalises one row. `add_norm_and_quantise` writes y
+as codes and scales, for a linear whose activations are quantised.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -72,13 +72,14 @@ def _rms_norm(
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """One norm. `offset`: 1 if the checkpoint stores weights as their difference from 1."""
+    """`weight`: [hidden]. `offset`: 1 if the checkpoint stores weights minus 1, as Gemma does. Raises LaunchRefused."""
 
     weight: Tensor
     eps: float
     offset: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
+        """norm(x)"""
         return self._normalise(x, None)[0]
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +89,10 @@ class RmsNorm:
     def add_norm_and_quantise(
         self, x: Tensor, residual: Tensor | None, format: RowFormat, *, keeps_plain: bool = False
     ) -> tuple[QuantisedRows, Tensor]:
-        """x [rows, hidden]: as `add_and_norm`, with the norm quantised. Without a residual the second is x.
-        `keeps_plain`: the norm is written unquantised too."""
+        """As `add_and_norm`, with the norm quantised, for x [rows, hidden]. Without a residual the second result is x.
+
+        `keeps_plain`: the norm is also written unquantised, to `QuantisedRows.plain`.
+        """
         if not uses_triton(x):
             y, total = self._normalise(x, residual)
             return quantise_rows(y, format)._replace(plain=y if keeps_plain else None), total
@@ -104,7 +107,7 @@ class RmsNorm:
         return rows, total
 
     def _normalise(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm, its input). Without a residual the input is x itself."""
+        """(norm, what is normalised: x + residual, or x itself without a residual)."""
         _check(x, self.weight, residual)
         library = native.library_for(x)
         if library is None and not uses_triton(x):
@@ -129,7 +132,7 @@ class RmsNorm:
     def _launch(
         self, x: Tensor, residual: Tensor | None, out: Tensor | None, rows: QuantisedRows | None, total: Tensor
     ) -> None:
-        """Write the norm to `out`, to `rows`, or to both."""
+        """Write the norm to `out`, to `rows`, or to both, and x + residual to `total`."""
         outer, inner, width, x_outer, x_inner = _strides(x)
         _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
         if outer * inner == 0:

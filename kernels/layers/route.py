@@ -1,17 +1,17 @@
-"""route(): the experts of each token and their weights, from the router's logits. sort_pairs(): tokens by expert.
+"""route(): each token's experts and their weights, from the router's logits. sort_pairs(): sorts tokens by expert.
 
     scores    softmax(logits), sigmoid(logits), or the logits themselves ("softmax_of_chosen")
-    choice    scores + correction; experts outside the best groups are left out
-    ids       the top_k experts by choice, the best first; of equal ones the lower id
+    choice    scores + correction; experts outside the best `top_groups` groups are left out
+    ids       the `top_k` experts with the largest choice, in descending order; of equal ones the lower id first
     weights   the scores of the chosen experts ("softmax_of_chosen": softmax over their logits), divided by their
               sum + epsilon if `renormalise`, times `scale`
 
-A group counts by the sum of its `group_best` best experts. DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) chooses by
-sigmoid with correction and groups, DeepSeek-V2 by softmax and groups, Qwen and Mixtral by softmax, gpt-oss by its
-logits.
+The best groups are those with the largest sum of their `group_best` largest choices. DeepSeek-V3 (arXiv:2412.19437,
+section 2.1.2) uses sigmoid with correction and groups, DeepSeek-V2 softmax with groups, Qwen and Mixtral softmax,
+gpt-oss softmax_of_chosen.
 
-Shapes: logits [tokens, experts], dense; ids int32 and weights float32 [tokens, top_k]. Computed in float32. One program
-computes one token.
+Shapes: logits [tokens, experts], contiguous; ids int32 and weights float32 [tokens, top_k]. Computed in float32. One
+program computes one token.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -34,14 +34,17 @@ from coatcheck.kernels.launch_check import FLOATS, check_dense, check_device, ch
 
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
 MAX_EXPERTS = 1024
-_PAIRS: int = 1024  # that a program sorts at a time
+_PAIRS: int = 1024  # pairs that a program reads at a time
 _ROUTING = struct.Struct("@P7qff")
 _ROUTE = struct.Struct("@4P2q")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """How a token's experts follow from its logits. `correction`: float32 [experts], for the choice alone."""
+    """How a token's experts follow from its logits (see the module's docstring). Raises LaunchRefused.
+
+    `experts`, `groups`: how many there are. `correction`: float32 [experts]; it changes the choice, not the weights.
+    """
 
     experts: int
     top_k: int
@@ -70,7 +73,7 @@ class Routing:
             check_dense("correction", self.correction, (self.experts,), torch.float32, self.correction.device)
 
     def pack(self) -> bytes:
-        """The C struct Routing. Valid while this object lives."""
+        """The C struct Routing. It points into this object, so it is valid only while this object lives."""
         correction = 0 if self.correction is None else self.correction.data_ptr()
         return _ROUTING.pack(
             correction, self.experts, self.top_k, SCORINGS.index(self.scoring), self.groups, self.top_groups,
@@ -79,7 +82,7 @@ class Routing:
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Returns (ids, weights)."""
+    """(ids, weights). Raises LaunchRefused."""
     _check(logits, routing.experts)
     if routing.correction is not None:
         check_device("correction", routing.correction, logits.device)
@@ -197,11 +200,11 @@ def route_reference(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 class SortedPairs(NamedTuple):
-    """Pairs (token, choice) in the order of their experts, cut into tiles of rows of one expert; int32.
+    """Pairs (token, choice) sorted by expert, cut into tiles. The pairs of a tile have one expert. All int32.
 
-    `order`: [pairs], token * top_k + choice. `tiles`: [tiles that there could be, 2], (expert, its first row in
-    `order`); expert -1 for those that are left over. `ends`: [experts], the row behind each expert's last one. Experts
-    count from the rank's first one. Pairs of other ranks' experts are missing.
+    `order`: [pairs], token * top_k + choice. `tiles`: [max_tiles, 2], (expert, the tile's first index into `order`);
+    unused tiles have expert -1. `ends`: [experts], one past each expert's last index into `order`. Experts are numbered
+    from the rank's first one. `order` leaves out pairs of other ranks' experts; its last elements are then unset.
     """
 
     order: Tensor
@@ -210,8 +213,11 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, experts: int, first: int, rows: int) -> SortedPairs:
-    """ids int32 [tokens, top_k], at least one token; `rows` of a tile. Triton's form alone. Shapes depend on the number
-    of tokens alone. Pairs of one expert stay in the order of their tokens."""
+    """Sort on a GPU. ids: int32 [tokens, top_k], at least one token. `rows`: pairs of a tile.
+
+    Shapes depend on the number of tokens alone, so that CUDA graphs can capture the call. Pairs of one expert stay in
+    the order of their tokens.
+    """
     pairs, device = ids.numel(), ids.device
     max_tiles = min(pairs, pairs // rows + experts)
     counts, ends = torch.empty((2, experts), dtype=torch.int32, device=device)
@@ -242,7 +248,7 @@ def _sort_pairs(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one expert's pairs to `order` [pairs] and its tiles, (expert, first row), to `tiles`. The last
-    program writes -1 as the expert of the tiles that are left over."""
+    program writes -1 as the expert of the unused tiles."""
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     every = tl.arange(0, EXPERTS)

@@ -1,8 +1,8 @@
 """out[t, i] = act(gate_up[t, i]) * gate_up[t, I + i], computed in float32 and rounded once.
 
-Shapes: gate_up [tokens, 2 * I] (rows may be strided), out [tokens, I] dense, same dtype. act is `silu` or `gelu_tanh`.
-One program computes a part of one row. `silu_mul_and_quantise` writes out as codes and scales for a linear over
-quantised activations; there one program computes one row.
+Shapes: gate_up [tokens, 2 * I] (rows may be strided), out [tokens, I], contiguous, of the same dtype. act is `silu` or
+`gelu_tanh`. One program computes a part of one row. `silu_mul_and_quantise` writes out as codes and scales, for a
+linear whose activations are quantised; there one program computes one row.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -50,15 +50,16 @@ def _silu_mul_codes(
 
 @triton.jit
 def _activated(gates, at, width, GELU: tl.constexpr):
-    """Columns `at` of a row of out. `gates`: the row's gates; its ups follow. 0 past the end."""
+    """Columns `at` of a row of out, 0 past the end. `gates`: pointer to the row's gates, which its ups follow."""
     gate = tl.load(gates + at, at < width, other=0.0).to(tl.float32)
     up = tl.load(gates + width + at, at < width, other=0.0).to(tl.float32)
-    # x * sigmoid(x), and for gelu's tanh form x * sigmoid(2u): exp of a negative amount never overflows to NaN.
+    # silu is x * sigmoid(x), gelu's tanh form x * sigmoid(2t). If exp overflows to inf, the quotient is 0, not NaN.
     u = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     return (gate / (1.0 + tl.exp(-u)) * up).to(gates.dtype.element_ty)
 
 
 def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """out. Raises LaunchRefused."""
     if activation not in ACTIVATIONS:
         refuse("activation", " or ".join(ACTIVATIONS), activation)
     _check(gate_up)
@@ -80,7 +81,7 @@ def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def silu_mul_and_quantise(gate_up: Tensor, activation: str, format: RowFormat) -> QuantisedRows:
-    """The same codes as those of `quantise_rows(silu_mul(gate_up, activation), format)`."""
+    """`quantise_rows(silu_mul(gate_up, activation), format)` in one kernel, with the same codes."""
     if not uses_triton(gate_up):
         return quantise_rows(silu_mul(gate_up, activation), format)
     if activation not in ACTIVATIONS:
@@ -99,7 +100,7 @@ def silu_mul_and_quantise(gate_up: Tensor, activation: str, format: RowFormat) -
 
 
 def silu_mul_for_linear(gate_up: Tensor, activation: str, format: RowFormat | None) -> Tensor | QuantisedRows:
-    """act(gate) * up for a linear whose `row_format` is `format`: as codes, or in the dtype of gate_up for None."""
+    """out as the input of a linear with the `row_format` `format`: codes, or for None a tensor of gate_up's dtype."""
     return silu_mul(gate_up, activation) if format is None else silu_mul_and_quantise(gate_up, activation, format)
 
 

@@ -2,12 +2,12 @@
 
     y[m, n] = sum over g of x_scales[g, m] * scales[n, g] * sum over k in g of x[m, k] * codes[n, k]    + bias[n]
 
-Products of one group are added in the matrix unit, of FP8 in float32 and of INT8 in int32; groups are added in float32.
-x and weight have the same groups: one for the whole row (scales per token and per output channel, or per tensor), or
-neighbours of `group` columns (DeepSeek's blocks of 128). y is rounded once to the dtype of the model.
+The matrix unit adds the products of one group, those of FP8 in float32, those of INT8 in int32. Groups are added in
+float32. x and weight have the same groups: the whole row (scales per token and per output channel, or per tensor), or
+`group` consecutive columns (DeepSeek's blocks of 128). y is rounded once to the dtype of the model.
 
-`choose_format` says whether activations are quantised for a weight, `choose_product` which product computes a call:
-Triton's kernel here, or `torch._scaled_mm` (cuBLAS and CUTLASS).
+`choose_format` says whether x is quantised for a weight. `choose_product` says what computes a call: Triton's kernel
+here, or `torch._scaled_mm` (cuBLAS and CUTLASS).
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -31,22 +31,22 @@ from coatcheck.kernels.layers.quantised_weight import CodeKind, QuantisedWeight
 
 _log = logging.getLogger(__name__)
 
-_COLUMNS = 128  # of a product, the most
-_LEAST_GROUP = 32  # columns of a product of 8-bit operands
-_STRIDE = 16  # bytes that rows of operands of torch._scaled_mm are a multiple of
+_COLUMNS = 128  # the most columns of a product
+_LEAST_GROUP = 32  # the fewest columns of a group: a product of 8-bit operands has at least this many
+_STRIDE = 16  # torch._scaled_mm takes operands whose rows are a multiple of this many bytes
 _PROBE = (32, 256, 128)  # rows, depth and features of the probe
 _PROBE_ERROR = 0.05  # relative to the largest magnitude: bfloat16 rounds by 0.004
 
 
 class FormatChoice(NamedTuple):
-    """`format`: how x is quantised; None: x stays as it is, for this `reason`."""
+    """`format`: how x is quantised; None: x is not quantised, and `reason` says why."""
 
     format: RowFormat | None
     reason: str = ""
 
 
 def choose_format(weight: QuantisedWeight, gpu: GpuProperties) -> FormatChoice:
-    """Whether x is quantised for a weight whose checkpoint asks for that, or why not."""
+    """How x is quantised for a weight whose checkpoint asks for quantised activations, or why it is not."""
     kind, group = weight.kind, 0 if weight.groups == 1 else weight.group
     if kind not in (CodeKind.FP8, CodeKind.INT8):
         return FormatChoice(None, f"weights of {kind.bits} bits have no product with activations of 8 bits")
@@ -55,9 +55,9 @@ def choose_format(weight: QuantisedWeight, gpu: GpuProperties) -> FormatChoice:
     if kind is CodeKind.INT8 and not gpu.has_int8_products:
         return FormatChoice(None, "the kernels have no fast INT8 products for this GPU")
     if weight.zeros is not None or weight.order is not None:
-        return FormatChoice(None, "the weights have zero points, or columns in an order of their own")
+        return FormatChoice(None, "the weights have zero points, or reordered columns (act-order)")
     if group and (group < _LEAST_GROUP or group & (group - 1)):
-        return FormatChoice(None, f"groups of {group} columns are no power of two from {_LEAST_GROUP} on")
+        return FormatChoice(None, f"groups of {group} columns, not a power of two of at least {_LEAST_GROUP}")
     return FormatChoice(RowFormat(kind, group))
 
 
@@ -65,14 +65,14 @@ def choose_product(
     rows: int, shape: tuple[int, int], format: RowFormat, dtype: torch.dtype, *, has_scaled_mm: bool,
     batch_invariant: bool = False,
 ) -> str:  # fmt: skip
-    """`scaled_mm` or `triton`. `shape`: [features, depth] of the weight. Libraries choose tiles, and so the order of a
-    sum, by the number of rows, so that `batch_invariant` takes Triton's kernel."""
+    """`scaled_mm` or `triton`. `shape`: [features, depth] of the weight. With `batch_invariant` it is `triton`, because
+    libraries choose tiles, and so the order of a sum, by the number of rows."""
     fits = (
         has_scaled_mm
         and not batch_invariant
-        and rows > _FEW  # fewer rows wait for the weight, and libraries compute whole tiles of 64 or 128 rows
+        and rows > _FEW  # fewer rows are bound by reading the weight, and libraries compute tiles of 64 or 128 rows
         and format == (CodeKind.FP8, 0)
-        and dtype == torch.bfloat16  # the only one that scales for each row have in torch
+        and dtype == torch.bfloat16  # the only dtype of y that torch has with a scale for each row
         and not any(size % _STRIDE for size in shape)
     )
     return "scaled_mm" if fits else "triton"
@@ -80,7 +80,7 @@ def choose_product(
 
 @cache
 def scaled_mm_refusal(device: torch.device) -> str:
-    """Why torch._scaled_mm does not compute on `device`; "" if it does. Runs one small product, and compares it."""
+    """Why torch._scaled_mm cannot be used on `device`; "" if it can. Runs one small product and checks its result."""
     if device.type != "cuda":
         return "only GPUs have it"
     rows, depth, features = _PROBE
@@ -99,13 +99,14 @@ def scaled_mm_refusal(device: torch.device) -> str:
     else:
         if error <= _PROBE_ERROR:
             return ""
-        reason = f"a product is wrong by {error:.2g} of its largest result"
-    _log.warning("torch._scaled_mm is not used on %s, Triton's kernel is: %s", device, reason)
+        reason = f"the error of a test product is {error:.2g} of its largest element"
+    _log.warning("Triton's kernel replaces torch._scaled_mm on %s: %s", device, reason)
     return reason
 
 
 def scaled_mm(codes: Tensor, scales: Tensor, x: QuantisedRows, bias: Tensor | None) -> Tensor:
-    """codes [features, depth] and x FP8, scales float32 [1, features] -> [rows, features] of x.dtype."""
+    """x @ codes^T with its scales, by torch._scaled_mm: [rows, features] of x.dtype. codes: FP8 [features, depth].
+    scales: float32 [1, features]."""
     y: Tensor = torch._scaled_mm(
         x.codes, codes.view(torch.float8_e4m3fn).t(), scale_a=x.scales.view(-1, 1), scale_b=scales, bias=bias,
         out_dtype=x.dtype,
@@ -116,7 +117,7 @@ def scaled_mm(codes: Tensor, scales: Tensor, x: QuantisedRows, bias: Tensor | No
 def pick_w8a8_launch(
     rows: int, features: int, group: int, gpu: GpuProperties, *, batch_invariant: bool = False
 ) -> tuple[LinearLaunch, int]:
-    """(tile, columns of a product). `group`: 0 for one group."""
+    """(tile, columns of a product). `group`: columns of a group; 0: the whole row."""
     block_k = min(group or _COLUMNS, _COLUMNS)
     if rows <= _FEW and not batch_invariant:
         block_m, block_n, num_warps = _FEW, 64 if features >= 64 * gpu.processors else 32, 4
@@ -141,7 +142,7 @@ def multiply_rows(w: Codes, x: QuantisedRows, bias: Tensor | None, *, batch_inva
 
 
 def w8a8_linear(w: Codes, x: QuantisedRows, bias: Tensor | None, *, batch_invariant: bool) -> Tensor:
-    """The same by Triton's kernel."""
+    """`multiply_rows` by Triton's kernel."""
     rows, (features, depth) = x.shape[0], w.shape
     y = torch.empty((rows, features), dtype=x.dtype, device=x.codes.device)
     if rows == 0:
@@ -180,8 +181,8 @@ def _multiply_codes(
     x, x_scales, codes, scales, m, n, has_m, has_n, rows, features, depth, row_bytes, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x. `rows`: of the whole x, `features`: of the
-    whole weight. BLOCK_K divides GROUP."""
+    """float32 [BLOCK_N, BLOCK_M]: rows n of the weight times rows m of x. `rows`: the rows of the whole x. `features`:
+    the rows of the whole weight. BLOCK_K divides GROUP."""
     is_integer: tl.constexpr = x.dtype.element_ty == tl.int8
     k = tl.arange(0, BLOCK_K)
     at_code = codes + n.to(tl.int64)[:, None] * row_bytes + k[None, :]
@@ -195,7 +196,8 @@ def _multiply_codes(
             if is_integer:
                 sums = tl.dot(weight, part, sums, out_dtype=tl.int32)
             else:
-                # Hopper's FP8 products add with few bits; each of them is then added in float32.
+                # Hopper's FP8 products are summed with fewer bits than float32, so only BLOCK_K of them are; these sums
+                # are added in float32.
                 sums = tl.dot(weight, part, sums, max_num_imprecise_acc=BLOCK_K)
         factors = _factors(x_scales, scales, m, n, has_m, has_n)
         result = sums.to(tl.float32) * factors

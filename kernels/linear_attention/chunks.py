@@ -7,17 +7,18 @@ g_t is the sum of the log decays from the chunk's first token to t, and S the st
     o = exp(g) q S + P U,   P[t, i] = exp(g_t - g_i) (q_t . k_i) for i <= t, else 0
     S = exp(g_last) S + (exp(g_last - g) k)^T U
 
-Three kernels. `_prepare_chunks` computes T, P and g of all chunks in parallel. `_scan_chunks` computes the chunks of a
-sequence in order: a program keeps some columns of one head's state in registers, and at the end replaces the
-convolution's window of its channels. `_norm_and_gate` needs whole rows of o, so it runs last. T, P and o are rounded to
-the dtype; sums and states are float32.
+There are three kernels. `_prepare_chunks` computes T, P and g of all chunks in parallel. `_scan_chunks` computes the
+chunks of a sequence in order: a program keeps some columns of one head's state in registers, and at the end replaces
+the convolution's window of its channels. `_norm_and_gate` needs whole rows of o, so it runs last. T, P and o are
+rounded to the model's dtype; sums and states are float32.
 
-Powers of A itself would cancel: with equal keys they grow as binomial coefficients. So T is computed in two steps, from
-blocks of 8 tokens: D is A within the blocks, N the rest, and I + A = (I + D) (I + M) with M = (I + D)^-1 N. D and M are
-nilpotent of index 8, so (I + X)^-1 = (I - X) (I + X^2) (I + X^4), whose coefficients stay below 36.
+A series in powers of A would lose its digits to cancellation: with equal keys the powers grow as binomial coefficients.
+So T is computed in two steps, from blocks of 8 tokens: D is A within the blocks, N the rest, and I + A = (I + D)
+(I + M) with M = (I + D)^-1 N. D and M are nilpotent of index 8 or less, so (I + X)^-1 = (I - X) (I + X^2) (I + X^4),
+whose coefficients stay below 36.
 
-Chunks are counted from the first token of a step, so a token's bits depend on how the prompt was cut into steps. In
-deterministic mode recurrence.py computes all tokens; otherwise it computes those of sequences with fewer than
+A chunk begins at a sequence's first token of the step, so a token's bits depend on how the prompt was cut into steps.
+In deterministic mode recurrence.py computes all tokens. Otherwise it computes the sequences that have fewer than
 MIN_CHUNKED tokens in the step.
 """
 
@@ -43,8 +44,8 @@ MIN_CHUNKED = 32  # a sequence with this many tokens in a step is computed in ch
 
 
 class ChunkLaunch(NamedTuple):
-    """`chunk`: tokens of a chunk. `columns`: of a head's state in one program of `_scan_chunks`. `inverse`: Triton's
-    input_precision of the products that compute T."""
+    """`chunk`: tokens of a chunk. `columns`: columns of a head's state that one program of `_scan_chunks` keeps.
+    `inverse`: Triton's input_precision for the products that compute T."""
 
     chunk: int
     columns: int
@@ -54,14 +55,14 @@ class ChunkLaunch(NamedTuple):
 
 
 def takes_chunks(dtype: torch.dtype, *, batch_invariant: bool) -> bool:
-    """Whether long sequences are computed in chunks. Not in float32: its products spill registers at every tile size
-    or round to 10 bits (TF32)."""
+    """Whether long sequences are computed in chunks. In float32 they are not: its products spill registers at every
+    tile size, or round to 10 bits (TF32)."""
     return dtype != torch.float32 and not batch_invariant
 
 
 def pick_chunks(value_dim: int, gpu: GpuProperties) -> ChunkLaunch:
-    """Chunks of 64 tokens leave enough registers only on GPUs whose products read operands from shared memory
-    (`wide_tiles`); others take 32. T is computed by bf16x3, which Triton's interpreter lacks."""
+    """64 tokens on GPUs whose products read operands from shared memory (`wide_tiles`), otherwise 32, because larger
+    chunks would spill registers. T is computed by bf16x3, which Triton's interpreter lacks."""
     inverse = "ieee" if gpu.convert == 1 else "bf16x3"
     return ChunkLaunch(64 if gpu.wide_tiles else 32, min(32, value_dim), 4, 8, inverse)
 
@@ -177,7 +178,7 @@ def _scan_chunks(
             row = (first + start + at).to(tl.int64)
             places = row * HEADS + head
             total = tl.load(g + places, is_token, other=0.0)
-            last = tl.min(total, 0)  # the last token's: a sum of negative numbers falls from token to token
+            last = tl.min(total, 0)  # the sum up to the last token: log decays are negative, so their sums only fall
             inputs = y + row[:, None] * channels + head // group * KEY_DIM + k_at[None, :]
             k = _normalised(tl.load(inputs + KEY_HEADS * KEY_DIM, mask, other=0.0))
             values = y + row[:, None] * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column[None, :]
@@ -209,7 +210,7 @@ def _norm_and_gate(
     qkvz, scales, seq_lens, cu_seqlens, out, sequences, qkvz_stride, channels, eps,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr, MIN_CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """In place in `out`."""
+    """out = norm_weight * norm(o) * silu(z), in place: `out` holds o."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = _find_sequence(cu_seqlens, tile, sequences, CHUNK, MIN_CHUNKED)
     first = tl.load(cu_seqlens + sequence)

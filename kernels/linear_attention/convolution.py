@@ -2,9 +2,9 @@
 
     y = silu(sum_j conv[j] * x[t - conv_size + 1 + j])          each channel by itself, rounded to the dtype before silu
 
-Shapes: x = columns [0, channels) of qkvz [T, *], whose rows may be strided; y [T, channels], dense. Tokens before the
-step's first one are in the sequence's window. A program has ROWS tokens of one sequence and BLOCK channels. It reads
-the window and does not change it. The kernels of the recurrence, which run later, replace the window
+Shapes: x = columns [0, channels) of qkvz [T, *], whose rows may be strided; y [T, channels], contiguous. The sequence's
+window holds the inputs before the step's first token. A program computes ROWS tokens of one sequence and BLOCK
+channels. It reads the window and does not change it. The kernels of the recurrence, which run later, replace the window
 (`_update_window`), each channel in one program. So no program reads a window that another one has replaced.
 """
 
@@ -25,6 +25,8 @@ from coatcheck.kernels.linear_attention.step_tiles import _find_sequence, count_
 
 
 class ConvolutionLaunch(NamedTuple):
+    """`rows`: tokens of a program. `block`: channels of a program."""
+
     rows: int
     block: int
     num_warps: int
@@ -36,7 +38,8 @@ def pick_convolution(max_query_len: int, *, batch_invariant: bool) -> Convolutio
 
 
 def convolve(qkvz: Tensor, taps: Tensor, window: Tensor, rows: StateRows, *, batch_invariant: bool) -> Tensor:
-    """y. taps: float32 [conv_size, channels]. window: [slots, conv_size - 1, channels]. Rows of padding stay unset."""
+    """y. taps: float32 [conv_size, channels]. window: [slots, conv_size - 1, channels]. The rows of padding tokens stay
+    unset."""
     size, channels = taps.shape
     tokens, sequences = qkvz.shape[0], rows.slots.shape[0]
     y = torch.empty((tokens, channels), dtype=qkvz.dtype, device=qkvz.device)

@@ -12,7 +12,7 @@ Shapes: qkvz [T, channels + value_heads * value_dim] with columns q, k, v (chann
 columns b and a; out [T, value_heads * value_dim]. Rows of qkvz and ba may be strided.
 
 Implementations: C (csrc/delta_net.c), torch, and for GPUs recurrence.py and chunks.py. All but chunks.py compute the
-tokens of a sequence one after the other, so a result has the same bits in any chunks and beside any other sequences.
+tokens of a sequence one after the other. So their bits depend neither on how prefill is chunked nor on other sequences.
 chunks.py computes prompts in bfloat16 and float16 by matrix products, unless `batch_invariant`.
 """
 
@@ -41,15 +41,16 @@ from coatcheck.kernels.linear_attention.convolution import convolve
 from coatcheck.kernels.linear_attention.head_sizes import fits_gpu
 from coatcheck.kernels.linear_attention.recurrence import DeltaNetWeights, compute_tokens
 
-_NORM_EPS = 1e-6  # of q and k
-_MAX_DIM = 256  # of a head in the C form
+_NORM_EPS = 1e-6  # added to the squared length of q and of k
+_MAX_DIM = 256  # the largest key_dim and value_dim of the C form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedDeltaNet:
     """conv [channels, conv_size] and norm [value_dim] in the model's dtype, a_log and dt_bias [value_heads].
 
-    `eps`: of the gated norm. `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step.
+    `eps`: epsilon of the gated norm. `batch_invariant`: on a GPU a token's bits do not depend on the rest of its step.
+    Raises LaunchRefused.
     """
 
     conv: Tensor
@@ -60,7 +61,7 @@ class GatedDeltaNet:
     key_heads: int
     key_dim: int
     batch_invariant: bool = False
-    # float32, as the kernels read them: conv as [conv_size, channels], -exp(a_log), dt_bias and norm.
+    # What the kernels read, all float32: conv as [conv_size, channels], -exp(a_log), dt_bias and norm.
     _taps: Tensor = field(init=False)
     _rates: Tensor = field(init=False)
     _biases: Tensor = field(init=False)
@@ -99,7 +100,7 @@ class GatedDeltaNet:
 
     @property
     def weights(self) -> DeltaNetWeights:
-        """As the kernels of GPUs read them."""
+        """The weights as the GPU kernels read them."""
         return DeltaNetWeights(self._rates, self._biases, self._scales, self.key_heads, self.conv.shape[1], self.eps)
 
     def __call__(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
@@ -128,7 +129,7 @@ class GatedDeltaNet:
         return out
 
     def _launch(self, qkvz: Tensor, ba: Tensor, state: RecurrentState, rows: StateRows) -> Tensor:
-        """On a GPU. recurrence.py computes sequences with few tokens, chunks.py the others; each skips the rest."""
+        """out on a GPU. recurrence.py computes sequences with few tokens, chunks.py the others."""
         out = qkvz.new_empty((qkvz.shape[0], self.value_heads * self.value_dim))
         if not len(out) or not len(rows.slots):
             return out

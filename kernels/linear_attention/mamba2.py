@@ -12,7 +12,7 @@ With `norm_before_gate`, out = norm_weight * norm(y) * silu(z). Without a norm, 
 
 Shapes, with inner = heads * head_dim and channels = inner + 2 * groups * state_size: rows [T, inner + channels + heads]
 with columns z, x, B, C and dt; rows may be strided; out [T, inner]. Both forms, C and torch, compute the tokens of a
-sequence in order, so a result has the same bits in any chunks and beside any other sequences.
+sequence in order. So their bits depend neither on how prefill is chunked nor on other sequences.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from coatcheck.kernels.linear_attention.short_conv import Convolution
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedNorm:
-    """RMS norm with a gate. weight: [inner], in the model's dtype. `groups`: parts of a row, each with its own mean
-    square. `norm_before_gate`: the gate multiplies the norm's output, not its input."""
+    """RMSNorm with a gate. weight: [inner], in the model's dtype. `groups`: into how many groups a row is cut; each has
+    its own mean square. `norm_before_gate`: the gate multiplies the norm's output, not its input."""
 
     weight: Tensor
     eps: float
@@ -42,7 +42,8 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2:
-    """a_log, dt_bias and skip (transformers' D): [heads]. `dt_limits`: the smallest and the largest dt."""
+    """a_log, dt_bias and skip (D in the paper): [heads]. `dt_limits`: the smallest and the largest d. Raises
+    LaunchRefused."""
 
     conv: Convolution
     a_log: Tensor
@@ -53,7 +54,7 @@ class Mamba2:
     groups: int
     head_dim: int
     state_size: int
-    # float32, as the kernels read them: -exp(a_log), dt_bias, skip and the norm's weight.
+    # What the C form reads, all float32: -exp(a_log), dt_bias, skip and the norm's weight.
     _rates: Tensor = field(init=False)
     _biases: Tensor = field(init=False)
     _skips: Tensor = field(init=False)
@@ -88,7 +89,7 @@ class Mamba2:
 
     @property
     def fits_native(self) -> bool:
-        """Whether the C form computes these sizes: channels, states and the norm's groups in multiples of 16."""
+        """Whether the C form computes these sizes: channels, state_size and a norm group are multiples of 16."""
         norm_size = self.inner if self.norm is None else self.inner // self.norm.groups
         return self.conv.fits_native and self.state_size % 16 == 0 and norm_size % 16 == 0
 

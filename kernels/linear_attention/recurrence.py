@@ -3,8 +3,8 @@
 It computes sequences with few tokens in a step, such as decodes, and in batch-invariant mode all tokens. Each token is
 computed by the same instructions, whatever else the step contains. A program computes one value head of one sequence
 with its state [key_dim, value_dim] in registers, which is read and written once. It also replaces the convolution's
-window of its channels. Sequences with MIN_CHUNKED tokens or more are left to chunks.py (0: none are). Outputs of
-padding are zeros.
+window of its channels. It skips sequences with MIN_CHUNKED tokens or more, which chunks.py computes; with MIN_CHUNKED 0
+it skips none. Outputs of padding tokens are zeros.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -42,9 +42,9 @@ def compute_tokens(
     weights: DeltaNetWeights, y: Tensor, qkvz: Tensor, ba: Tensor, window: Tensor, matrix: Tensor, rows: StateRows,
     out: Tensor, *, min_chunked: int,
 ) -> None:  # fmt: skip
-    """Write the outputs, states and windows of the sequences with fewer than `min_chunked` tokens (0: of all).
+    """Write the outputs, states and windows of all sequences with fewer than `min_chunked` tokens, of all if it is 0.
 
-    y: output of the convolution. out: [T, value_heads * value_dim], dense. Other arguments: see gated_delta_net.py.
+    y: output of the convolution. out: [T, value_heads * value_dim], contiguous. gated_delta_net.py explains the others.
     """
     heads, key_dim, value_dim = matrix.shape[1:]
     _compute_tokens[(rows.slots.shape[0], heads)](
@@ -117,7 +117,7 @@ def _normalised(x):
 
 @triton.jit
 def _log_decay(a, rate, bias, mask):
-    """The log decays of the tokens, rate * softplus(a + bias). `a`: pointers. Masked tokens count as a = 0."""
+    """The log decays of the tokens, rate * softplus(a + bias). `a`: pointers. Masked tokens are computed with a = 0."""
     x = tl.load(a, mask, other=0.0).to(tl.float32) + bias
     e = tl.exp(tl.minimum(x, 20.0))
     one = 1 + e

@@ -6,8 +6,8 @@ For each token, with the columns b, c and x of its row, each channel by itself:
     out = c * (bias + sum_j conv[j] * u[t - conv_size + 1 + j])   the sum rounded to the dtype
 
 Shapes: rows [T, 3 * channels] with columns b, c and x; rows may be strided; out [T, channels]. The state's window holds
-the last u. Both forms, C and torch, compute the tokens of a sequence in order, so a result has the same bits in any
-chunks and beside any other sequences.
+the last conv_size - 1 values of u. Both forms, C and torch, compute the tokens of a sequence in order. So their bits
+depend neither on how prefill is chunked nor on other sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _CHANNELS = 16  # the C form computes multiples of 16 channels
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolution:
-    """weight [channels, conv_size] and bias [channels] in the model's dtype: one filter for each channel."""
+    """weight [channels, conv_size] and bias [channels] in the model's dtype: one filter for each channel.
+
+    Raises LaunchRefused.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -49,7 +52,7 @@ class Convolution:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Shape of a slot's window: (inputs, channels)."""
+        """Shape of a slot's window: (conv_size - 1, channels)."""
         return self.weight.shape[1] - 1, self.channels
 
     @property
@@ -65,7 +68,7 @@ class Convolution:
         )  # fmt: skip
 
     def reference(self, x: Tensor, window: Tensor) -> Tensor:
-        """x [T, channels] of one sequence -> the same, rounded to the dtype. Replaces `window`."""
+        """x [T, channels] of one sequence -> [T, channels], rounded to the dtype. Replaces `window`."""
         count, inputs = x.shape[0], torch.cat((window, x))
         window.copy_(inputs[count:])
         total = torch.zeros_like(x, dtype=torch.float32) if self.biases is None else self.biases.expand(count, -1)
@@ -75,7 +78,7 @@ class Convolution:
 
 
 class ShortConv:
-    """`conv`: the convolution of b * x."""
+    """LFM2's operator. `conv`: the convolution of u = b * x."""
 
     def __init__(self, conv: Convolution) -> None:
         self.conv = conv

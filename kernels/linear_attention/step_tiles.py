@@ -1,17 +1,17 @@
 """Maps the programs of a kernel to tiles of SIZE tokens of one sequence, on the device.
 
-A step is T tokens of S sequences. When a CUDA graph is replayed, only the device knows their lengths. So a kernel is
-launched for the most tiles that T tokens can have, and each program finds its sequence in cu_seqlens by bisection. A
-program whose tile lies behind the end of its sequence returns.
+A step has T tokens of S sequences. When a CUDA graph is replayed, only the device knows the sequences' lengths. So a
+kernel is launched for the most tiles that T tokens of S sequences can have, and each program finds its sequence in
+cu_seqlens by bisection. A program whose tile lies past the end of its sequence returns.
 
 The first tile of sequence s has the number
 
     cu_seqlens[s] // SIZE + s                                   MIN_TOKENS 0: sequences of any length have tiles
     cu_seqlens[s] // SIZE + cu_seqlens[s] // MIN_TOKENS         only sequences of MIN_TOKENS tokens or more have tiles
 
-A sequence of n tokens needs ceil(n / SIZE) tiles, and the next one starts at least as many further: n tokens add
-floor(n / SIZE) + 1 or more in the first form, and floor(n / SIZE) + floor(n / MIN_TOKENS) or more in the second, which
-is enough for every n >= MIN_TOKENS because MIN_TOKENS <= SIZE.
+These numbers never collide. A sequence of n tokens needs ceil(n / SIZE) tiles. In the first form the number of the next
+sequence is larger by floor(n / SIZE) + 1 or more, in the second by floor(n / SIZE) + floor(n / MIN_TOKENS) or more.
+Both are at least ceil(n / SIZE), in the second form for every n >= MIN_TOKENS, because MIN_TOKENS <= SIZE.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -39,7 +39,7 @@ def _first_tile(start, sequence, SIZE: tl.constexpr, MIN_TOKENS: tl.constexpr):
 
 @triton.jit
 def _find_sequence(cu_seqlens, tile, sequences, SIZE: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """The last sequence whose first tile is `tile` or an earlier one."""
+    """The last sequence whose first tile has the number `tile` or a smaller one."""
     low = tile * 0
     high = low + sequences
     while high - low > 1:

@@ -1,10 +1,10 @@
 """y += (x @ A^T) @ B for the rows that have a LoRA adapter: what adapters add to one linear.
 
 Shapes: x [rows, depth], y [rows, columns], both of the linear's dtype; rows may be strided. Each adapter has parts: A
-float32 [rank, depth], B float32 [rank, features], already multiplied by the adapter's scaling. A part adds to the
+float32 [rank, depth], and B float32 [rank, features], already multiplied by the adapter's scaling. A part adds to the
 columns [column, column + features) of y. In a merged linear, such as QKV, each of the merged linears can have a part.
-The sum is float32, and is rounded to y's dtype once. A row's result does not depend on the other rows, and rows without
-an adapter are not touched.
+For each part, y is read as float32, and the sum is rounded to y's dtype. A row's result does not depend on the other
+rows. Rows without an adapter do not change.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021 (https://arxiv.org/abs/2106.09685).
 """
@@ -24,7 +24,7 @@ from coatcheck.kernels.lora.lora_step import LoraRows, LoraStep
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """`a`: [rank, depth]; `b`: [rank, features], for the columns of y from `column` on."""
+    """`a`: float32 [rank, depth]. `b`: float32 [rank, features], for the columns of y from `column` on."""
 
     a: Tensor
     b: Tensor
@@ -35,6 +35,7 @@ class LoraLinear:
     """The parts of every adapter for one linear.
 
     `adapters`: the parts of each adapter, indexed by LoraRows.adapter_indices; an adapter may have none.
+    `weight_shape`: [out_features, in_features] of the linear. `dtype`: of x and y. Raises LaunchRefused.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LoraLinear:
             check_dense("B", part.b, (part.a.shape[0], None), torch.float32, cpu)
             if part.column + part.b.shape[1] > self.features:
                 refuse("B", f"at most {self.features - part.column} features", part.b.shape[1])
-        # The C structs point into these: all A of an adapter, one behind the other.
+        # The C structs point into these: the rows of all A of an adapter, stacked.
         self._stacked = [torch.cat([part.a for part in parts]) if parts else None for parts in self.adapters]
         self._width = max((a.shape[0] for a in self._stacked if a is not None), default=0)
         self.adapters = tuple(
@@ -78,11 +79,11 @@ class LoraLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all A and B."""
+        """Bytes of all A and B of all adapters."""
         return sum(part.a.nbytes + part.b.nbytes for parts in self.adapters for part in parts)
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Add the adapters of the current step's rows to `y`, in place."""
+        """Add to each row of `y`, in place, what its adapter in the current step gives for its row of `x`."""
         if not self.step.is_active:
             return
         x, y = x.reshape(-1, self.depth), y.view(-1, self.features)

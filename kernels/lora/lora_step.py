@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The rows of one call that have an adapter, sorted by adapter.
+    """The rows of one call of a linear that have an adapter, sorted by adapter.
 
-    `rows`, `adapter_indices`: int64 [count]: a row of x, and the index of its adapter, from 0.
+    `rows`: int64 [count], row numbers of x. `adapter_indices`: int64 [count], the index of each row's adapter, from 0.
     """
 
     rows: Tensor
@@ -22,14 +22,14 @@ class LoraRows:
 
     @classmethod
     def select(cls, adapters: Sequence[int]) -> LoraRows:
-        """`adapters`: of each row of x, from 1; 0 for a row without an adapter."""
+        """`adapters`: the number of each row's adapter, counted from 1; 0 for a row without an adapter."""
         order = sorted((adapter, row) for row, adapter in enumerate(adapters) if adapter)
         adapter_of, rows = torch.tensor(order, dtype=torch.int64).reshape(-1, 2).T.contiguous()
         return cls(rows, adapter_of - 1)
 
 
 class LoraStep:
-    """Between steps, and in a step without adapters, it has no rows."""
+    """The adapters of the current step's rows. Between steps, and in a step without adapters, it has no rows."""
 
     def __init__(self) -> None:
         self._by_count: dict[int, LoraRows] = {}
@@ -43,20 +43,20 @@ class LoraStep:
     def use(self, tokens: Sequence[int], sampled: Sequence[int] | None = None) -> Iterator[None]:
         """Within the context, linears add the adapters of these rows.
 
-        `tokens`: the adapter of each token of the step, from 1; 0 for none. `sampled`: those of the tokens whose rows
-        the last layer keeps; None if it keeps all rows. A linear tells the two apart by the number of its rows, so
-        ValueError is raised unless `sampled` is shorter than `tokens`.
+        `tokens`: the number of each token's adapter, counted from 1; 0 for none. `sampled`: the same for the tokens
+        whose rows the last layer keeps; None if it keeps all rows. A linear sees which of the two it has by the number
+        of its rows, so `sampled` must be shorter than `tokens`. Raises ValueError if it is not.
         """
         if sampled is not None and len(sampled) >= len(tokens):
             raise ValueError(f"{len(sampled)} of {len(tokens)} tokens are selected; they must be fewer")
-        chosen = [adapters for adapters in (tokens, sampled) if adapters is not None]
+        given = [adapters for adapters in (tokens, sampled) if adapters is not None]
         if any(tokens):
-            self._by_count = {len(adapters): LoraRows.select(adapters) for adapters in chosen}
+            self._by_count = {len(adapters): LoraRows.select(adapters) for adapters in given}
         try:
             yield
         finally:
             self._by_count = {}
 
     def rows_of(self, count: int) -> LoraRows | None:
-        """The rows with adapters of a call with `count` rows; None outside steps with adapters."""
+        """The rows with adapters in a call of a linear with `count` rows. None if no row of the step has an adapter."""
         return self._by_count[count] if self._by_count else None

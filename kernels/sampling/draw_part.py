@@ -1,11 +1,11 @@
-"""One token per row of logits whose vocabulary is divided into parts, as `sample` would draw from the whole row.
+"""Draws one token per row from a part of the vocabulary, for logits that ranks hold in parts (vocabulary-parallel).
 
     best = max over the kept tokens of a part of l + gumbel(seed, choice, position, token)
 
-A token's noise depends on its id alone, so the token with the largest `best` of all parts (the first part if equal) is
-the token of the whole row, bit for bit. Which tokens are kept is a floor on l = logits / temperature: without filters
--inf, and for top-k, min-p, and top-p after top-k `find_floors` of each part's k largest logits. top-p alone needs the
-mass of all parts.
+In a row a token's noise depends on its id alone. So the token with the largest `best` of all parts (of equal ones that
+of the first part) is the token that `sample` draws from the whole row. A token is kept if l = logits / temperature is
+at least the row's floor. Without filters the floor is -inf. For top-k, min-p, and top-p after top-k it is `find_floors`
+of the k largest logits of each part. top-p alone has no such floor: it needs the mass of all parts.
 
 Shapes: as in sample.py; floors float32 [R].
 """
@@ -23,7 +23,10 @@ from coatcheck.kernels.sampling.sample import filter_reference, gumbel_reference
 
 
 def find_floors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The value of logits / temperature at and above which the filters keep a row's tokens; -inf without filters."""
+    """float32 [R]: the filters keep the tokens whose logits / temperature is at least this floor; -inf without filters.
+
+    Raises LaunchRefused, and MemoryError if the C library finds no memory.
+    """
     check_logits(logits)
     rows, count = logits.shape
     for name, tensor, dtype in (
@@ -52,7 +55,8 @@ def find_floors_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, to
     scaled = logits / torch.where(is_drawn, temperature, 1.0)[:, None]
     kept = filter_reference(scaled, top_k, top_p, min_p)
     floors = torch.where(kept > -torch.inf, kept, torch.inf).amin(dim=-1)
-    # min-p alone may keep more tokens than a part sends, so the smallest of `logits` that is kept is not its floor.
+    # With min-p alone a part may send fewer tokens than are kept, so the floor is not the smallest kept one of
+    # `logits`.
     of_min_p = scaled.amax(dim=-1) + torch.log(min_p)
     floors = torch.where((top_k > 0) | (top_p < 1), floors, of_min_p)
     return torch.where(is_drawn, floors, -torch.inf)
@@ -68,8 +72,11 @@ def draw_part(
     choice: Tensor,
     position: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The best of the tokens from `first_token` on: (its sum of l and noise, or its logit in rows with temperature 0,
-    float32 [R]; its id, int64 [R]). The sum is -inf if the floor keeps none of them."""
+    """(best float32 [R], token id int64 [R]) of logits [R, width], the part from token id `first_token` on.
+
+    `best` is l + noise, or the logit in rows with temperature 0; it is -inf if the floor keeps no token of the part.
+    Raises LaunchRefused, and MemoryError if the C library finds no memory.
+    """
     check_logits(logits)
     rows, width = logits.shape
     for name, tensor, dtype in (

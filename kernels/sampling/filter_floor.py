@@ -1,24 +1,25 @@
-"""The threshold below which min-p, top-k and top-p remove a row's logits from the draw, without sorting the row.
+"""The floor of a row: min-p, top-k and top-p remove the logits below it. It is found without sorting the row.
 
     l = logits / temperature
     floor = max(max(l) + log(min_p),  the k-th largest l,
                 the largest v such that the mass of {l >= v} reaches top_p of the mass of those kept)
 
-Shapes: as in sample.py, which defines the mass; returns float32 [R], -inf for rows without filters. Equal logits stay
-or go together, as in `filter_reference` of sample.py. Only the rounding of exp differs from it.
+Shapes: as in sample.py, which defines the mass; returns float32 [R], -inf for rows without filters. Of equal logits all
+or none are kept, as in `filter_reference` of sample.py. Only the rounding of exp differs from it.
 
 Logits are compared as 32-bit keys in the order of their values. Three kernels find the floors:
 
-    _lane_maxima    SLICES programs a row: the largest logit of each of 4,096 lanes (token ids that are equal mod 4,096)
-    _collect        SLICES programs a row: the n-th largest lane maximum has n logits at or above it, so the k largest
-                    logits are among those (n = k, or 512 for top-p alone). These candidates are written down, a few
-                    more than n, with the mass of the slice.
-    _filter_floor   one program a row: the largest key at which a count (top-k) or a mass (top-p) is reached, bit by bit
-                    from the highest, two bits at a time, among the candidates alone.
+    _lane_maxima    SLICES programs per row. Writes the largest logit of each of 4,096 lanes. A lane has the token ids
+                    that are equal mod 4,096.
+    _collect        SLICES programs per row. Writes the candidates: the logits that are at least the n-th largest lane
+                    maximum (n = k, or 512 for top-p alone). These are at least n logits, usually few more, and the k
+                    largest are among them. Also writes the mass of the slice.
+    _filter_floor   One program per row. Finds the largest key at which a count (top-k) or a mass (top-p) is reached,
+                    among the candidates, two bits at a time, from the highest bits on.
 
-So a row is read twice. If the candidates are too many for their place (ties), or hold less mass than top_p (flat
-distributions), _filter_floor reads the row again for every two bits. Rows without filters are not read. All sums are of
-integers, so with top-k the k largest logits of a row alone decide its floor.
+So a row is read twice. If there are more candidates than PLACES (ties), or if they have less mass than top-p needs
+(flat distributions), _filter_floor reads the row again for every two bits. Rows without filters are not read. All sums
+are sums of integers. With top-k the floor depends on the row's k largest logits alone.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -31,13 +32,13 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-MASS_UNITS = float(1 << 40)  # of a token whose logit is the largest; 2^18 tokens add up to less than 2^63
+MASS_UNITS = float(1 << 40)  # the mass of the largest logit; that of 2^18 tokens is at most 2^58, and fits int64
 _UNITS = tl.constexpr(MASS_UNITS)
 
 
 @triton.jit
 def _mass(difference):
-    """int64: the mass of a logit that lies `difference` above the largest one."""
+    """int64: the mass of a logit. `difference`: the logit minus the largest one."""
     return (tl.exp(difference) * _UNITS).to(tl.int64)
 
 
@@ -86,7 +87,7 @@ def _largest_key(row, temp, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _largest_of(key, weight, goal):
-    """As _largest_key, over keys and weights that the program holds."""
+    """As _largest_key, for keys that are in registers, with their weights."""
     found = tl.full([], 0, tl.uint32)
     one = tl.full([], 0x40000000, tl.uint32)
     for _ in range(16):
@@ -101,15 +102,15 @@ def _largest_of(key, weight, goal):
 
 @triton.jit
 def _goal(whole, number, k, low, top, p):
-    """The mass that top-p asks for, if `number` elements with the mass `whole` are at or above the key `low`."""
-    more = tl.where(k > 0, tl.maximum(number - k, 0), 0)  # than k, all equal to the k-th
+    """The mass that top-p must reach, if `number` elements with the mass `whole` are at or above the key `low`."""
+    more = tl.where(k > 0, tl.maximum(number - k, 0), 0)  # elements beyond k; all are equal to the k-th
     kept = whole - more * _mass(_unordered(low) - top)
     return tl.maximum(tl.ceil(p.to(tl.float64) * kept.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _limits(temperature, top_k, top_p, min_p, index, vocab):
-    """(temperature, k or 0, p, min-p) of a row, without filters if its temperature is 0."""
+    """(temperature, k, p, min-p) of a row. k is 0 if top-k removes nothing; all filters are off at temperature 0."""
     temp, k = tl.load(temperature + index), tl.load(top_k + index)
     p, least = tl.load(top_p + index), tl.load(min_p + index)
     is_drawn = temp > 0
@@ -185,8 +186,9 @@ def _filter_floor(
             x = tl.load(candidates + index * SLICES * PLACES + place, is_held, other=float("-inf"))
             key = _ordered(x)
             if k > 0:
-                # Counted over the whole row: if min-p removes one of the k largest, its floor is above the k-th.
-                # The key of -inf, for a row with fewer than k tokens that are not forbidden. Key 0 would be a NaN.
+                # k counts over the whole row. That is exact with min-p too: if min-p removes one of the k largest, its
+                # floor is above the k-th. The initial value is the key of -inf, for a row with fewer than k finite
+                # logits; key 0 would be a NaN.
                 kth = tl.full([], 0x007FFFFF, tl.uint32)
                 if is_complete:
                     if total >= k:
@@ -199,7 +201,7 @@ def _filter_floor(
                 weight = tl.where(is_kept, _mass(x - top), 0)
                 held = tl.sum(weight, 0)
                 number = tl.sum(is_kept.to(tl.int32), 0).to(tl.int64)
-                whole = held  # top-k leaves nothing but candidates
+                whole = held  # with top-k only candidates are kept
                 if k == 0:
                     whole = tl.sum(tl.load(masses + index * SLICES + slice_of), 0)
                 goal = _goal(whole, number, k, low, top, p)
@@ -214,14 +216,14 @@ def _filter_floor(
     tl.store(floors + index, floor)
 
 
-SLICES = 8  # programs that read a row together
-LANES = 512  # of each slice
-PLACES = 1024  # for candidates of each slice
-_WANTED = 512  # candidates that top-p alone asks for
+SLICES = 8  # programs that share a row
+LANES = 512  # lanes of a slice
+PLACES = 1024  # the most candidates of a slice
+_WANTED = 512  # the fewest candidates of a row for top-p alone
 
 
 def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The floors of CUDA logits, which `sample` has checked. On CPU the C library finds floors while it draws."""
+    """float32 [R]: the floors of logits on a GPU. The caller has checked the arguments."""
     rows, vocab = logits.shape
     new = logits.new_empty
     floors, maxima, candidates = new(rows), new(rows, SLICES * LANES), new(rows, SLICES * PLACES)

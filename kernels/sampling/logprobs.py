@@ -5,7 +5,7 @@
 Shapes: logits float32 [R, V], token_ids int64 [R]; returns (chosen float32 [R], rank int64 [R] counting from 1,
 top_ids int64 [R, k], top_logprobs float32 [R, k]). The top k are in descending order, equal ones by ascending token id.
 
-On a GPU one program sums one row in a fixed order, because torch's order depends on the number of rows.
+On a GPU one program sums a row, in a fixed order. torch is not used, because its order depends on the number of rows.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -22,7 +22,8 @@ from coatcheck.kernels import native
 from coatcheck.kernels.gpu_properties import uses_triton
 from coatcheck.kernels.launch_check import check_dense, check_logits, refuse
 
-# The C kernel inserts each of the k into a sorted list: all of 128,256 ascending logits take 6.6 s, torch's topk 0.1.
+# The C kernel inserts each token into a sorted list of k. With k = 128,256 and ascending logits it takes 6.6 s, torch's
+# topk 0.1 s.
 _MAX_INSERTED = 4096
 _SLICE_ROWS = 32  # 32 rows of 128,000 logits take 130 MB of temporaries
 
@@ -51,7 +52,7 @@ def _logprobs(logits, token_ids, normalisers, chosen, ranks, stride, vocab, BLOC
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse float32 [R], chosen, rank)."""
+    """(lse float32 [R], chosen, rank) on a GPU."""
     rows, vocab = logits.shape
     normaliser, chosen = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -63,6 +64,7 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(chosen, rank, top_ids, top_logprobs). Raises LaunchRefused."""
     check_logits(logits)
     check_dense("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
     if not 0 <= k <= logits.shape[1]:
@@ -84,7 +86,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
 
 
 def all_logprobs(logits: Tensor) -> Tensor:
-    """Of every token: float32 [R, V], in a tensor of its own."""
+    """The log-probability of every token, float32 [R, V]. `logits` does not change."""
     check_logits(logits)
     if not uses_triton(logits):
         return logits.log_softmax(-1)
@@ -104,7 +106,7 @@ def _most_likely(logits: Tensor, normaliser: Tensor, k: int) -> tuple[Tensor, Te
     if k == 0:
         empty = logits.new_empty((logits.shape[0], 0))
         return empty.long(), empty
-    # In slices, because the int64 tensors below have several times the memory of the logits.
+    # In slices of rows, because the int64 keys take several times the memory of the logits.
     parts = [
         _most_likely_of_slice(part, norm, k)
         for part, norm in zip(logits.split(_SLICE_ROWS), normaliser.split(_SLICE_ROWS), strict=True)
@@ -114,8 +116,8 @@ def _most_likely(logits: Tensor, normaliser: Tensor, k: int) -> tuple[Tensor, Te
 
 
 def _most_likely_of_slice(logits: Tensor, normaliser: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    # topk gives equal values in any order. So it compares integers whose low half is the token id, which are never
-    # equal. Adding 0 makes -0.0 equal to 0.0.
+    # topk returns equal values in any order. So it gets integer keys, which are never equal: the upper half orders as
+    # the logit does, the lower half is larger for a smaller token id. Adding 0 makes -0.0 equal to 0.0.
     bits = (logits + 0.0).view(torch.int32).long()
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
     keys |= torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)

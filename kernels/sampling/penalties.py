@@ -3,15 +3,15 @@
     if token in prompt or output:  logit = logit / repetition  where logit > 0,  logit * repetition  otherwise
     logit -= frequency * (times in output) + presence * (in output ? 1 : 0)
 
-Shapes: logits float32 [R, V]; token_ids int32 [S, L], each row a prompt, its output, padding; slots int64 [R],
-the row of token_ids for each row of logits; prompt_lens, total_lens int32 [R], 0 <= prompt_lens <= total_lens <= L;
-repetition, presence, frequency float32 [R] (1, 0 and 0 are off). Repetition counts prompt and output, as in
-transformers and vLLM; the other two count the output only.
+Shapes: logits float32 [R, V]; token_ids int32 [S, L], a row is a prompt, then its output, then padding; slots int64
+[R], the row of token_ids for each row of logits; prompt_lens, total_lens int32 [R], with 0 <= prompt_lens <= total_lens
+<= L; repetition, presence, frequency float32 [R] (1, 0 and 0 are off). Repetition looks at prompt and output, as in
+transformers and vLLM; the other two look at the output only.
 
 On a GPU _PARTS programs share one row's tokens, in two passes. The first counts each token in a table of the size of
 the vocabulary. The second takes each token's count out of the table by an atomic exchange; of equal tokens, the one
 that gets the count changes the logit. No program reads the whole table, and none reads a row without penalties. The
-grid does not depend on the sequences' lengths, so a CUDA graph can hold both passes.
+grid does not depend on the sequences' lengths, so a CUDA graph can capture both passes.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -45,7 +45,7 @@ def _count_tokens(
     counts, token_ids, slots, prompt_lens, total_lens, repetition, presence, frequency, ids_stride, vocab,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set bit 0 for each token of the prompt, and add 2 for each token of the output."""
+    """In counts int32 [R, V], set bit 0 for each token of the prompt, and add 2 for each token of the output."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = _length(total_lens, repetition, presence, frequency, row)
     own, prompt_len = token_ids + tl.load(slots + row) * ids_stride, tl.load(prompt_lens + row)
@@ -93,7 +93,8 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Return `logits`, changed in place."""
+    """Change `logits` in place and return it. Raises LaunchRefused, and MemoryError if the C library finds no
+    memory."""
     check_logits(logits)
     rows, vocab = logits.shape
     check_shape("token_ids", token_ids, (None, None))
@@ -149,7 +150,7 @@ def apply_penalties_reference(
     at = torch.arange(token_ids.shape[1], device=logits.device)[None]
     seen = at < total_lens[:, None]
     generated = seen & (at >= prompt_lens[:, None])
-    # Padding counts for token 0 with weight 0, because it may hold ids outside the vocabulary.
+    # Padding may hold ids outside the vocabulary. So it is counted as token 0, with weight 0.
     index = token_ids.masked_fill(~seen, 0).long()
     appears = torch.zeros_like(logits).scatter_add_(1, index, seen.float()) > 0
     count = torch.zeros_like(logits).scatter_add_(1, index, generated.float())
@@ -163,7 +164,8 @@ def apply_penalties_reference(
 def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
     """logits[rows[i], token_ids[i]] += bias[i], in place; -inf forbids a token. Returns `logits`.
 
-    Shapes: rows, token_ids int64 [n], bias float32 [n]. The biases of a repeated (row, token) pair add up.
+    Shapes: rows, token_ids int64 [n], bias float32 [n]. The biases of a repeated (row, token) pair are added. Raises
+    LaunchRefused.
     """
     check_logits(logits)
     check_dense("rows", rows, (None,), torch.int64, logits.device)

@@ -3,19 +3,19 @@
     l = logits / temperature
     min-p:  keep l >= max(l) + log(min_p)
     top-k:  keep l >= the k-th largest l                          (keeps all equal values)
-    top-p:  keep l >= the largest v such that the mass of {l >= v} reaches top_p of the mass of the kept
-    token = argmax over the kept of l + gumbel(seed, choice, position, token)       (the smallest id if equal)
+    top-p:  keep l >= the largest v such that the mass of {l >= v} reaches top_p of the mass of the kept tokens
+    token = argmax over the kept tokens of l + gumbel(seed, choice, position, token)        (the smallest id if equal)
 
 Each filter is a threshold on the value, so the result does not depend on the order of a sort. A mass is a sum of
-integers, exp(l - max(l)) in units of 2^-40, so it does not depend on an order either. Where values equal to the k-th
-make the kept more than k, the mass of the kept counts only k of them, so it depends on the k largest values alone. Rows
-with temperature 0 take the argmax.
+integers, exp(l - max(l)) in units of 2^-40, so it does not depend on the order of the addition. If values equal to the
+k-th make top-k keep more than k tokens, the mass of the kept tokens counts only k of them; so it depends on the k
+largest values alone. Rows with temperature 0 take the argmax.
 
 Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
 seed int64 [R] (the bits of a uint64), choice int32 [R], position int64 [R]; returns int64 [R].
 
-The noise is a hash of (seed, choice, position, token id) only. It does not depend on the batch, the row or the machine:
-the torch, C and Triton forms give the same bits. One program draws one row.
+The bits of the noise are a hash of (seed, choice, position, token id). They do not depend on the batch, the row or the
+machine: the torch, C and Triton forms give the same bits. One program draws one row.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -79,12 +79,15 @@ def _draw(
     logits, temperature, floors, seed, choice, position, out, bits_out, best_out, first_token, stride, vocab,
     BITS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token among the logits at or above its floor. BITS: store the hash too, for a test. PART: the row
-    begins at the token `first_token`; store the best sum of logit and noise too."""
+    """Draw the token of one row, among the logits that are at least its floor.
+
+    BITS: also store the hash, for a test. PART: the row begins at token id `first_token`; also store the largest sum of
+    logit and noise.
+    """
     row = tl.program_id(0).to(tl.int64)
     temp, floor = tl.load(temperature + row), tl.load(floors + row)
     key = _row_key(tl.load(seed + row), tl.load(choice + row), tl.load(position + row))
-    best = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane
+    best = tl.full([BLOCK], float("-inf"), tl.float32)  # the largest sum in each lane
     tokens = tl.zeros([BLOCK], tl.int32)
     for first in range(0, vocab, BLOCK):
         ids = first + tl.arange(0, BLOCK)
@@ -112,7 +115,11 @@ def launch_draw(
     logits: Tensor, temperature: Tensor, floors: Tensor, seed: Tensor, choice: Tensor, position: Tensor, out: Tensor,
     bits_out: Tensor | None = None, *, best_out: Tensor | None = None, first_token: int = 0,
 ) -> None:  # fmt: skip
-    """`best_out`: float32 [R], for logits of the part of the vocabulary from `first_token` on (draw_part.py)."""
+    """Write the drawn tokens to `out` int64 [R]. `floors`: float32 [R].
+
+    `bits_out`: int64 [R, V] for the hashes. `best_out`: float32 [R] for the largest sums, if `logits` is the part of
+    the vocabulary from token id `first_token` on (draw_part.py).
+    """
     if len(logits):
         _draw[(len(logits),)](
             logits, temperature, floors, seed, choice, position, out, out if bits_out is None else bits_out,
@@ -132,6 +139,7 @@ def sample(
     choice: Tensor,
     position: Tensor,
 ) -> Tensor:
+    """The token ids, int64 [R]. Raises LaunchRefused, and MemoryError if the C library finds no memory."""
     check_logits(logits)
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
@@ -182,7 +190,7 @@ def sample_reference(
 
 
 def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`scaled` with -inf for everything that the filters remove."""
+    """`scaled` with -inf for every logit that the filters remove."""
     vocab = scaled.shape[1]
     highest = scaled.max(dim=-1, keepdim=True).values
     # log(0) is -inf: min_p 0 keeps everything.
@@ -201,7 +209,8 @@ def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 
 def noise_bits_reference(seed: Tensor, choice: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-    """[R, len(token_ids)] of 32 random bits, in int64: splitmix64 over the row's key, two murmur rounds per token."""
+    """int64 [R, len(token_ids)], 32 random bits each: splitmix64 over (seed, choice, position) gives the row's key, two
+    rounds of murmur's finalizer over key and token id the bits."""
     key = _mix_reference(seed + GOLDEN)
     key = _mix_reference(key ^ (choice.long() + GOLDEN))
     key = _mix_reference(key ^ (position + GOLDEN))
@@ -228,7 +237,10 @@ def _murmur_reference(x: Tensor) -> Tensor:
 
 
 def gumbel_reference(bits: Tensor) -> Tensor:
-    """-log(E) with E = -log(1 - u), u = (bits + 1/2) / 2^32: small u, which decide rare tokens, keep all their bits."""
+    """-log(E) with E = -log(1 - u) and u = (bits + 1/2) / 2^32, in float32.
+
+    log(1 - u), not log(u), because small u decide whether a rare token is drawn, and float32 is finest near 0.
+    """
     u = (bits.float() + 0.5) * 2.0**-32
     u = u.clamp(max=1 - 2.0**-24)
     series = u + 0.5 * u * u

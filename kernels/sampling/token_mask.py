@@ -1,4 +1,4 @@
-"""logits[rows[i], t] = -inf where bit t % 32 of mask[i, t // 32] is 0, in place.
+"""logits[rows[i], t] = -inf if bit t % 32 of mask[i, t // 32] is 0, in place.
 
 Shapes: logits float32 [R, V], rows int64 [n] without repetition, mask int32 [n, ceil(V / 32)]. One program masks a part
 of one row.
@@ -35,7 +35,7 @@ def _token_mask(logits, rows, mask, stride, words, vocab, BLOCK: tl.constexpr):
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Return `logits`, changed in place."""
+    """Change `logits` in place and return it. Raises LaunchRefused."""
     check_logits(logits)
     vocab = logits.shape[1]
     check_dense("rows", rows, (None,), torch.int64, logits.device)
