@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coatcheck.cluster.commands.supervisor_client import RayAddress, connect_to_supervisor
+from coatcheck.proto.errors import Unavailable
 
 if TYPE_CHECKING:
     from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle
@@ -50,10 +51,25 @@ def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_sec
         began = time.monotonic()
         ray.get(supervisor.restart_group.remote(group, drain_seconds))
         _print_duration(group, began)
-    for address in ray.get(supervisor.get_state.remote()).grpc_addresses if routers else ():
+    for address in _find_routers(supervisor) if routers else ():
         began = time.monotonic()
         ray.get(supervisor.restart_router.remote(address, drain_seconds))
         _print_duration(f"the router at {address}", began)
+
+
+def _find_routers(supervisor: "SupervisorHandle") -> tuple[str, ...]:
+    """The gRPC address of each router, once all serve. Raises Unavailable if one does not serve within 30 s."""
+    import ray
+
+    deadline = time.monotonic() + _ADOPT_SECONDS
+    while not (addresses := ray.get(supervisor.get_state.remote()).grpc_addresses):
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                "no router was restarted, because one does not serve; find it with `coatcheck status`, and restart the "
+                "routers again once all serve"
+            )
+        time.sleep(_POLL_SECONDS)
+    return addresses
 
 
 def _restart_supervisor(supervisor: "SupervisorHandle") -> None:

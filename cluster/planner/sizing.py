@@ -331,7 +331,7 @@ def _counted_as_plain(settings: PlanSettings, config: ModelConfig, dtype: str) -
 def _adapter_bytes(settings: PlanSettings, shape: ModelShape) -> int:
     """Bytes of the LoRA adapters on one rank."""
     if settings.adapters and settings.device == "cuda":
-        raise InvalidConfig("lora-modules: adapters are served on CPUs alone; use --device cpu")
+        raise InvalidConfig("lora-modules: adapters are served only on CPUs; use --device cpu")
     kv_ranks = min(settings.tp, shape.layers[0].num_kv_heads)
     return sum(Adapter.open(module).rank_bytes(settings.tp, kv_ranks) for module in settings.adapters)
 
@@ -362,7 +362,7 @@ def _state_notes(settings: PlanSettings, shape: ModelShape, rank_state_bytes: in
         else "no prefix cache: every prompt is computed from its first token",
     ]
     if not all(isinstance(state, DeltaNetSpec) for state in shape.states):
-        notes.append("Mamba-2 and short convolutions are served on CPUs alone: serve with --device cpu")
+        notes.append("Mamba-2 and short convolutions are served only on CPUs: serve with --device cpu")
     return notes
 
 

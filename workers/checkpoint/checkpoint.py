@@ -19,6 +19,7 @@ from torch import Tensor
 from coatcheck.kernels.layers.quantised_experts import QuantisedExperts
 from coatcheck.kernels.layers.quantised_weight import QuantisedWeight
 from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.model_folder import describe_other_path
 from coatcheck.workers.checkpoint.decode_weight import decode_weight, read_codes
 from coatcheck.workers.checkpoint.model_alias import resolve_alias
 from coatcheck.workers.checkpoint.quantisation_scheme import read_model_config
@@ -47,7 +48,7 @@ class Checkpoint:
         self.directory = directory
         config = read_model_config(directory / "config.json")
         if config is None:
-            raise InvalidModel(f"{directory} has no config.json; is it a transformers checkpoint?")
+            raise InvalidModel(describe_other_path(directory))
         self.config = resolve_alias(config)
         self._stored = read_entries(directory)
         quantised = read_quantised(name, self.config, self._stored)

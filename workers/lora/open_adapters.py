@@ -29,7 +29,7 @@ def open_adapters(
         return []
     if device.type != "cpu":
         raise InvalidConfig(
-            "lora-modules: adapters are served on CPUs alone, because CUDA graphs do not compute them; use --device "
+            "lora-modules: adapters are served only on CPUs, because CUDA graphs do not compute them; use --device "
             "cpu, or merge the adapter into its base model"
         )
     if dtype not in native.TYPES or native.library() is None:

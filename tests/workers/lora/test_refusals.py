@@ -190,7 +190,7 @@ def test_linears_that_are_not_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"), [({"device": "cuda"}, "CPUs alone"), ({"dtype": "float16"}, "bfloat16 or float32")]
+    ("settings", "reason"), [({"device": "cuda"}, "only on CPUs"), ({"dtype": "float16"}, "bfloat16 or float32")]
 )
 def test_settings_that_adapters_exclude(base: Path, adapter: Path, settings: dict[str, str], reason: str) -> None:
     """GPUs and float16 are refused with adapters, before Ray starts and by ranks."""

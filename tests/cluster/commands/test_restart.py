@@ -1,0 +1,50 @@
+"""coatcheck restart: what it does if a router does not serve. tests/system restarts whole clusters."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from coatcheck.cluster.commands import restart
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
+from coatcheck.proto.errors import Unavailable
+
+
+class Supervisor:
+    """Reports these router addresses, one tuple after another, and records which routers are restarted."""
+
+    def __init__(self, addresses: list[tuple[str, ...]]) -> None:
+        self.restarted: list[str] = []
+        states: Iterator[tuple[str, ...]] = iter(addresses)
+        last = addresses[-1]
+        self.get_state = SimpleNamespace(remote=lambda: ClusterState(grpc_addresses=next(states, last)))
+        self.restart_router = SimpleNamespace(remote=lambda address, drain: self.restarted.append(address))
+        self.restart_group = SimpleNamespace(remote=lambda group, drain: None)
+
+
+@pytest.fixture(autouse=True)
+def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the supervisor return their results instead of references."""
+    monkeypatch.setattr(ray, "get", lambda result, **_: result)
+
+
+def restart_routers(supervisor: Any) -> None:
+    restart._restart_groups(supervisor, ["group-0"], 1.0, routers=True)
+
+
+def test_routers_are_restarted_once_all_serve() -> None:
+    """A router that starts is waited for. Then each is restarted, one after another."""
+    supervisor = Supervisor([(), (), ("10.0.0.1:50051", "10.0.0.2:50051")])
+    restart_routers(supervisor)
+    assert supervisor.restarted == ["10.0.0.1:50051", "10.0.0.2:50051"]
+
+
+def test_a_router_that_does_not_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router is restarted, and the error says so."""
+    monkeypatch.setattr(restart, "_ADOPT_SECONDS", 0.0)
+    supervisor = Supervisor([()])
+    with pytest.raises(Unavailable, match="no router was restarted, because one does not serve"):
+        restart_routers(supervisor)
+    assert supervisor.restarted == []
