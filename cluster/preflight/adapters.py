@@ -29,8 +29,7 @@ def check_adapters(config: ServeConfig, devices: Path = Path("/dev")) -> None:
         return
     if config.device == "cuda" or (config.device == "auto" and has_gpu_file(devices)):
         raise InvalidConfig(
-            "lora-modules: adapters are served only on CPUs; use --device cpu, or merge the adapter into its base "
-            "model"
+            "lora-modules: adapters are served only on CPUs; use --device cpu, or merge the adapter into its base model"
         )
     directory = Path(config.model_source)
     values = read_json_object(directory / "config.json") or {}
