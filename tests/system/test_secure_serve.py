@@ -79,7 +79,7 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
     [
         ("", True, "no API key was sent"),
         ("cc-wrong", True, "invalid API key"),
-        ("not a key\n", True, "copy exactly the key"),
+        ("not a key\n", True, "copy the key exactly"),
         ("", False, "closes the connection at once: if it speaks TLS, give its authority with --tls-ca"),
     ],
 )
