@@ -41,7 +41,7 @@ def ranks_of(serving: Serving) -> list[int]:
 def test_it_answers_without_ray(serving: Serving) -> None:
     """gRPC and HTTP answer, the ranks are children of the command, and no process of Ray runs below it."""
     assert serving.generate(PROMPT, max_tokens=4, seed=1).choices[0].text
-    body = json.dumps({"model": "model", "prompt": PROMPT, "max_tokens": 4}).encode()
+    body = json.dumps({"model": "model", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}).encode()
     with urllib.request.urlopen(f"{serving.url}/v1/models", timeout=MAX_WAIT_SECONDS) as answer:
         name = json.load(answer)["data"][0]["id"]
     request = urllib.request.Request(
