@@ -21,6 +21,8 @@ Weights = dict[str, Tensor]
 Quantise = Callable[[Tensor], tuple[Weights, Tensor]]
 
 
+# By code.
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _QUANTISED = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
@@ -199,15 +201,13 @@ def fp8_blocks(height: int, width: int) -> Quantise:
 
 def nvfp4(weight: Tensor) -> tuple[Weights, Tensor]:
     """ModelOpt's layout: e2m1 in groups of 16 with scales in e4m3, and a scale in float32 for the whole weight."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    signed = torch.cat([values, -values])
     rows, columns = weight.shape
     whole = weight.abs().max() / (6 * 448)
     groups = weight.reshape(rows, columns // 16, 16)
     scales = (groups.abs().amax(2) / 6 / whole).clamp(min=2**-9).to(torch.float8_e4m3fn)
     wide = scales.float() * whole
-    codes = (groups / wide[..., None]).unsqueeze(-1).sub(signed).abs().argmin(-1)
-    plain = (signed[codes] * wide[..., None]).reshape(rows, columns)
+    codes = (groups / wide[..., None]).unsqueeze(-1).sub(_E2M1).abs().argmin(-1)
+    plain = (_E2M1[codes] * wide[..., None]).reshape(rows, columns)
     packed = [
         [row[place] | row[place + 1] << 4 for place in range(0, columns, 2)]
         for row in codes.reshape(rows, columns).tolist()
@@ -272,14 +272,12 @@ def nf4(*, nested: bool) -> Quantise:
 
 def mxfp4_experts(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gpt-oss's layout of experts [experts, columns, rows]: (blocks, scales, the weights that they stand for)."""
-    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    signed = torch.tensor(values + [-value for value in values])
     by_row = experts.transpose(1, 2).float()
     count, rows, columns = by_row.shape
     blocks = by_row.reshape(count, rows, columns // 32, 32)
     exponents = blocks.abs().amax(-1).clamp(min=1e-9).log2().floor() - 2
-    codes = (blocks / exponents.exp2()[..., None]).unsqueeze(-1).sub(signed).abs().argmin(-1)
-    plain = (signed[codes] * exponents.exp2()[..., None]).reshape(by_row.shape).transpose(1, 2)
+    codes = (blocks / exponents.exp2()[..., None]).unsqueeze(-1).sub(_E2M1).abs().argmin(-1)
+    plain = (_E2M1[codes] * exponents.exp2()[..., None]).reshape(by_row.shape).transpose(1, 2)
     packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
     return packed, (exponents + 127).to(torch.uint8), plain.contiguous()
 
@@ -385,12 +383,8 @@ FORMATS: dict[str, Write] = {
     "gptq-8bit-one-group": written(gptq(8, -1), quant_method="gptq", bits=8, group_size=-1),
     "gptq-2bit": written(gptq(2, 16), quant_method="gptq", bits=2, group_size=16),
     "gptq-act-order": written(gptq(4, 32, ordered=True), quant_method="gptq", bits=4, group_size=32, desc_act=True),
-    "nf4": written(
-        nf4(nested=False), quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"
-    ),
-    "nf4-nested": written(
-        nf4(nested=True), quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"
-    ),
+    "nf4": written(nf4(nested=False), quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "nf4-nested": written(nf4(nested=True), quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
 }  # fmt: skip
 # (family, format) of checkpoints with experts that tests serve.
 EXPERT_CASES = [

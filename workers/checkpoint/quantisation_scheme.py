@@ -57,9 +57,12 @@ class QuantisationScheme:
 
 
 def read_model_config(file: Path) -> dict[str, Any] | None:
-    """The JSON object of a config.json, with the settings of the hf_quant_config.json beside it as quantization_config:
-    releases of ModelOpt until 2025 wrote them to that file alone. None without config.json. Raises InvalidModel for a
-    file that holds no JSON object."""
+    """The JSON object of a config.json; None if there is no such file. Raises InvalidModel for a file that holds no
+    JSON object.
+
+    Some checkpoints of ModelOpt have their settings only in the hf_quant_config.json beside it. These become the
+    quantization_config.
+    """
     config = read_json_object(file)
     if config is not None and config.get("quantization_config") is None:
         separate = read_json_object(file.with_name(MODELOPT_FILE))

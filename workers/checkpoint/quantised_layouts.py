@@ -148,8 +148,8 @@ def _scales(
 def _find_compressed(layout: _Layout) -> Iterator[Found]:
     for module in layout.modules("weight_packed"):
         if layout.entries[f"{module}.weight_packed"].dtype == "U8":
-            factors = {"scale_divisor": f"{module}.weight_global_scale"}
-            yield f"{module}.weight", _float4_weight(layout, module, "weight_packed", factors)
+            factor = ("scale_divisor", "weight_global_scale")
+            yield f"{module}.weight", _float4_weight(layout, module, "weight_packed", factor)
         else:
             yield f"{module}.weight", _packed_weight(layout, module)
     for module in layout.modules("weight_scale"):
@@ -180,9 +180,9 @@ def _packed_weight(layout: _Layout, module: str) -> StoredWeight:
     return StoredWeight((rows, columns), Encoding.PACKED_INT, parts, bits, block)
 
 
-def _float4_weight(layout: _Layout, module: str, leaf: str, factors: Mapping[str, str]) -> StoredWeight:
+def _float4_weight(layout: _Layout, module: str, leaf: str, factor: tuple[str, str]) -> StoredWeight:
     """NVFP4 has scales in e4m3, and one float32 number that multiplies them (role scale_factor) or divides them
-    (scale_divisor). MXFP4 has scales in E8M0. `leaf`: of the codes. `factors`: role -> key of NVFP4's number."""
+    (scale_divisor). MXFP4 has scales in E8M0. `leaf`: of the codes. `factor`: role and leaf of NVFP4's number."""
     rows, packed = layout.matrix_shape(f"{module}.{leaf}", ("U8",))
     key, columns = f"{module}.weight_scale", 2 * packed
     group = _FLOAT4_GROUPS[layout.entry(key, tuple(_FLOAT4_GROUPS)).dtype]
@@ -192,10 +192,10 @@ def _float4_weight(layout: _Layout, module: str, leaf: str, factors: Mapping[str
         "scales": StoredPart(key, Axis(0), Axis(1, group)),
     }
     if layout.entries[key].dtype != _E8M0:
-        for role, factor in factors.items():
-            if layout.entry(factor, ("F32",)).shape != ():
-                layout.check_shape(factor, (1,))
-            parts[role] = StoredPart(factor)
+        role, number = factor[0], f"{module}.{factor[1]}"
+        if layout.entry(number, ("F32",)).shape != ():
+            layout.check_shape(number, (1,))
+        parts[role] = StoredPart(number)
     return StoredWeight((rows, columns), Encoding.FLOAT4, parts, 4, (1, group))
 
 
@@ -241,10 +241,10 @@ def _find_modelopt(layout: _Layout) -> Iterator[Found]:
         module, _, leaf = key.rpartition(".")
         if leaf == "pre_quant_scale":
             raise InvalidModel(
-                f"{layout.name}: {key} scales activations, which is not served; use a checkpoint without"
+                f"{layout.name}: {key} scales activations, which is not served; use a checkpoint of NVFP4 or FP8"
             )
         if leaf == "weight" and entry.dtype == "U8":
-            yield key, _float4_weight(layout, module, leaf, {"scale_factor": f"{module}.weight_scale_2"})
+            yield key, _float4_weight(layout, module, leaf, ("scale_factor", "weight_scale_2"))
         elif leaf == "weight" and entry.dtype == "F8_E4M3":
             yield key, _plain_weight(layout, module, "weight_scale", ("F8_E4M3",))
 

@@ -48,6 +48,17 @@ def change(leaf: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None
     return fault
 
 
+def rename(leaf: str, other: str) -> Callable[[Path], None]:
+    """Gives the stored tensors with the last name `leaf` the last name `other`."""
+
+    def fault(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        renamed = {name.replace(f".{leaf}", f".{other}"): tensor for name, tensor in tensors.items()}
+        save_file(renamed, path / "model.safetensors", {"format": "pt"})
+
+    return fault
+
+
 def config(**fields: Any) -> Callable[[Path], None]:
     return lambda path: edit_quantisation(path, **fields)
 
@@ -96,6 +107,11 @@ def config(**fields: Any) -> Callable[[Path], None]:
         ("compressed-nvfp4", change("weight_scale", lambda x: x[:, 1:]), "weight_scale has shape .* fetch both again"),
         ("compressed-nvfp4", change("weight_global_scale", lambda x: x.repeat(2)), "weight_global_scale has shape"),
         ("modelopt-nvfp4", config(quant_algo="NVFP4_AWQ"), "ModelOpt's NVFP4_AWQ, which is not served; use one of FP8"),
+        (
+            "modelopt-nvfp4",
+            rename("input_scale", "pre_quant_scale"),
+            "pre_quant_scale scales activations, which is not",
+        ),
         ("modelopt-nvfp4", drop("weight_scale_2"), "the checkpoint lacks .*weight_scale_2; fetch it again"),
         ("modelopt-fp8", drop("weight_scale"), "the checkpoint lacks .*weight_scale; fetch it again"),
         ("nf4", config(bnb_4bit_quant_type="fp4"), "bitsandbytes fp4, which is not served; use an nf4 checkpoint"),
