@@ -29,7 +29,7 @@ from coatcheck.router.serving.admission_queue import AdmissionQueue, Attempt, Gr
 from coatcheck.router.serving.poison_suspicion import groups_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
-_NO_COMPATIBLE = "its worker group is lost, and no group that could continue it is serving; try again shortly"
+_NO_OTHER_GROUP = "its worker group is lost, and no group that could continue it is serving; try again shortly"
 # The group that gets a request after this many returns keeps it. See bench/LOG.md for 1, 2, 3 and 8.
 _MAX_RETURNS: Final = 3
 
@@ -120,7 +120,7 @@ class Dispatcher:
     ) -> Submission:
         """Sends a request at once, whether a group has room or not. Groups in `exclude_groups` are used only if there
         is no other. Raises Unavailable if no group can take the request within `wait_seconds`, and
-        ContextLengthExceeded if a request that has not begun fits no group."""
+        ContextLengthExceeded if a request that no group has had fits no group."""
         try:
             async with asyncio.timeout(wait_seconds):
                 while True:
@@ -133,7 +133,7 @@ class Dispatcher:
                     elif (submission := await self._send_suspect(attempt, exclude_groups)) is not None:
                         return submission
         except TimeoutError:
-            raise Unavailable(_NO_GROUP if attempt.only_compatible_with is None else _NO_COMPATIBLE) from None
+            raise Unavailable(_NO_OTHER_GROUP if attempt.moves else _NO_GROUP) from None
 
     def explain(self, request: Request) -> Decision:
         """Where the request would be sent now; nothing is sent. Raises Unavailable and ContextLengthExceeded."""
@@ -225,15 +225,15 @@ class Dispatcher:
             attempt.moves,
             attempt.delivered,
             lifecycle.trace_context,
-            may_return=attempt.only_compatible_with is None and attempt.returns < _MAX_RETURNS,
+            may_return=not attempt.moves and attempt.only_compatible_with is None and attempt.returns < _MAX_RETURNS,
         )
         submission.suspicion = attempt.suspicion
         return submission
 
     def _require_eligible_groups(self, attempt: Attempt) -> EligibleGroups:
         """The groups that can run the request now. Raises ContextLengthExceeded if groups serve and none can hold a
-        request that has not begun."""
-        if attempt.only_compatible_with is not None:
+        request that no group has had: one that has lost its group waits until that group is back."""
+        if attempt.moves or attempt.only_compatible_with is not None:
             return self._scheduling_class(attempt)
         return self.serving.require_eligible(attempt.request)
 

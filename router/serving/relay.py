@@ -1,7 +1,8 @@
 """Relay: one request from its first group to its last token.
 
 It sends the request, and turns its group's outputs into events for the client. When the group is lost, it sends the
-request again, with the tokens that were delivered, to a compatible group; the client sees one stream without a break.
+request again, with the tokens that were delivered, to a compatible group, or to any group if the client has no output
+yet; the client sees one stream without a break.
 """
 
 import asyncio
@@ -101,8 +102,7 @@ class Relay:
                 if now - full_since > self._config.move_wait_seconds:
                     raise
                 submission.close(finished=False)
-                # Before its first output any group may run the request, later only a compatible one.
-                submission = await self._admit(submission if self._response.has_output else None)
+                submission = await self._admit(self._only_compatible_with(submission))
                 continue
             full_since = None
             for number, portion in enumerate(logprob_portions(outputs)):
@@ -125,13 +125,14 @@ class Relay:
             self._submission = None
         self._dispatcher.retries.close_request()
 
-    async def _admit(self, refused: Submission | None = None, wait_seconds: float = 0.0) -> Submission:
-        """Sends the request in the order of the admission queue. `refused`: the submission that a full group has
-        refused, if the client has output of the request. A full queue refuses only a request that has no output yet,
-        is not resumed, has not moved and was not returned by a group."""
+    async def _admit(
+        self, only_compatible_with: pb.GetModelResponse | None = None, wait_seconds: float = 0.0
+    ) -> Submission:
+        """Sends the request in the order of the admission queue. A full queue refuses only a request that has no output
+        yet, is not resumed, has not moved and was not returned by a group."""
         self._submission = None
         grant = await self._dispatcher.admit(
-            self._attempt(refused),
+            self._attempt(only_compatible_with),
             wait_seconds=wait_seconds,
             bounded=not (self._response.completion_tokens or self._request.resume or self._moves or self._returns),
         )
@@ -141,19 +142,24 @@ class Relay:
             grant.charge.settle_tokens(0)  # the tenant was charged when the request was first granted
         return self._begin_submission(grant.submission)
 
-    async def _send(self, wait_seconds: float, lost: Submission | None = None) -> Submission:
+    async def _send(self, wait_seconds: float, only_compatible_with: pb.GetModelResponse | None = None) -> Submission:
         submission = await self._dispatcher.send(
-            self._attempt(lost), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
+            self._attempt(only_compatible_with), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
         )
         return self._begin_submission(submission)
 
-    def _attempt(self, previous: Submission | None) -> Attempt:
+    def _only_compatible_with(self, previous: Submission) -> pb.GetModelResponse | None:
+        """The model of `previous` if the client has output of the request, which only a compatible group continues
+        with the same bytes. None before the first output: any group may run the request."""
+        return previous.model if self._response.has_output else None
+
+    def _attempt(self, only_compatible_with: pb.GetModelResponse | None) -> Attempt:
         return Attempt(
             self._request,
             self._lifecycle,
             self._moves,
             self._response.delivered,
-            previous.model if previous is not None else None,
+            only_compatible_with,
             self._suspicion.level,
             self._returns,
         )
@@ -180,7 +186,7 @@ class Relay:
         if delay := self._dispatcher.retries.spend_retry():
             await asyncio.sleep(delay)
         self._moves += 1
-        return await self._send(self._config.move_wait_seconds, submission)
+        return await self._send(self._config.move_wait_seconds, self._only_compatible_with(submission))
 
     def _make_events(self, outputs: Sequence[SequenceOutput], submission: Submission) -> list[pb.GenerateEvent]:
         for output in outputs:

@@ -14,6 +14,11 @@ from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
+_OTHER_WEIGHTS = GetModelResponse(
+    name="tiny", max_model_len=256, vocab_size=600, block_size=4, dtype="float32", kv_dtype="float32",
+    fingerprint="other weights",
+)  # fmt: skip
+
 
 @pytest.mark.parametrize("sampling", [{}, {"stop": ["zq"]}, {"n": 3}, {"logprobs": 0}], ids=str)
 async def test_a_stream_moves_without_a_gap(start_router: StartRouter, sampling: dict[str, object]) -> None:
@@ -222,14 +227,11 @@ async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
 
 async def test_streams_move_only_among_equals(start_router: StartRouter) -> None:
     """A group with other weights does not continue a stream."""
-    other = GetModelResponse(
-        name="tiny", max_model_len=256, vocab_size=600, block_size=4, dtype="float32", kv_dtype="float32",
-        fingerprint="other weights",
-    )  # fmt: skip
-    first, second = FakeGroup("a", hold_after=3), FakeGroup("b", model=other)
+    first, second = FakeGroup("a", hold_after=3), FakeGroup("b", model=_OTHER_WEIGHTS)
     router = await start_router(first, move_wait_seconds=0.05)
     stream = Stream(router, ask())
-    await stream.read()
+    while len(stream.ids[0]) < 3:
+        await stream.read()
     address = router.server.groups.find_connection("a").endpoint  # type: ignore[union-attr]  # it is attached
     router.groups.append(second)
     await router.server.set_groups([address, await second.start()])
@@ -239,6 +241,47 @@ async def test_streams_move_only_among_equals(start_router: StartRouter) -> None
         await stream.finish()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not second.submits
+
+
+@pytest.mark.parametrize("sampling", [{}, {"prompt_logprobs": 0}], ids=["no output", "log-probabilities of the prompt"])
+async def test_a_request_without_output_moves_to_any_group(
+    start_router: StartRouter, sampling: dict[str, object]
+) -> None:
+    """A group with other weights runs a request whose client has no output of it. Log-probabilities are output."""
+    other = FakeGroup("b", model=_OTHER_WEIGHTS)
+    first = FakeGroup("a", hold_after=0, chunk=2)
+    router = await start_router(first, move_wait_seconds=0.05)
+    stream = Stream(router, ask(**sampling))
+    while (event := await stream.read()).HasField("started") and sampling:
+        pass
+    address = router.server.groups.find_connection("a").endpoint  # type: ignore[union-attr]  # it is attached
+    router.groups.append(other)
+    await router.server.set_groups([address, await other.start()])
+    await router.wait_for_groups(2)
+    await first.kill()
+    if sampling:
+        assert event.HasField("prompt_logprobs")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stream.finish()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE and not other.submits
+    else:
+        final = (await stream.finish()).final
+        assert (final.group, final.moves, len(stream.ids[0])) == ("b", 1, 20)
+
+
+async def test_a_request_without_output_waits_for_a_group_that_is_large_enough(start_router: StartRouter) -> None:
+    """A request that some group has accepted is not refused for its length while only smaller groups serve."""
+    large, small = FakeGroup("a", hold_after=0), FakeGroup("b", num_blocks=2)
+    _, ids = await undisturbed(start_router, ask())
+    router = await start_router(large, small)
+    stream = Stream(router, ask())
+    assert (await stream.read()).started.group == "a"
+    await large.kill()
+    await router.wait_for_groups(1)
+    large.hold_after = None
+    await large.start()
+    assert (await stream.finish()).final.group == "a"
+    assert stream.ids == ids and not small.submits
 
 
 async def test_a_group_that_is_too_small_is_not_moved_to(start_router: StartRouter) -> None:
