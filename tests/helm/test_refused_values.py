@@ -1,8 +1,11 @@
 """Values that a cluster would refuse, or fail with later, are refused when rendering, with what to change."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.helm.chart import helm_error, refusal, render
+from tests.helm.chart import CHART, helm, helm_error, refusal, render, rendered_objects
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,12 @@ from tests.helm.chart import helm_error, refusal, render
         ("one-gpu", ("worker.sharedMemory=33Gi",), "worker.sharedMemory is 33Gi, above the pod's memory limit 32Gi"),
         ("one-gpu", ("worker.sharedMemory=4096",), "'/worker/sharedMemory'"),
         ("one-gpu", ("worker.sharedMemory=16K",), "'/worker/sharedMemory'"),
+        ("one-gpu", ("worker.sharedMemory=4Ki",), "worker.sharedMemory is 4Ki, less than a mebibyte; give it with a"),
+        ("one-gpu", ("worker.resources.limits.memory=33e9",), "worker.resources requests 32Gi memory, above its limit"),
+        ("one-gpu", ("worker.resources.limits.memory=1e",), "'/worker/resources/limits/memory'"),
+        ("one-gpu", ("worker.resources.limits.memory=1.Ei5",), "'/worker/resources/limits/memory'"),
+        ("one-gpu", ("worker.resources.limits.memory=-64Gi",), "'/worker/resources/limits/memory'"),
+        ("one-gpu", ("storage.cacheSize=0.0Gi",), "'/storage/cacheSize'"),
         ("one-gpu", ("storage.cacheSize=0Gi",), "'/storage/cacheSize'"),
         ("one-gpu", ("worker.resources.limits.memory=1.2.3Gi",), "'/worker/resources/limits/memory'"),
         ("one-gpu", ("worker.resources.limits.memory=32GB",), "'/worker/resources/limits/memory'"),
@@ -101,8 +110,61 @@ def test_a_release_whose_services_would_be_refused(release: str) -> None:
         ("settings.max_groups=2", "autoscaling.enabled=true", "autoscaling.maxReplicas=2"),
         ("image.repository=registry:5000/team/coatcheck", "image.tag=v1.0"),
         ("worker.resources.limits.rdma/hca=1", "worker.resources.requests.rdma/hca=1"),
+        ("worker.resources.limits.rdma/hca=1k", "worker.resources.requests.rdma/hca=1000"),
+        ("worker.resources.limits.memory=1E",),
+        ("worker.resources.limits.memory=+40e9",),
+        ("worker.resources.requests.cpu=500000000n",),
+        ("worker.resources.requests.cpu=.5",),
     ],
 )
 def test_allowed(settings: tuple[str, ...]) -> None:
     """Values beside those that are refused are rendered."""
     assert render("one-gpu", *settings).cluster
+
+
+@pytest.mark.parametrize(
+    ("quantity", "size"),
+    [
+        ("0.5Gi", 2**29),
+        (".5Gi", 2**29),
+        ("1.Gi", 2**30),
+        ("+1Gi", 2**30),
+        ("512Mi", 2**29),
+        ("1e9", 10**9),
+        ("1E9", 10**9),
+        ("12e+8", 12 * 10**8),
+        ("5E-3Gi", None),
+        ("500M", 5 * 10**8),
+        ("2G", 2 * 10**9),
+        ("1.5Ti", 3 * 2**39),
+        ("1P", 10**15),
+        ("1Ei", 2**60),
+        ("128974848", 128974848),
+        ("128974848000m", 128974848),
+    ],
+)
+def test_sizes_are_quantities_of_kubernetes(tmp_path: Path, quantity: str, size: int | None) -> None:
+    """A size may have every form of a quantity of Kubernetes, as a text and, if YAML reads it so, as a number."""
+    for form in (quantity, f'"{quantity}"'):
+        file = tmp_path / "values.yaml"
+        file.write_text(f"storage: {{cacheSize: {form}}}\nworker: {{sharedMemory: 1e9}}\nmodel: {{name: gpt2}}\n")
+        done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / "one-gpu.yaml"), "-f", str(file))
+        if size is None:
+            assert "'/storage/cacheSize'" in done.stderr
+            continue
+        assert done.returncode == 0, done.stderr
+        assert f" --max-download {size} " in done.stdout  # what `serve` gets, in bytes
+        # Quoted: YAML would read 1e9 as a number.
+        sizes = set(re.findall('sizeLimit: "(.*)"}', done.stdout))
+        assert sizes <= {"512Mi", "1000000000", quantity, str(size)} and sizes & {quantity, str(size)}
+
+
+def test_a_number_with_a_fraction_becomes_a_text(tmp_path: Path) -> None:
+    """The operator's definition of a RayCluster takes an integer or a text as a quantity, and no number like 0.5."""
+    file = tmp_path / "values.yaml"
+    file.write_text("worker: {resources: {requests: {cpu: 0.5, memory: 1.5e+9}, limits: {cpu: 2, memory: 64Gi}}}")
+    done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / "one-gpu.yaml"), "-f", str(file))
+    assert done.returncode == 0, done.stderr
+    resources = rendered_objects(done.stdout).container("worker")["resources"]
+    assert resources["requests"] == {"cpu": "0.5", "memory": 1500000000, "nvidia.com/gpu": "1"}
+    assert resources["limits"] == {"cpu": 2, "memory": "64Gi", "nvidia.com/gpu": "1"}

@@ -100,13 +100,12 @@
 {{- end }}
 {{- end }}
 
-{{- /* A quantity of Kubernetes as a number: bytes, or cores. */ -}}
+{{- /* A quantity of Kubernetes as a number: bytes, or cores. "1E" is exa, "1e3" and "1E3" are a thousand. */ -}}
 {{- define "coatcheck.amount" -}}
-{{- if kindIs "string" . }}
-  {{- $number := regexFind "^[0-9.]+" . }}
-  {{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
-  {{- mulf (float64 $number) (get $units (trimPrefix $number .)) }}
-{{- else }}{{ float64 . }}{{ end }}
+{{- $text := toString . }}
+{{- $number := regexFind "^\\+?[0-9.]+([eE][+-]?[0-9]+)?" $text }}
+{{- $units := dict "" 1.0 "n" 1e-9 "u" 1e-6 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
+{{- mulf (float64 $number) (get $units (trimPrefix $number $text)) }}
 {{- end }}
 
 {{- /* A memory setting of `serve` in bytes; 0 for a share of the free memory (0.5, 50%), and for none. */ -}}
@@ -127,7 +126,8 @@
 {{- range $where, $resources := $all }}
   {{- $limits := default dict $resources.limits }}
   {{- range $name, $request := default dict $resources.requests }}
-    {{- if and (or (contains "/" $name) (hasPrefix "hugepages-" $name)) (ne (toString $request) (toString (get $limits $name))) }}
+    {{- $isEqual := and (hasKey $limits $name) (eq (include "coatcheck.amount" $request) (include "coatcheck.amount" (get $limits $name))) }}
+    {{- if and (or (contains "/" $name) (hasPrefix "hugepages-" $name)) (not $isEqual) }}
       {{- fail (printf "%s requests %v %s, of which Kubernetes takes no request without the same limit; set it in limits alone" $where $request $name) }}
     {{- end }}
     {{- if hasKey $limits $name }}
@@ -136,6 +136,11 @@
         {{- fail (printf "%s requests %v %s, above its limit %v; raise the limit" $where $request $name $limit) }}
       {{- end }}
     {{- end }}
+  {{- end }}
+{{- end }}
+{{- range $where, $size := dict "storage.cacheSize" $values.storage.cacheSize "hubCache.size" $values.hubCache.size "worker.sharedMemory" $values.worker.sharedMemory }}
+  {{- if lt (include "coatcheck.amount" $size | float64) 1048576.0 }}
+    {{- fail (printf "%s is %v, less than a mebibyte; give it with a unit, such as 16Gi" $where $size) }}
   {{- end }}
 {{- end }}
 {{- $worker := $values.worker }}

@@ -85,6 +85,25 @@ envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{- /* A size as text: a large number would be printed with an exponent. */ -}}
+{{- define "coatcheck.size" -}}
+{{ kindIs "string" . | ternary (toString .) (int64 . | toString) }}
+{{- end }}
+
+{{- /* Requests and limits. A number with a fraction becomes a text: the operator's CRD allows only integers and texts. */ -}}
+{{- define "coatcheck.resources" -}}
+{{- $resources := dict }}
+{{- range $kind, $given := . }}
+  {{- $quantities := dict }}
+  {{- range $name, $quantity := $given }}
+    {{- $isKept := or (kindIs "string" $quantity) (eq (floor $quantity) (float64 $quantity)) }}
+    {{- $_ := set $quantities $name (ternary $quantity (toString $quantity) $isKept) }}
+  {{- end }}
+  {{- $_ := set $resources $kind $quantities }}
+{{- end }}
+{{- toYaml $resources }}
+{{- end }}
+
 {{- define "coatcheck.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: ray-logs, mountPath: /tmp/ray}
@@ -107,9 +126,9 @@ envFrom: {{- toYaml . | nindent 2 }}
 - name: ray-logs
   emptyDir: {}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ include "coatcheck.size" .shm | quote }}}
 - name: cache
-  emptyDir: {sizeLimit: {{ .root.Values.storage.cacheSize }}}
+  emptyDir: {sizeLimit: {{ include "coatcheck.size" .root.Values.storage.cacheSize | quote }}}
 {{- if .root.Values.storage.existingClaim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .root.Values.storage.existingClaim | quote }}, readOnly: true}
@@ -147,7 +166,7 @@ again and again. */ -}}
         {{- with $cache.storageClassName }}
         storageClassName: {{ . | quote }}
         {{- end }}
-        resources: {requests: {storage: {{ $cache.size }}}}
+        resources: {requests: {storage: {{ include "coatcheck.size" $cache.size | quote }}}}
 {{- end }}
 {{- end }}
 
@@ -230,7 +249,7 @@ podAntiAffinity:
   securityContext: {{- include "coatcheck.containerSecurity" nil | nindent 4 }}
   # tini, because the first process of a container ignores SIGTERM and would hold the pod.
   command: [tini, --, coatcheck, logs, --follow]
-  resources: {{- toYaml .root.Values.logs.resources | nindent 4 }}
+  resources: {{- include "coatcheck.resources" .root.Values.logs.resources | nindent 4 }}
   volumeMounts: {{- include "coatcheck.mounts" (dict "root" .root "role" dict) | nindent 4 }}
 {{- end }}
 {{- end }}
