@@ -10,6 +10,7 @@ class ResumeState:
         self._request = request
         self._started: pb.Started | None = None
         self._ids: dict[int, list[int]] = {resumed.choice: list(resumed.token_ids) for resumed in request.resume}
+        self._resume_ticket = request.resume_ticket
         self._ended: set[int] = set()
         self._prompt_logprobs = 0  # number received, from all routers
         self._router_prompt_logprobs = 0  # number sent by the current router
@@ -26,13 +27,15 @@ class ResumeState:
         return sum(map(len, self._ids.values()))
 
     def request(self) -> pb.GenerateRequest:
-        """The original request, or, after the start, the request with its seed, its id and the received token ids."""
+        """The original request, or, after the start, the request with its seed, its id, the ticket of its last router
+        and the received token ids."""
         if self._started is None:
             return self._request
         resumed_request = pb.GenerateRequest()
         resumed_request.CopyFrom(self._request)
         resumed_request.request_id = self._started.request_id
         resumed_request.sampling.seed = self._started.seed
+        resumed_request.resume_ticket = self._resume_ticket
         del resumed_request.resume[:]
         for choice, ids in sorted(self._ids.items()):
             resumed_request.resume.add(choice=choice, token_ids=ids)
@@ -51,6 +54,7 @@ class ResumeState:
                 self._ended.add(delta.choice)
         elif kind == "started":
             self._router_prompt_logprobs = 0
+            self._resume_ticket = event.started.resume_ticket
             if self._started is not None:
                 return None
             self._started = event.started

@@ -44,7 +44,11 @@ def group_config(
 
 
 def router_config(
-    config: ServeConfig, name: str, port: int, certificate: ClusterCertificate | None = None
+    config: ServeConfig,
+    name: str,
+    port: int,
+    certificate: ClusterCertificate | None = None,
+    resume_key: bytes = b"",
 ) -> RouterConfig:
     """The settings of the router `name`, which listens for gRPC at `port`."""
     return RouterConfig(
@@ -63,6 +67,7 @@ def router_config(
         tls_key=absolute_path(config.tls_key),
         tls_client_ca=absolute_path(config.tls_client_ca),
         key_file=absolute_path(config.api_keys),
+        resume_key=resume_key,
         insecure=config.insecure,
         cors_origins=tuple(filter(None, map(str.strip, (config.cors_origins or "").split(",")))),
         root_path=config.root_path or "",

@@ -15,6 +15,7 @@ Each process is a detached, named actor in one namespace, so that a new `coatche
 finds it by name. actor_handles.py lists the calls that each answers. No token and no tensor passes through Ray.
 """
 
+import secrets
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -48,7 +49,8 @@ _SMALL_SHARE: Final = 0.01
 def start_supervisor(supervisor_class: type[Any], config: ServeConfig, plan: PlacementPlan) -> SupervisorHandle:
     """Start the supervisor at Ray's head. If the supervisor dies, Ray starts it again with the same arguments.
 
-    The certificates are signed here, once, so that a restarted supervisor can talk to running routers and groups.
+    The certificates are signed here, once, so that a restarted supervisor can talk to running routers and groups. The
+    key of resume tickets is drawn here too, so that all routers have the same one, also after a restart.
     `supervisor_class` is `Supervisor`. The caller passes that class because `supervision` imports this module.
     """
     options = ray.remote(supervisor_class).options(
@@ -63,7 +65,7 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, plan: Pla
         resources={_HEAD: _SMALL_SHARE},
     )
     certificates = sign_certificates() if needs_cluster_certificates(config) else CertificatesByRole()
-    return cast(SupervisorHandle, options.remote(config, plan, certificates))
+    return cast(SupervisorHandle, options.remote(config, plan, certificates, secrets.token_bytes(32)))
 
 
 def start_router(config: RouterConfig, resource: str | None = None, node: str | None = None) -> RouterHandle:

@@ -1,6 +1,6 @@
 """RouterSet: the routers of a cluster: one on any node, or one on each node, as nodes join and leave the Ray cluster.
 
-Every router gets the same list of groups. Routers share nothing else.
+Every router gets the same list of groups, and the same key for resume tickets. Routers share nothing else.
 """
 
 import asyncio
@@ -37,9 +37,12 @@ class RouterSet:
     """All routers of a cluster. `has_served`: routers served under a former supervisor; each listens at the same
     ports again."""
 
-    def __init__(self, config: ServeConfig, certificate: ClusterCertificate | None, *, has_served: bool) -> None:
+    def __init__(
+        self, config: ServeConfig, certificate: ClusterCertificate | None, resume_key: bytes = b"", *, has_served: bool
+    ) -> None:
         self._config = config
         self._certificate = certificate  # for connections to groups
+        self._resume_key = resume_key
         self._has_served = has_served
         self._supervisors: dict[str, RouterSupervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -222,7 +225,7 @@ class RouterSet:
         self._tasks[name] = tasks.create_task(router.supervise_router())
 
     def _router_config(self, name: str) -> RouterConfig:
-        return router_config(self._config, name, self._config.grpc_port, self._certificate)
+        return router_config(self._config, name, self._config.grpc_port, self._certificate, self._resume_key)
 
 
 def busy_groups(statuses: Mapping[str, StatusResponse | None]) -> set[str]:

@@ -33,7 +33,9 @@ class Supervisor:
     """
 
     # Ray awaits an async constructor on the event loop of the methods, also when Ray restarts the actor.
-    async def __init__(self, config: ServeConfig, plan: PlacementPlan, certificates: CertificatesByRole) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ServeConfig, plan: PlacementPlan, certificates: CertificatesByRole, resume_key: bytes = b""
+    ) -> None:
         configure_logging(config.log_format, actor="supervisor")
         self._plan = plan
         self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
@@ -41,7 +43,7 @@ class Supervisor:
             ray_kv.delete_text(ray_kv.ROLLOUT)
         stored = read_rollout() or StoredRollout(config, Pending())
         config = stored.config
-        self._routers = RouterSet(config, certificates.router, has_served=self._is_restarted)
+        self._routers = RouterSet(config, certificates.router, resume_key, has_served=self._is_restarted)
         self._groups = GroupSet(config, plan, certificates.group, self._routers, is_restarted=self._is_restarted)
         self._rollout = ConfigRollout(stored, self._groups, self._routers, self._configure_autoscaler)
         self._failure = ""

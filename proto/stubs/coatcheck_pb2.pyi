@@ -80,7 +80,7 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[str]] = ..., template_arguments: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., split_output: _Optional[bool] = ..., chat_template: _Optional[str] = ..., tool_choice: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "resume", "cache_salt", "priority", "session_id", "retention", "pooling")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "resume", "resume_ticket", "cache_salt", "priority", "session_id", "retention", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TICKET_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -100,12 +101,13 @@ class GenerateRequest(_message.Message):
     chat: Chat
     sampling: SamplingParams
     resume: _containers.RepeatedCompositeFieldContainer[Resumed]
+    resume_ticket: bytes
     cache_salt: str
     priority: int
     session_id: str
     retention: Retention
     pooling: Pooling
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., resume_ticket: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
 
 class Retention(_message.Message):
     __slots__ = ("priority", "ttl_seconds")
@@ -251,18 +253,20 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "seed", "group", "prompt_tokens")
+    __slots__ = ("request_id", "model", "seed", "group", "prompt_tokens", "resume_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TICKET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     seed: int
     group: str
     prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., group: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    resume_ticket: bytes
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., group: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., resume_ticket: _Optional[bytes] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("choice", "text", "token_ids", "logprobs", "finish_reason", "stop", "stop_token_id", "reasoning", "tool_calls")

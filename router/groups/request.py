@@ -32,6 +32,7 @@ class Request:
     pooling: Pooling = POOLING_UNSPECIFIED
     deadline: float | None = None  # when the client gives up, in the event loop's time
     adapter: str = ""  # the name of the LoRA adapter; "" for none
+    digest: bytes = b""  # of the client's message; see digest_request
     _block_hashes: dict[Hashable, list[bytes]] = field(default_factory=dict, repr=False)
 
     # Empty, or one serialised Submit with only the prompt's token ids.

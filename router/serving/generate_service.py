@@ -33,6 +33,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.tracing import Tracing
 from coatcheck.router.access.rate_limits import TenantLimits
+from coatcheck.router.access.resume_tickets import ResumeTickets, digest_request
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
@@ -48,6 +49,7 @@ from coatcheck.router.serving.logprob_limits import WideAnswers
 from coatcheck.router.serving.output_splitter import OutputSplitter, join_calls
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import (
+    check_and_digest,
     check_model_name,
     check_token_ids,
     encode_constraints,
@@ -63,6 +65,7 @@ from coatcheck.router.text.detokenizer import Detokenizer
 from coatcheck.router.text.tokenizer import TokenizerJson
 
 _T = TypeVar("_T")
+_Message = TypeVar("_Message", bound=Message)
 # Hashing or serialising more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
 # Max tokens of a call to `tokenize`, unless the model's context is longer. The tokenizer needs 200 bytes per token.
@@ -115,6 +118,7 @@ class GenerateService:
         self._side = side
         self._tracing = tracing
         self._limits = TenantLimits()
+        self._tickets = ResumeTickets(config.resume_key)
         self._wide = WideAnswers()
         self._grammars = GrammarValidator()
         self._rng = random.SystemRandom()
@@ -162,20 +166,26 @@ class GenerateService:
         failure: BaseException | None = None
         try:
             with self._traffic.count_request(tenant):
-                self._check_admission(message, tenant, options.deadline)
+                digest = await self._off_loop(digest_request, message) if message.resume_ticket else b""
+                accepted_ticket = self._tickets.accept(message, digest, tenant)
+                if not accepted_ticket:  # before the prompt is tokenised; else a router has admitted the request before
+                    self._limits.charge_request(tenant)
+                    self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), options.deadline)
                 request = await self._validate(message, tenant, options.deadline)
-                lifecycle.record_admitted(
-                    request.request_id, len(request.prompt_token_ids), is_resumed=bool(request.resume)
-                )
-                self._limits.charge_tokens(tenant, len(request.prompt_token_ids))
+                prompt_tokens = len(request.prompt_token_ids)
+                lifecycle.record_admitted(request.request_id, prompt_tokens, is_resumed=bool(request.resume))
+                self._limits.charge_tokens(tenant, prompt_tokens)
                 options.on_admitted()
                 make_detokenizer, splitter = self._make_text_stages(message, request)
+                issued_ticket = self._tickets.issue(request.digest, tenant, request.request_id, request.sampling.seed)
                 relay = Relay(
                     request,
                     lifecycle,
                     self._dispatcher,
                     self._config,
-                    make_detokenizer=make_detokenizer,
+                    make_detokenizer,
+                    is_admitted=bool(accepted_ticket),
+                    resume_ticket=accepted_ticket or issued_ticket,
                 )
                 try:
                     with self._wide.reserve(request, self._vocab_size()):
@@ -241,7 +251,7 @@ class GenerateService:
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """The token ids of a text or a chat."""
-        await self._check_entries(message)
+        await self._off_loop(check_entries, message)
         check_model_name(message.model, self._config.model_names)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens needs a text: a chat template writes its own; remove it")
@@ -257,7 +267,7 @@ class GenerateService:
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids; raises NeverFits for more than `max_tokenized`."""
-        await self._check_entries(message)
+        await self._off_loop(check_entries, message)
         check_model_name(message.model, self._config.model_names)
         if len(message.token_ids) > self.max_tokenized:
             raise NeverFits(f"there are {len(message.token_ids)} token ids; the maximum is {self.max_tokenized}")
@@ -279,14 +289,8 @@ class GenerateService:
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _check_admission(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
-        """Checks rate limits and load before the prompt is tokenised. Raises Overloaded or DeadlineExceeded."""
-        if not message.resume:  # a resumed request was admitted before
-            self._limits.charge_request(tenant)
-            self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), deadline)
-
     async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
-        await self._check_entries(message)
+        digest = await self._off_loop(check_and_digest, message)  # first, because the message is changed below
         check_model_name(message.model, self._config.model_names)
         if message.chat.tool_choice:
             hide_tools(message.chat)
@@ -306,11 +310,11 @@ class GenerateService:
             deadline=deadline,
             max_logprobs=self._config.max_logprobs,
             adapter=self._config.adapter_of(message.model),
+            digest=digest,
         )
         if request.sampling.bad_words or request.sampling.max_reasoning_tokens is not None:
-            sampling = request.sampling
             sampling = await self._in_thread(
-                lambda: encode_constraints(sampling, message, self._tokenizer, self._planner)
+                lambda: encode_constraints(request.sampling, message, self._tokenizer, self._planner)
             )
             request = replace(request, sampling=sampling)
         if request.sampling.structured is not None:
@@ -347,12 +351,11 @@ class GenerateService:
             return make_detokenizer, None
         return make_detokenizer, OutputSplitter(message.chat, self._planner, request.resume, make_detokenizer)
 
-    async def _check_entries(self, message: Message) -> None:
-        """As check_entries; in a thread if the message is long."""
+    async def _off_loop(self, read: Callable[[_Message], _T], message: _Message) -> _T:
+        """`read(message)`; in a thread if the message is long."""
         if message.ByteSize() > LONG_BYTES:
-            await self._in_thread(lambda: check_entries(message))
-        else:
-            check_entries(message)
+            return await self._in_thread(lambda: read(message))
+        return read(message)
 
     async def _ids_within_context(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
         """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: max tokens of one

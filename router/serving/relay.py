@@ -33,7 +33,8 @@ MAX_LOGPROBS_PER_TURN: Final = 4096
 class Relay:
     """Use `async for event in relay.events()`, then `close()`, also after an error.
 
-    `decision`: the last routing decision, None before the first. `usage`: tokens so far.
+    `is_admitted`: by another router, or by this one before a restart; the request does not wait in the queue.
+    `resume_ticket`: for Started. `decision`: the last routing decision, None before the first. `usage`: tokens so far.
     """
 
     def __init__(
@@ -43,6 +44,9 @@ class Relay:
         dispatcher: Dispatcher,
         config: RouterConfig,
         make_detokenizer: Callable[[], Detokenizer],
+        *,
+        is_admitted: bool,
+        resume_ticket: bytes,
     ) -> None:
         self.decision: Decision | None = None
         self._request = request
@@ -50,6 +54,8 @@ class Relay:
         self._dispatcher = dispatcher
         self._config = config
         self._make_detokenizer = make_detokenizer
+        self._is_admitted = is_admitted
+        self._resume_ticket = resume_ticket
         self._response = ResponseBuilder(request)
         self._submission: Submission | None = None
         self._charge: TokenCharge | None = None
@@ -69,7 +75,7 @@ class Relay:
         cannot continue."""
         request, response = self._request, self._response
         full_since: float | None = None  # time of the first of the Overloaded refusals since the last outputs
-        if request.resume:  # admitted before, by another router or by this one before a restart
+        if self._is_admitted:
             submission = await self._send(self._config.move_wait_seconds)
         else:
             submission = await self._admit(wait_seconds=self._config.admission_wait_seconds)
@@ -80,6 +86,7 @@ class Relay:
                 seed=request.sampling.seed,
                 group=submission.group,
                 prompt_tokens=len(request.prompt_token_ids),
+                resume_ticket=self._resume_ticket,
             )
         )
         for delta in response.start_choices(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
@@ -128,13 +135,13 @@ class Relay:
     async def _admit(
         self, only_compatible_with: pb.GetModelResponse | None = None, wait_seconds: float = 0.0
     ) -> Submission:
-        """Sends the request in the order of the admission queue. A full queue refuses only a request that has no output
-        yet, is not resumed, has not moved and was not returned by a group."""
+        """Sends the request in the order of the admission queue. A full queue refuses only a request that was not
+        admitted before: it has no output yet, has not moved and was not returned by a group."""
         self._submission = None
         grant = await self._dispatcher.admit(
             self._attempt(only_compatible_with),
             wait_seconds=wait_seconds,
-            bounded=not (self._response.completion_tokens or self._request.resume or self._moves or self._returns),
+            bounded=not (self._is_admitted or self._response.completion_tokens or self._moves or self._returns),
         )
         if self._charge is None:
             self._charge = grant.charge

@@ -20,7 +20,9 @@ from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Pooling, Resumed, TokenizeRequest
+from coatcheck.router.access.resume_tickets import digest_request
 from coatcheck.router.access.tenant import ANONYMOUS, Tenant
+from coatcheck.router.event_loop.message_limits import check_entries
 from coatcheck.router.groups.request import Request
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
@@ -80,6 +82,12 @@ def encode_long_prompt(
     return array("I", prompt_token_ids(kind.FromString(message), load_tokenizer(directory), at_most))
 
 
+def check_and_digest(message: GenerateRequest) -> bytes:
+    """Checks the message as check_entries does. Returns its digest_request."""
+    check_entries(message)
+    return digest_request(message)
+
+
 def validate_request(
     message: GenerateRequest,
     token_ids: Sequence[int],
@@ -92,12 +100,13 @@ def validate_request(
     deadline: float | None = None,
     max_logprobs: int = MAX_LOGPROBS,
     adapter: str = "",
+    digest: bytes = b"",
 ) -> Request:
     """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
     `capacity`: max tokens of one sequence on any group, limited by the model's context or the KV pool. `adapter`: the
-    LoRA adapter that the request names; "" for none. All sampling values are fixed here, so a group that continues the
-    request after a failover draws the same tokens.
+    LoRA adapter that the request names; "" for none. `digest`: see Request. All sampling values are fixed here, so a
+    group that continues the request after a failover draws the same tokens.
     """
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
     sampling.check_model(vocab_size)
@@ -130,6 +139,7 @@ def validate_request(
         pooling=message.pooling,
         deadline=deadline,
         adapter=adapter,
+        digest=digest,
     )
 
 

@@ -84,7 +84,7 @@ def test_no_secret_in_what_is_shown() -> None:
     config, certificates = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), sign_certificates()
     shown = [
         repr(certificates),
-        repr(router_config(config, "router-0", 0, certificates.router)),
+        repr(router_config(config, "router-0", 0, certificates.router, b"PRIVATE")),
         repr(group_config(config, "g", "cpu", certificates.group)),
     ]
     assert all("PRIVATE" not in text and "CERTIFICATE" not in text for text in shown)

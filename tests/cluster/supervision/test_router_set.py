@@ -21,6 +21,7 @@ from coatcheck.router.groups.group_list import GroupListVersion
 from tests.cluster.supervision.fake_router_actor import FakeRouterActor
 
 SERVING = GroupState("group-0", "serving", "h:1")
+RESUME_KEY = b"k" * 32
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ async def supervise(started: list[FakeRouterActor]) -> AsyncIterator[Supervise]:
             await routers.supervise_routers(tasks)
 
     async def supervise(has_served: bool = False, **settings: object) -> RouterSet:
-        routers = RouterSet(ServeConfig.build({"model": "m", **settings}), None, has_served=has_served)
+        routers = RouterSet(ServeConfig.build({"model": "m", **settings}), None, RESUME_KEY, has_served=has_served)
         routers.set_groups([SERVING])
         running.append(asyncio.create_task(run(routers)))
         await until(lambda: routers.all_serve)
@@ -97,6 +98,20 @@ async def test_a_router_that_ends_is_started_again_at_its_address(
         await routers.restart_router("host:1", 0.0)
     await routers.restart_router("host:5000", 0.0)
     assert len(started) == 3 and started[1].has_stopped and routers.all_serve
+
+
+async def test_all_routers_have_the_same_key_for_resume_tickets(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each router of a cluster accepts the tickets of the others, also after a restart and after new settings."""
+    monkeypatch.setattr(launch, "router_nodes", lambda resource: ["a" * 12, "b" * 12])
+    routers = await supervise(router_per_node=True, ray_address="h:1", grpc_port=0)
+    routers.set_config(ServeConfig.build({"model": "m", "grpc_port": 0, "max_queued": 5}))
+    started[0].is_dead = True
+    await until(lambda: len(started) == 3 and routers.all_serve)
+    assert [(router.config.resume_key, router.config.max_queued) for router in started] == [
+        (RESUME_KEY, 1024), (RESUME_KEY, 1024), (RESUME_KEY, 5),
+    ]  # fmt: skip
 
 
 async def test_a_restarted_router_is_waited_for(supervise: Supervise, started: list[FakeRouterActor]) -> None:

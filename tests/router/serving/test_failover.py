@@ -83,26 +83,6 @@ async def test_a_request_waits_for_the_group_to_come_back(start_router: StartRou
     assert stream.ids == ids
 
 
-async def test_a_stream_that_lost_its_router_waits_for_a_group(start_router: StartRouter) -> None:
-    """A resumed request was accepted before: while a new request is refused, the resumed one waits for a group."""
-    _, ids = await undisturbed(start_router, ask())
-    group = FakeGroup()
-    router = await start_router(group)
-    await group.kill()
-    await router.wait_for_groups(0)
-    request = ask()
-    request.resume.add(choice=0, token_ids=ids[0][:6])
-    stream = Stream(router, request)
-    reading = asyncio.ensure_future(stream.finish())
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await router.generation.Generate(ask())
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert not reading.done()
-    await group.start()
-    await reading
-    assert stream.ids[0] == ids[0][6:]
-
-
 async def test_waiting_has_an_end(start_router: StartRouter) -> None:
     """When no group comes in time, the stream ends with UNAVAILABLE."""
     group = FakeGroup(hold_after=1)

@@ -1,0 +1,92 @@
+"""A ticket admits the resume of one request of one tenant, a few times, for a day."""
+
+import pytest
+
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, Resumed, SamplingParams
+from coatcheck.router.access import resume_tickets
+from coatcheck.router.access.resume_tickets import ResumeTickets, digest_request
+from coatcheck.router.access.tenant import Tenant
+
+KEY = b"k" * 32
+SEARCH = Tenant("search")
+FIRST = GenerateRequest(text="a fox", sampling=SamplingParams(max_tokens=20, logit_bias={5: 1.0, 6: 2.0}))
+
+
+def issue(first: GenerateRequest = FIRST, key: bytes = KEY, now: float = 1000.0) -> bytes:
+    """The ticket for a request without id and seed, to which the router gives the id "r" and the seed 7."""
+    return ResumeTickets(key, lambda: now).issue(digest_request(first), SEARCH, "r", 7)
+
+
+def resume(ticket: bytes, first: GenerateRequest = FIRST) -> GenerateRequest:
+    """The request with which a client resumes."""
+    message = GenerateRequest()
+    message.CopyFrom(first)
+    message.request_id, message.sampling.seed, message.resume_ticket = "r", 7, ticket
+    message.resume.append(Resumed(token_ids=[1, 2, 3]))
+    return message
+
+
+def is_accepted(message: GenerateRequest, tenant: Tenant = SEARCH, key: bytes = KEY, now: float = 1000.0) -> bool:
+    """Whether a router that has accepted no ticket before accepts that of `message`."""
+    return bool(ResumeTickets(key, lambda: now).accept(message, digest_request(message), tenant))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [FIRST, GenerateRequest(text="a"), GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")]))],
+    ids=["sampling", "no sampling", "chat"],
+)
+def test_another_router_with_the_same_key_accepts_a_ticket(first: GenerateRequest) -> None:
+    """The resume has more fields than the first request: its id, the seed, the tokens and the ticket."""
+    assert is_accepted(resume(issue(first), first))
+
+
+def test_a_ticket_is_of_no_use_for_anything_else() -> None:
+    """Not for another prompt, another field, another id or seed, another tenant, nor at routers with another key."""
+    message = resume(issue())
+    assert is_accepted(message)
+    assert not is_accepted(message, Tenant("other"))
+    assert not is_accepted(message, key=b"another key")
+    assert not is_accepted(message, key=b"") and not is_accepted(resume(issue(key=b"")), key=b"")
+    for change in (
+        GenerateRequest(text="another fox"),
+        GenerateRequest(request_id="s"),
+        GenerateRequest(priority=-1),
+        GenerateRequest(sampling=SamplingParams(seed=8)),
+        GenerateRequest(sampling=SamplingParams(max_tokens=21)),
+        GenerateRequest(sampling=SamplingParams(logit_bias={5: 3.0})),
+    ):
+        changed = GenerateRequest()
+        changed.CopyFrom(message)
+        changed.MergeFrom(change)
+        assert not is_accepted(changed), change
+
+
+def test_made_up_tickets_are_refused() -> None:
+    """A ticket of any length, or with another expiry, is refused and not an error."""
+    ticket = issue()
+    for other in (b"", b"x", ticket[:8], ticket[:-1], ticket + b"x", bytes(40), b"\xff" * 8 + ticket[8:]):
+        assert not is_accepted(resume(other))
+
+
+def test_a_ticket_expires() -> None:
+    """A ticket is accepted for a day. Resumes do not prolong that."""
+    message = resume(issue(now=1000.0))
+    assert is_accepted(message, now=1000.0 + 86_400)
+    assert not is_accepted(message, now=1001.0 + 86_400)
+
+
+def test_copies_of_a_ticket_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One router accepts a ticket 16 times, and counts for a bounded number of tickets."""
+    tickets = ResumeTickets(KEY)
+    messages = []
+    for prompt in "abc":
+        first = GenerateRequest(text=prompt)
+        digest = digest_request(first)
+        message = resume(tickets.issue(digest, SEARCH, "r", 7), first)
+        messages.append((message, digest))
+    accepted = [tickets.accept(*messages[0], SEARCH) for _ in range(17)]
+    assert accepted == [messages[0][0].resume_ticket] * 16 + [b""]
+    monkeypatch.setattr(resume_tickets, "_MAX_TICKETS", 2)
+    assert tickets.accept(*messages[1], SEARCH) and not tickets.accept(*messages[0], SEARCH)
+    assert tickets.accept(*messages[2], SEARCH) and len(tickets._resumes) == 2

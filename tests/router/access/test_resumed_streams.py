@@ -1,0 +1,127 @@
+"""A stream that lost its router: what limits and queue of the next router ask of it, with and without a ticket."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
+from coatcheck.proto.errors import Overloaded
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, StatusRequest
+from coatcheck.router.access.tenant import ANONYMOUS, Tenant
+from coatcheck.router.serving.generate_service import CallOptions
+from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import RouterUnderTest, StartRouter
+from tests.router.stream import Stream, ask, undisturbed
+
+KEY = b"k" * 32
+
+
+async def lost_stream(start_router: StartRouter, key: bytes = KEY) -> tuple[GenerateRequest, list[int]]:
+    """The resume of a request whose router is gone after 6 tokens, and the tokens of the whole answer."""
+    _, (ids,) = await undisturbed(start_router, ask())
+    router = await start_router(FakeGroup(hold_after=6), resume_key=key)
+    stream = Stream(router, ask())
+    started = (await stream.read()).started
+    while len(stream.ids[0]) < 6:
+        await stream.read()
+    await router.close()
+    request = ask()
+    request.request_id, request.resume_ticket = started.request_id, started.resume_ticket
+    request.resume.add(token_ids=ids[:6])
+    return request, ids
+
+
+def without_ticket(request: GenerateRequest) -> GenerateRequest:
+    """The resume that a client of an older version sends."""
+    copy = GenerateRequest()
+    copy.CopyFrom(request)
+    copy.ClearField("resume_ticket")
+    return copy
+
+
+async def generate(router: RouterUnderTest, request: GenerateRequest, tenant: Tenant = ANONYMOUS) -> GenerateResponse:
+    call = router.server.generation.generate(request, CallOptions(tenant=tenant))
+    return await asyncio.wait_for(call, MAX_WAIT_SECONDS)
+
+
+async def test_only_a_ticket_passes_the_rate_limit(start_router: StartRouter) -> None:
+    """A resume without a ticket, or with one of another tenant or cluster, counts as a new request. Its tokens are the
+    rest of the same answer."""
+    request, ids = await lost_stream(start_router)
+    router = await start_router(FakeGroup(), resume_key=KEY)
+    tenant = Tenant("anonymous", requests_per_minute=1)
+    resumed = await generate(router, without_ticket(request), tenant)
+    assert list(resumed.choices[0].token_ids) == ids[6:]
+    for refused in (without_ticket(request), ask()):
+        with pytest.raises(Overloaded, match="1 requests a minute"):
+            await generate(router, refused, tenant)
+    resumed = await generate(router, request, tenant)
+    assert list(resumed.choices[0].token_ids) == ids[6:]
+    assert resumed.started.resume_ticket == request.resume_ticket
+    other = Tenant("other", requests_per_minute=1)
+    await generate(router, request, other)
+    with pytest.raises(Overloaded):
+        await generate(router, request, other)
+
+
+async def test_only_a_ticket_passes_the_queue(start_router: StartRouter) -> None:
+    """While no group has room and the queue is full, a resume with a ticket runs at once; one without is refused."""
+    request, ids = await lost_stream(start_router)
+    group = FakeGroup()
+    group.load.status.waiting = 1000
+    router = await start_router(group, resume_key=KEY, max_queued=0)
+    connection = router.server.groups.find_connection(group.name)
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while connection is None or connection.load.has_room:
+            await router.admin.Status(StatusRequest())
+    for refused in (without_ticket(request), ask()):
+        with pytest.raises(Overloaded, match="the queue is full"):
+            await generate(router, refused)
+    assert list((await generate(router, request)).choices[0].token_ids) == ids[6:]
+
+
+async def test_a_ticket_of_a_router_with_another_key_is_replaced(start_router: StartRouter) -> None:
+    """A cluster that was started anew has another key: the resume counts as a new request, and gets a new ticket."""
+    request, ids = await lost_stream(start_router, key=b"")
+    router = await start_router(FakeGroup(), resume_key=KEY)
+    tenant = Tenant("anonymous", requests_per_minute=1)
+    resumed = await generate(router, request, tenant)
+    assert list(resumed.choices[0].token_ids) == ids[6:] and resumed.started.resume_ticket != request.resume_ticket
+    with pytest.raises(Overloaded):
+        await generate(router, request, tenant)
+    request.resume_ticket = resumed.started.resume_ticket
+    await generate(router, request, tenant)
+
+
+async def test_a_resume_with_a_ticket_waits_for_a_group(start_router: StartRouter) -> None:
+    """While no group serves, a new request is refused, and a resume without a ticket too. One with a ticket waits."""
+    request, ids = await lost_stream(start_router)
+    group = FakeGroup()
+    router = await start_router(group, resume_key=KEY)
+    await group.kill()
+    await router.wait_for_groups(0)
+    stream = Stream(router, request)
+    reading = asyncio.ensure_future(stream.finish())
+    for refused in (without_ticket(request), ask()):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generation.Generate(refused)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not reading.done()
+    await group.start()
+    await reading
+    assert stream.ids[0] == ids[6:]
+
+
+async def test_a_stream_without_output_has_a_ticket_too(start_router: StartRouter) -> None:
+    """A client that has only Started was admitted as well."""
+    router = await start_router(FakeGroup(hold_after=0), resume_key=KEY)
+    stream = Stream(router, GenerateRequest(text="a fox"))
+    started = (await stream.read()).started
+    await router.close()
+    request = GenerateRequest(text="a fox", request_id=started.request_id, resume_ticket=started.resume_ticket)
+    request.sampling.seed = started.seed
+    tenant = Tenant("anonymous", requests_per_minute=1)
+    router = await start_router(FakeGroup(), resume_key=KEY)
+    for _ in range(3):
+        await generate(router, request, tenant)
