@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from coatcheck.proto.errors import InvalidParameter, InvalidRequest
 from coatcheck.proto.grammar import Grammar
@@ -14,12 +14,15 @@ from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import Count, CountOrAll, RequestBody, SamplingFields
 from coatcheck.router.openai.tools import (
     AllowedTools,
+    AnyTool,
     Function,
-    NamedTool,
-    Tool,
+    NamedCustom,
+    NamedFunction,
+    type_or_function,
 )
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
+from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 
@@ -55,7 +58,7 @@ class CalledFunction(RequestBody):
     arguments: Annotated[str, BeforeValidator(_as_json)] = "{}"
 
 
-class AssistantToolCall(RequestBody):
+class FunctionCall(RequestBody):
     """A tool call in an earlier message of the assistant. Other fields, such as `index`, have no effect."""
 
     drops_unknown_fields: ClassVar = True
@@ -63,6 +66,38 @@ class AssistantToolCall(RequestBody):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class CalledTool(RequestBody):
+    drops_unknown_fields: ClassVar = True
+
+    name: str
+    input: str
+
+
+class CustomCall(RequestBody):
+    """A call of a custom tool in an earlier message of the assistant."""
+
+    drops_unknown_fields: ClassVar = True
+
+    id: str = ""
+    type: Literal["custom"]
+    custom: CalledTool
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call in the form in which the model made it."""
+        return CalledFunction(name=self.custom.name, arguments=input_as_arguments(self.custom.input))
+
+
+def input_as_arguments(text: str) -> str:
+    """The input of a custom tool as the arguments of its function, in JSON."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+AssistantToolCall = Annotated[
+    Annotated[FunctionCall, Tag("function")] | Annotated[CustomCall, Tag("custom")], Discriminator(type_or_function)
+]
 
 
 class Message(RequestBody):
@@ -143,8 +178,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: CountOrAll | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | AllowedTools | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -164,26 +199,31 @@ class ChatRequest(SamplingFields):
         """Whether tools may or must be called."""
         if not self.tools or self.tool_choice == "none":
             return "none"
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, NamedFunction | NamedCustom):
             return "named"
         if isinstance(self.tool_choice, AllowedTools):
             return self.tool_choice.allowed_tools.mode
         return self.tool_choice or "auto"
 
     @property
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[AnyTool]:
         """The tools that the model sees and may call."""
         if self.tool_mode == "none":
             return []
         if not isinstance(self.tool_choice, AllowedTools):
             return self.tools
-        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        allowed = {tool.name for tool in self.tool_choice.allowed_tools.tools}
         return [tool for tool in self.tools if tool.function.name in allowed]
 
     @property
     def named_function(self) -> str:
-        """The function that tool_choice names, or ""."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+        """The function or custom tool that tool_choice names, or ""."""
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedFunction | NamedCustom) else ""
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.function.name for tool in self.tools if isinstance(tool.function, CustomFunction))
 
     @property
     def sent_names(self) -> dict[str, str]:
@@ -291,7 +331,10 @@ class ChatRequest(SamplingFields):
         if not constrained:
             return replace(grammar, prefix=prefix) if grammar is not None else None
         if grammar is not None and self.tool_mode == "auto":
-            raise InvalidRequest("structured output cannot be combined with strict tool calls; keep one of them")
+            raise InvalidRequest(
+                "structured output cannot be combined with strict tool calls, or with custom tools that have a "
+                "grammar; keep one of them"
+            )
         # An answer of required calls alone has no content that could have the structure.
         if self.tool_mode == "named":
             return named_call_grammar(constrained[0], prefix)
@@ -300,11 +343,11 @@ class ChatRequest(SamplingFields):
         functions = [tool.function for tool in self.offered_tools]
         return strict_calls_grammar(functions, plan.output_format.tool_format, special_ids, prefix)
 
-    def constrained_functions(self) -> list[tuple[str, Function]]:
-        """(path in the body, function) of the functions whose schemas are part of the grammar."""
+    def constrained_functions(self) -> list[tuple[str, Function | CustomFunction]]:
+        """(path of the schema in the body, function) of the functions whose schemas are part of the grammar."""
         offered = {tool.function.name for tool in self.offered_tools}
         tools = [(index, tool) for index, tool in enumerate(self.tools) if tool.function.name in offered]
-        found = [(f"tools[{index}].function", tool.function) for index, tool in tools]
+        found = [(f"tools[{index}].{tool.schema_path}", tool.function) for index, tool in tools]
         match self.tool_mode:
             case "none":
                 return []
@@ -317,11 +360,11 @@ class ChatRequest(SamplingFields):
 
 
 def to_chat_proto(
-    messages: list[Message], tools: list[Tool], arguments: dict[str, Any], add_generation_prompt: bool
+    messages: list[Message], tools: list[AnyTool], arguments: dict[str, Any], add_generation_prompt: bool
 ) -> Chat:
     return Chat(
         messages=[message.to_proto() for message in messages],
         add_generation_prompt=add_generation_prompt,
-        tools=[json.dumps(tool.model_dump(exclude_none=True)) for tool in tools],
+        tools=[json.dumps(tool.shown()) for tool in tools],
         template_arguments=json.dumps(arguments) if arguments else "",
     )

@@ -1,7 +1,7 @@
 """ChatResponse: makes chat completions, or the chunks of a stream, from GenerateService's events."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateResponse, TokenLogprob
@@ -17,9 +17,8 @@ from coatcheck.router.openai.response_parts import (
     with_logprobs,
 )
 from coatcheck.router.openai.response_sender import LargeChunk
-from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
+from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ReasoningCounter
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
-from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
 from coatcheck.router.serving.logprob_limits import count_values
 
 
@@ -112,10 +111,7 @@ class ChatResponse(OpenAIResponse):
             "reasoning": reasoning or None,
         }
         if calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
+            message["tool_calls"] = [_call_fields(call) for call in calls]
         choice.logprobs, choice.token_ids = list(delta.logprobs), list(delta.token_ids)
         return with_logprobs(self._choice(delta, "message", message, choice))
 
@@ -157,10 +153,15 @@ def join_calls(parts: Sequence[Part]) -> list[ToolCallDelta]:
     for part in parts:
         if isinstance(part, ToolCallDelta):
             call = calls.get(part.index)
-            calls[part.index] = (
-                ToolCallDelta(part.index, call.arguments + part.arguments, call.name, call.id) if call else part
-            )
+            calls[part.index] = replace(call, arguments=call.arguments + part.arguments) if call else part
     return list(calls.values())
+
+
+def _call_fields(call: ToolCallDelta) -> dict[str, Any]:
+    """A whole call in a message."""
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
@@ -173,11 +174,12 @@ def _delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
                 fields["content"] = fields.get("content", "") + text
             case Reasoning(text):
                 fields["reasoning_content"] = fields["reasoning"] = fields.get("reasoning", "") + text
-            case ToolCallDelta(index, arguments, name, call_id):
-                made = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                made["function"]["arguments"] += arguments
+            case ToolCallDelta(index, arguments, name, call_id, is_custom):
+                kind, field_name = ("custom", "input") if is_custom else ("function", "arguments")
+                made = calls.setdefault(index, {"index": index, kind: {field_name: ""}})
+                made[kind][field_name] += arguments
                 if name:
-                    made |= {"id": call_id, "type": "function", "function": {"name": name, **made["function"]}}
+                    made |= {"id": call_id, "type": kind, kind: {"name": name, **made[kind]}}
     if calls:
         fields["tool_calls"] = list(calls.values())
     return fields

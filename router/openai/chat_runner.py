@@ -24,6 +24,7 @@ from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
 from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar
+from coatcheck.router.tool_grammars.input_grammar import CustomFunction
 
 _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
 
@@ -104,6 +105,7 @@ class ChatRunner:
             max_calls=None if body.parallel_tool_calls else 1,
             separates_reasoning=body.separate_reasoning,
             shows_reasoning=body.include_reasoning,
+            custom_tools=body.custom_names,
         )
 
     async def _translate(self, request: Request, body: ChatRequest, plan: ParsingPlan) -> GenerateRequest:
@@ -118,17 +120,20 @@ class ChatRunner:
         )
 
     async def _explain_refused_schemas(
-        self, functions: list[tuple[str, Function]], refused: GrammarRefused
+        self, functions: list[tuple[str, Function | CustomFunction]], refused: GrammarRefused
     ) -> InvalidRequest:
         """An error that names the first function whose own schema is refused, or, if there is none, the reason for the
-        schemas together. `functions`: (path in the body, function)."""
+        schemas together. `functions`: see ChatRequest.constrained_functions."""
         for path, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
+            custom = function.input_grammar if isinstance(function, CustomFunction) else None
             try:
-                await self._generation.check_grammar(named_call_grammar(function))
+                await self._generation.check_grammar(named_call_grammar(function) if custom is None else custom.alone())
             except GrammarRefused as error:
+                change = "this schema, or set tool_choice to auto and remove strict"
+                if custom is not None:
+                    change = "this grammar, or set the format of the tool to text"
                 return InvalidRequest(
-                    f"{path}.parameters, of {function.name!r}, cannot be enforced: {error.reason}; change this schema, "
-                    "or set tool_choice to auto and remove strict"
+                    f"{path}, of {function.name!r}, cannot be enforced: {error.reason}; change {change}"
                 )
         reason = _QUOTED_LINE.split(refused.reason)[0]
         return InvalidRequest(

@@ -10,7 +10,7 @@ from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.chat_request import Message, to_chat_proto
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
-from coatcheck.router.openai.tools import Tool
+from coatcheck.router.openai.tools import AnyTool
 from coatcheck.router.text.chat_template import special_tokens_of
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -23,7 +23,7 @@ class TokenizeBody(RequestBody):
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None

@@ -1,10 +1,15 @@
-"""OutputParser: splits the text of a choice into reasoning, content and tool calls while it is generated."""
+"""OutputParser: splits the text of a choice into reasoning, content and tool calls while it is generated.
 
-from collections.abc import Mapping
+ReasoningCounter: how many tokens of a choice are reasoning, for the usage of a response.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from coatcheck.router.parsing.answer_tags import AnswerTags, ChannelMarkers
+from coatcheck.router.parsing.custom_call_reader import CustomCallReader
 from coatcheck.router.parsing.gemma_tool_parser import GemmaToolParser
 from coatcheck.router.parsing.harmony_parser import HarmonyParser
 from coatcheck.router.parsing.json_tool_parser import JsonCallFormat, JsonToolParser, NamedCallParser
@@ -23,6 +28,7 @@ from coatcheck.router.parsing.reasoning_parser import ReasoningParser, Reasoning
 from coatcheck.router.parsing.tool_parser import ToolParser
 from coatcheck.router.parsing.unclosed_reasoning import UnclosedReasoning
 from coatcheck.router.parsing.xml_tool_parser import XmlToolParser
+from coatcheck.router.text.text_offsets import TextOffsets
 
 ToolMode = Literal["none", "auto", "required", "named"]
 _PIECE: Final = 4096  # characters; a parser copies the rest of a piece after each marker in it
@@ -35,7 +41,7 @@ class ParsingPlan:
     `reasoning_start`: see find_reasoning_start. `tool_mode`: whether tools may or must be called; with "named" all
     content is the arguments of `named_function`. `schemas`: of each function's parameters. `max_calls`: further calls
     are dropped. `separates_reasoning`: reasoning is not part of the content. `shows_reasoning`: separated reasoning is
-    returned and not dropped.
+    returned and not dropped. `custom_tools`: the functions that stand for custom tools.
     """
 
     output_format: OutputFormat = field(default_factory=OutputFormat)
@@ -46,6 +52,7 @@ class ParsingPlan:
     max_calls: int | None = None
     separates_reasoning: bool = True
     shows_reasoning: bool = True
+    custom_tools: Collection[str] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -86,6 +93,7 @@ class OutputParser:
     def __init__(self, plan: ParsingPlan) -> None:
         self._plan = plan
         self._tools = plan.make_tool_parser()
+        self._customs = CustomCallReader(plan.custom_tools) if plan.custom_tools else None
         self._first: HarmonyParser | ReasoningParser | None = None
         self._unclosed: UnclosedReasoning | None = None
         self._tags: AnswerTags | ChannelMarkers | None = None
@@ -117,9 +125,11 @@ class OutputParser:
     def feed(self, text: str) -> list[Part]:
         """Takes the next piece of text; returns the parts that are certain now."""
         if len(text) <= _PIECE:
-            return self._feed_piece(text)
-        pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
-        return join_parts(part for piece in pieces for part in self._feed_piece(piece))
+            parts = self._feed_piece(text)
+        else:
+            pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+            parts = join_parts(part for piece in pieces for part in self._feed_piece(piece))
+        return parts if self._customs is None else self._customs.read(parts)
 
     def feed_delta(self, text: str, *, is_last: bool) -> list[Part]:
         """As `feed`; with `is_last` also what `finish` returns."""
@@ -133,6 +143,8 @@ class OutputParser:
             parts += self._pass_content(self._tags.finish())
         if self._tools is not None:
             parts += self._tools.finish()
+        if self._customs is not None:
+            parts = [*self._customs.read(parts), *self._customs.finish()]
         return join_parts(parts)
 
     def _feed_piece(self, text: str) -> list[Part]:
@@ -165,3 +177,30 @@ class OutputParser:
     def _pass_content(self, text: str) -> list[Part]:
         """The content and the calls of `text`."""
         return self._tools.feed(text) if self._tools is not None else [Content(text)]
+
+
+class ReasoningCounter:
+    """The counter of one choice. A token counts if a part of its text is between the markers of reasoning; tokens of
+    the markers do not count. `offsets`: those of the choice's tokens in the text that `parser` gets."""
+
+    def __init__(self, parser: OutputParser, offsets: TextOffsets) -> None:
+        self._parser = parser
+        self._offsets = offsets
+        self._starts: list[int] = []  # by token, in characters
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Takes the tokens of the text that the parser gets next. Takes about a microsecond for each."""
+        self._starts += self._offsets.next_offsets(token_ids)
+
+    def count(self) -> int:
+        """The tokens of the reasoning in the parser's text so far."""
+        return sum(self._count_between(start, stop) for start, stop in self._parser.reasoning_spans)
+
+    def _count_between(self, start: int, stop: int) -> int:
+        if start == stop:
+            return 0
+        first = bisect_left(self._starts, start)
+        # The token before may end in the span. The last token of the text has no successor, and ends with the text.
+        if first > 0 and (self._starts[first] if first < len(self._starts) else stop) > start:
+            first -= 1
+        return bisect_left(self._starts, stop) - first

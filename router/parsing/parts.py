@@ -23,12 +23,14 @@ class Content:
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """A piece of a tool call. `index`: the call's number within its choice, from 0. `name` and `id` are set only in the
-    first piece of a call. `arguments`: JSON text, to be joined with that of the call's other pieces."""
+    first piece of a call. `arguments`: JSON text, to be joined with that of the call's other pieces. `is_custom`: the
+    call is of a custom tool, and `arguments` is its input."""
 
     index: int
     arguments: str = ""
     name: str = ""
     id: str = ""
+    is_custom: bool = False
 
 
 Part: TypeAlias = Reasoning | Content | ToolCallDelta
@@ -46,7 +48,8 @@ def join_parts(parts: Iterable[Part]) -> list[Part]:
         last = joined[-1] if joined else None
         match part, last:
             case ToolCallDelta(), ToolCallDelta() if last.index == part.index:
-                joined[-1] = ToolCallDelta(part.index, last.arguments + part.arguments, last.name, last.id)
+                arguments = last.arguments + part.arguments
+                joined[-1] = ToolCallDelta(part.index, arguments, last.name, last.id, last.is_custom)
             case ToolCallDelta(), _:
                 joined.append(part)
             case Content(), Content():

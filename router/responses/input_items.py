@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 
 from coatcheck.router.event_loop.message_limits import MAX_MESSAGES
+from coatcheck.router.openai.chat_request import input_as_arguments
 from coatcheck.router.openai.sampling_fields import RequestBody
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
 from coatcheck.router.responses.responses_tools import flat_name
@@ -52,10 +53,25 @@ class FunctionCallItem(Item):
     arguments: str = "{}"
 
 
-class FunctionCallOutputItem(Item):
-    """The answer of a tool."""
+class CustomToolCallItem(Item):
+    """A call of a custom tool in an earlier answer."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        """The arguments with which the model made the call."""
+        return input_as_arguments(self.input)
+
+
+class CallOutputItem(Item):
+    """The answer of a function or custom tool."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Annotated[list[ItemText], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
@@ -96,7 +112,9 @@ def _type_of(item: Any) -> str:
 
 InputItem = Annotated[
     Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[WebSearchItem, Tag("web_search_call")]
     | Annotated[ItemReference, Tag("item_reference")]
@@ -121,11 +139,11 @@ def chat_of_items(items: Sequence[InputItem]) -> list[ChatFields]:
                     message = _assistant_message(messages, without=("content", "tool_calls"))
                     earlier = message.get("reasoning_content", "")
                     message["reasoning_content"] = f"{earlier}\n\n{text}" if earlier else text
-            case FunctionCallItem():
+            case FunctionCallItem() | CustomToolCallItem():
                 name = flat_name(item.namespace, item.name)
                 call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}
                 _assistant_message(messages).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem():
+            case CallOutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
             case MessageItem(role="assistant"):
                 _assistant_message(messages, without=("content", "tool_calls"))["content"] = _join(item.content)
@@ -144,8 +162,9 @@ def chat_of_parts(parts: Sequence[Part]) -> list[ChatFields]:
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case Content(text):
                 message["content"] += text
-            case ToolCallDelta(_, arguments, name, call_id):
-                call = {"id": call_id, "function": {"name": name, "arguments": arguments}}
+            case ToolCallDelta(_, arguments, name, call_id, is_custom):
+                function = {"name": name, "arguments": input_as_arguments(arguments) if is_custom else arguments}
+                call = {"id": call_id, "function": function}
                 message.setdefault("tool_calls", []).append(call)
     return [message]
 

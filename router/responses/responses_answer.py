@@ -10,9 +10,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_LENGTH, Delta, Gen
 from coatcheck.router.http.errors import report_error
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import ResponseHead
-from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
+from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ReasoningCounter
 from coatcheck.router.parsing.parts import Part, Reasoning, ToolCallDelta
-from coatcheck.router.parsing.reasoning_counter import ReasoningCounter
 from coatcheck.router.responses.text_logprobs import Logprobs, TextLogprobs
 
 OnEnd = Callable[[dict[str, Any], list[Part]], None]
@@ -131,7 +130,8 @@ class ResponsesAnswer:
         if isinstance(part, ToolCallDelta):
             if not part.arguments:
                 return events
-            return events + self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
+            kind = "custom_tool_call_input" if part.is_custom else "function_call_arguments"
+            return events + self._event(f"response.{kind}.delta", **place, delta=part.arguments)
         place["content_index"] = 0
         if isinstance(part, Reasoning):
             return events + self._event("response.reasoning_text.delta", **place, delta=part.text)
@@ -147,7 +147,7 @@ class ResponsesAnswer:
         index = len(self._items) - 1
         item = self._item(index, part, "in_progress")
         if isinstance(part, ToolCallDelta):
-            item["arguments"] = ""
+            item["input" if part.is_custom else "arguments"] = ""
         else:
             item["content"] = []
         added = self._event("response.output_item.added", output_index=index, item=item)
@@ -165,7 +165,9 @@ class ResponsesAnswer:
         if not self._items:
             return b""
         part, place = self._items[-1].whole(), self._last_item_fields()
-        if isinstance(part, ToolCallDelta):
+        if isinstance(part, ToolCallDelta) and part.is_custom:
+            done = self._event("response.custom_tool_call_input.done", **place, input=part.arguments)
+        elif isinstance(part, ToolCallDelta):
             done = self._event(
                 "response.function_call_arguments.done",
                 **place,
@@ -191,8 +193,8 @@ class ResponsesAnswer:
 
     def _item_id(self, index: int) -> str:
         match self._items[index].first:
-            case ToolCallDelta():
-                prefix = "fc"
+            case ToolCallDelta(is_custom=is_custom):
+                prefix = "ctc" if is_custom else "fc"
             case Reasoning():
                 prefix = "rs"
             case _:
@@ -203,8 +205,9 @@ class ResponsesAnswer:
         """Item number `index` of the output. `part`: its content."""
         item: dict[str, Any] = {"id": self._item_id(index), "status": status}
         match part:
-            case ToolCallDelta(_, arguments, name, call_id):
-                call = item | {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+            case ToolCallDelta(_, arguments, name, call_id, is_custom):
+                kind, field_name = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
+                call = item | {"type": kind, "call_id": call_id, "name": name, field_name: arguments}
                 if name in self._namespaces:
                     call["namespace"], call["name"] = self._namespaces[name]
                 return call

@@ -13,18 +13,18 @@ from coatcheck.router.openai.request_body import validate_fields
 from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, Count, RequestBody, TokenId
 from coatcheck.router.responses.input_items import ChatFields, InputItem, with_instructions
 from coatcheck.router.responses.responses_tools import (
-    AnyTool,
     HostedTool,
+    ResponsesTool,
     flat_name,
     names_in_namespaces,
     to_chat_tools,
 )
 
 
-class NamedFunctionChoice(RequestBody):
+class NamedToolChoice(RequestBody):
     drops_unknown_fields: ClassVar = True
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
 
@@ -34,7 +34,7 @@ class AllowedToolsChoice(RequestBody):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunctionChoice], Field(fail_fast=True, max_length=MAX_TOOLS, min_length=1)]
+    tools: Annotated[list[NamedToolChoice], Field(fail_fast=True, max_length=MAX_TOOLS, min_length=1)]
 
 
 class ReasoningOptions(RequestBody):
@@ -105,8 +105,8 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | AllowedToolsChoice | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool = True
     text: Text | None = None
     reasoning: ReasoningOptions | None = None
@@ -159,7 +159,7 @@ class ResponsesRequest(RequestBody):
             "verbosity": self.text.verbosity if self.text is not None else None,
             **{name: getattr(self, name) for name in _PASSED_ON},
         }
-        if isinstance(self.tool_choice, NamedFunctionChoice):
+        if isinstance(self.tool_choice, NamedToolChoice):
             fields["tool_choice"] = _named(self.tool_choice)
         elif isinstance(self.tool_choice, AllowedToolsChoice):
             allowed = {"mode": self.tool_choice.mode, "tools": [_named(tool) for tool in self.tool_choice.tools]}
@@ -176,7 +176,7 @@ class ResponsesRequest(RequestBody):
 
     def settings(self) -> dict[str, Any]:
         """The fields of the response object that repeat the request."""
-        choice, form = self.tool_choice, self._format()
+        choice, form = self.tool_choice or "auto", self._format()
         text: dict[str, Any] = {
             "format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}
         }
@@ -192,7 +192,9 @@ class ResponsesRequest(RequestBody):
             "store": self.store,
             "temperature": self.temperature,
             "text": text,
-            "tool_choice": choice.model_dump() if isinstance(choice, RequestBody) else choice or "auto",
+            "tool_choice": choice.model_dump(exclude_none=True)
+            if isinstance(choice, RequestBody)
+            else choice or "auto",
             "tools": [tool.model_dump() for tool in self.tools if not isinstance(tool, HostedTool)],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
@@ -205,9 +207,9 @@ class ResponsesRequest(RequestBody):
         return self.text.format if self.text is not None else None
 
 
-def _named(function: NamedFunctionChoice) -> dict[str, Any]:
-    """A function in the form of a chat's tool_choice."""
-    return {"type": "function", "function": {"name": flat_name(function.namespace, function.name)}}
+def _named(tool: NamedToolChoice) -> dict[str, Any]:
+    """A tool in the form of a chat's tool_choice."""
+    return {"type": tool.type, tool.type: {"name": flat_name(tool.namespace, tool.name)}}
 
 
 # Fields that have the same name and meaning in a ChatRequest.

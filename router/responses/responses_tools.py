@@ -1,21 +1,25 @@
-"""The tools of a /v1/responses body: functions, alone or in a namespace, and hosted tools, which are left out."""
+"""The tools of a /v1/responses body: functions and custom tools, alone or in a namespace, and hosted tools, which are
+left out."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
 from coatcheck.proto.errors import InvalidParameter
 from coatcheck.router.event_loop.message_limits import MAX_TOOLS
-from coatcheck.router.openai.sampling_fields import RequestBody
+from coatcheck.router.openai.sampling_fields import IGNORED_FIELDS, RequestBody
+from coatcheck.router.openai.tools import AnyInput, GrammarDefinition
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+_DIRECT: Final = (["direct"],)  # the model calls the tool itself, not a program that it has written
 
 
 class FunctionTool(RequestBody):
-    """A function that the client runs."""
+    """A function that the client runs. `output_schema`, which describes its results, has no effect."""
 
-    accepted_values: ClassVar = {"defer_loading": (False,)}
+    accepted_values: ClassVar = {"defer_loading": (False,), "allowed_callers": _DIRECT}
+    ignored_fields: ClassVar = IGNORED_FIELDS | {"output_schema"}
 
     type: Literal["function"]
     name: _Name
@@ -24,14 +28,32 @@ class FunctionTool(RequestBody):
     strict: bool | None = None
 
 
+class GrammarFormat(GrammarDefinition):
+    type: Literal["grammar"]
+
+
+class CustomToolParam(RequestBody):
+    """A tool that the client runs, whose input is a text. A grammar may constrain the text."""
+
+    accepted_values: ClassVar = {"defer_loading": (False,), "allowed_callers": _DIRECT}
+
+    type: Literal["custom"]
+    name: _Name
+    description: str | None = None
+    format: Annotated[AnyInput | GrammarFormat, Field(discriminator="type")] | None = None
+
+
+ClientTool = Annotated[FunctionTool | CustomToolParam, Field(discriminator="type")]
+
+
 class NamespaceTool(RequestBody):
-    """Functions that the client groups under a name, as Codex groups those of an MCP server. The model sees each
-    function as `namespace__function`, as with vLLM. Calls in the response have `namespace` and `name` as two fields."""
+    """Tools that the client groups under a name, as Codex groups those of an MCP server. The model sees each tool as
+    `namespace__name`, as with vLLM. Calls in the response have `namespace` and `name` as two fields."""
 
     type: Literal["namespace"]
     name: _Name
     description: str | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class HostedTool(RequestBody):
@@ -49,31 +71,33 @@ class HostedTool(RequestBody):
     ]
 
 
-AnyTool = Annotated[FunctionTool | NamespaceTool | HostedTool, Field(discriminator="type")]
+ResponsesTool = Annotated[FunctionTool | CustomToolParam | NamespaceTool | HostedTool, Field(discriminator="type")]
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name of a function as the model sees it."""
+    """The name of a function or custom tool as the model sees it."""
     return f"{namespace}__{name}" if namespace else name
 
 
-def to_chat_tools(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
-    """The functions in the form of /v1/chat/completions. Raises InvalidParameter if all tools are hosted ones."""
+def to_chat_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
+    """The tools in the form of /v1/chat/completions. Raises InvalidParameter if all tools are hosted ones."""
     found: list[dict[str, Any]] = []
     for tool in tools:
         match tool:
-            case FunctionTool():
-                found.append(_chat_function(tool, tool.name))
+            case FunctionTool() | CustomToolParam():
+                found.append(_chat_tool(tool, tool.name))
             case NamespaceTool():
-                found += [_chat_function(one, flat_name(tool.name, one.name)) for one in tool.tools]
+                found += [_chat_tool(one, flat_name(tool.name, one.name)) for one in tool.tools]
     if not found and (hosted := [(n, tool.type) for n, tool in enumerate(tools) if isinstance(tool, HostedTool)]):
         index, kind = hosted[0]
-        raise InvalidParameter(f"tools.{index}.type", f"is {kind!r}, which only OpenAI's servers run; give functions")
+        raise InvalidParameter(
+            f"tools.{index}.type", f"is {kind!r}, which only OpenAI's servers run; give functions or custom tools"
+        )
     return found
 
 
-def names_in_namespaces(tools: Sequence[AnyTool]) -> dict[str, tuple[str, str]]:
-    """For each function in a namespace: the name that the model sees -> (namespace, name)."""
+def names_in_namespaces(tools: Sequence[ResponsesTool]) -> dict[str, tuple[str, str]]:
+    """For each tool in a namespace: the name that the model sees -> (namespace, name)."""
     return {
         flat_name(tool.name, one.name): (tool.name, one.name)
         for tool in tools
@@ -82,6 +106,11 @@ def names_in_namespaces(tools: Sequence[AnyTool]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _chat_function(tool: FunctionTool, name: str) -> dict[str, Any]:
-    function = tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
-    return {"type": "function", "function": {"name": name, **function}}
+def _chat_tool(tool: FunctionTool | CustomToolParam, name: str) -> dict[str, Any]:
+    if isinstance(tool, FunctionTool):
+        function = tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
+        return {"type": "function", "function": {"name": name, **function}}
+    custom: dict[str, Any] = {"name": name, "description": tool.description}
+    if isinstance(form := tool.format, GrammarFormat):
+        custom["format"] = {"type": form.type, "grammar": form.model_dump(include={"syntax", "definition"})}
+    return {"type": "custom", "custom": custom}

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.call_grammar import FunctionSchema
+from coatcheck.router.tool_grammars.input_grammar import CustomFunction, InputGrammar
 from coatcheck.router.tool_grammars.properties import Property, properties_of
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
 
@@ -47,11 +48,12 @@ class _Tags:
         """The rule for a call of function number `index`, without the trigger before it."""
         form, rules = self._form, self._rules
         properties = properties_of(function, _NAMES)
+        grammar = function.input_grammar if isinstance(function, CustomFunction) else None
         if properties is None:
             opening = self._opening(_ANY_NAME, None)
             arguments = f"({opening} {self._any_value} {_BREAK})*"
         else:
-            arguments = " ".join(map(self._argument, properties))
+            arguments = " ".join(self._argument(one, grammar) for one in properties)
         number = ""
         if form.index_attribute:
             number = f"{quote(f'{_QUOTE} {form.index_attribute}={_QUOTE}')} /[0-9]{{1,4}}/"
@@ -59,20 +61,32 @@ class _Tags:
         head = f"{start} {number} {rules.marker(form.name_end)}"
         return rules.rule(f"call_{index}", f"{head} {_BREAK} {arguments} {rules.marker(form.call_end)}")
 
-    def _argument(self, one: Property) -> str:
+    def _argument(self, one: Property, grammar: InputGrammar | None = None) -> str:
+        """The rule for an argument. `grammar`: of its text."""
         end = self._rules.marker(self._form.argument_end)
         opening = self._opening(quote(one.name), one.schema)
         choices = _choices(one.schema)
-        if choices:
+        space = "" if self._form.type_attribute else _BREAK  # line breaks would be a part of the string
+        if grammar is not None:
+            value = self._input(grammar, space)
+        elif choices:
             texts = " | ".join(quote(text) for text in choices if text)
             text = f"({texts}){'?' if '' in choices else ''}" if texts else ""
-            space = "" if self._form.type_attribute else _BREAK  # line breaks would be a part of the string
             value = f"{space} {text} {space} {end}"
         elif one.schema.get("type") == "string":
             value = self._any_value
         else:
             value = f"{_BREAK} {self._rules.schema(one.document)} {_BREAK} {end}"
         return f"({opening} {value} {_BREAK}){'' if one.is_required else '?'}"
+
+    def _input(self, grammar: InputGrammar, space: str) -> str:
+        """The rule for the input of a custom tool and the tag after it."""
+        terminal = grammar.text_terminal(self._rules)
+        if terminal:
+            name = self._rules.new_name("input")
+            return self._rules.text_until(name, self._form.argument_end, f"{space} {terminal} {space}")
+        text = self._rules.new_rule("input", grammar.text_rule())
+        return f"{space} {text} {space} {self._rules.marker(self._form.argument_end)}"
 
     def _opening(self, name: str, schema: Mapping[str, Any] | None) -> str:
         """What comes before a value. `name`: of the argument, as a part of a rule. `schema`: None for any value."""

@@ -11,6 +11,8 @@ from typing import Any, Final, Protocol
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
+from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction
+from coatcheck.router.tool_grammars.rules import Rules, quote
 
 ANY: Final[dict[str, Any]] = {"type": "object"}
 
@@ -31,26 +33,33 @@ class FunctionSchema(Protocol):
 
 
 def named_call_grammar(function: FunctionSchema, prefix: str = "") -> Grammar:
-    """Only the arguments of `function`. `prefix`: rules for what an answer may have before, such as reasoning."""
+    """Only the arguments of `function`. `prefix`: rules for what an answer may have before, such as reasoning. Raises
+    InvalidRequest for a grammar of an input that cannot be enforced."""
+    if isinstance(function, CustomFunction) and function.input_grammar is not None:
+        rules = Rules({})
+        return make_grammar(rules.written(json_arguments(function, rules)), prefix)
     return Grammar("json_schema", json.dumps(function.parameters or ANY), prefix)
 
 
 def required_calls_grammar(functions: Sequence[FunctionSchema], parallel: bool, prefix: str = "") -> Grammar:
     """A JSON list of calls {"name": ..., "arguments": {...}}: one or more with `parallel`, else exactly one. `prefix`:
-    see named_call_grammar."""
-    schemas: dict[str, int] = {}  # one rule for each schema, even if several functions share it
+    see named_call_grammar. Raises InvalidRequest as named_call_grammar does."""
+    rules = Rules({})
     calls = []
     for function in functions:
-        opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
-        place = schemas.setdefault(json.dumps(schema_document(function.parameters)), len(schemas))
-        calls.append(f'{opening} schema_{place} "}}"')
-    rules = [
-        "%llguidance {}",
-        'start: "[" call (", " call)* "]"' if parallel else 'start: "[" call "]"',
-        "call: " + " | ".join(calls),
-        *(f"schema_{place}: %json {schema}" for schema, place in schemas.items()),
-    ]
-    return make_grammar("\n".join(rules) + "\n", prefix)
+        opening = quote(f'{{"name": {json.dumps(function.name)}, "arguments": ')
+        calls.append(f'{opening} {json_arguments(function, rules)} "}}"')
+    call = rules.rule("call", " | ".join(calls))
+    return make_grammar(rules.written(f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"'), prefix)
+
+
+def json_arguments(function: FunctionSchema, rules: Rules, *, only_if_strict: bool = False) -> str:
+    """The arguments of a call as a JSON object, in a rule: they fit the schema of `function`, and the grammar of its
+    input if it is a custom tool. `only_if_strict`: any object will do for a function that is not strict."""
+    if isinstance(function, CustomFunction) and function.input_grammar is not None:
+        opening = quote(f'{{"{INPUT}": ')
+        return f'{opening} {rules.new_rule("input", function.input_grammar.json_rule(rules))} "}}"'
+    return rules.schema(schema_document(function.parameters if function.strict or not only_if_strict else None))
 
 
 def make_grammar(rules: str, prefix: str = "") -> Grammar:

@@ -49,6 +49,19 @@ class Rules:
         self._rules.append(f"{name}: {body}")
         return name
 
+    def new_name(self, kind: str) -> str:
+        """A name that begins with `kind` and that no rule has. The next one differs once a rule has been added."""
+        return f"{kind}_{len(self._rules)}"
+
+    def new_rule(self, kind: str, body: str) -> str:
+        """Adds a rule whose name begins with `kind`; returns its name."""
+        return self.rule(self.new_name(kind), body)
+
+    def define(self, name: str, definitions: str) -> str:
+        """Adds definitions, as they are written, of which one is that of `name`; returns `name`."""
+        self._rules.append(definitions)
+        return name
+
     def schema(self, document: dict[str, Any]) -> str:
         """The rule for a JSON value that fits a schema. `document`: see schema_document. Raises InvalidRequest if the
         documents together are too long."""
@@ -63,11 +76,11 @@ class Rules:
             self._schemas[text] = self.rule(f"schema_{len(self._schemas)}", f"%json {text}")
         return self._schemas[text]
 
-    def text_until(self, name: str, marker: str) -> str:
-        """The rule for any text up to and with the next `marker`."""
+    def text_until(self, name: str, marker: str, text: str = ANY_TEXT) -> str:
+        """The rule for any text, or a `text` of terminals, up to and with the next `marker`."""
         if begins_with_token(marker, self._special_ids):
-            return self.rule(name, f"{ANY_TEXT} {self.marker(marker)}")
-        return self.rule(f"{name}[lazy]", f"{ANY_TEXT} {quote(marker)}").removesuffix("[lazy]")
+            return self.rule(name, f"{text} {self.marker(marker)}")
+        return self.rule(f"{name}[lazy]", f"{text} {quote(marker)}").removesuffix("[lazy]")
 
     def written(self, start: str) -> str:
         """The grammar, whose first rule has the body `start`."""

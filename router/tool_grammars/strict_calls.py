@@ -5,12 +5,9 @@ markers of a call are special tokens; if the tokenizer lacks them, strict tools 
 a text that begins like a call must be a call. argument_tags.py has the formats with a tag for each argument.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
-
-from llguidance import StructTag
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
@@ -18,9 +15,10 @@ from coatcheck.router.parsing.output_format import JSON_MARKERS, TOOL_FORMATS
 from coatcheck.router.parsing.pythonic_tool_parser import MARKERS as PYTHON_MARKERS
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.argument_tags import tagged_arguments
-from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, make_grammar, schema_document
+from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, json_arguments, make_grammar
+from coatcheck.router.tool_grammars.input_grammar import CustomFunction
 from coatcheck.router.tool_grammars.keyword_arguments import keyword_arguments
-from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules
+from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
 
 # By format: (what begins a call, what follows before the call's object, what ends the call).
 _TAGS: Final = {
@@ -41,9 +39,9 @@ def strict_calls_grammar(
     """Any text in which each call is of one of `functions`, and fits its schema if it is strict. `special_ids`: the ids
     of special tokens by their text. `prefix`: rules for what an answer may have before, such as reasoning. Raises
     InvalidRequest for a format, or a schema in it, that no grammar enforces."""
-    if tool_format in _TAGS:
-        return make_grammar(_tagged_calls(functions, tool_format), prefix)
     rules = Rules(special_ids)
+    if tool_format in _TAGS:
+        return make_grammar(rules.written(_tagged_calls(functions, tool_format, rules)), prefix)
     if isinstance(form := TOOL_FORMATS[tool_format], XmlCallFormat):
         return make_grammar(rules.written(tagged_arguments(functions, form, rules)), prefix)
     match tool_format:
@@ -81,6 +79,11 @@ def strict_calls_grammar(
         case "solar_open":
             return make_grammar(rules.written(_solar_calls(functions, rules)), prefix)
         case _:
+            if any(isinstance(function, CustomFunction) and function.strict for function in functions):
+                raise InvalidRequest(
+                    "custom tools with a grammar need tool_choice 'required' or a named tool with this model; set one "
+                    "of them, or set the format of the tools to text"
+                )
             raise InvalidRequest(
                 "strict tools need tool_choice 'required' or a named function with this model; set one of them, or "
                 "remove strict"
@@ -88,18 +91,15 @@ def strict_calls_grammar(
     return make_grammar(rules.written(f"{ANY_TEXT} ({section} {ANY_TEXT})?"), prefix)
 
 
-def _tagged_calls(functions: Sequence[FunctionSchema], tool_format: str) -> str:
-    tags = [
-        StructTag(
-            trigger=trigger,
-            begin=f'{trigger}{between}{{"name": {json.dumps(function.name)}, "arguments": ',
-            grammar=schema_document(function.parameters if function.strict else None),
-            end=f"}}{end}",
-        )
-        for trigger, between, end in _TAGS[tool_format]
-        for function in functions
-    ]
-    return StructTag.to_grammar(tags, assume_special=False)
+def _tagged_calls(functions: Sequence[FunctionSchema], tool_format: str, rules: Rules) -> str:
+    """Text with calls in it, each an object between tags."""
+    call = _calls(rules, functions, _object("arguments"))
+    pieces = []
+    for index, (trigger, between, end) in enumerate(_TAGS[tool_format]):
+        opening = rules.text_until(f"opening_{index}", trigger)
+        pieces.append(f"{opening} {quote(between)} {call} {rules.marker(end)}")
+    piece = rules.rule("piece", " | ".join(pieces))
+    return f"{piece}* {ANY_TEXT}"
 
 
 def _json_texts(functions: Sequence[FunctionSchema], rules: Rules) -> str:
@@ -161,6 +161,6 @@ def _calls(rules: Rules, functions: Sequence[FunctionSchema], *forms: Callable[[
     """The rule for a call in one of `forms`, each of which takes the name and the rule of the arguments."""
     alternatives = []
     for function in functions:
-        schema = rules.schema(schema_document(function.parameters if function.strict else None))
-        alternatives += [form(function.name, schema) for form in forms]
+        arguments = json_arguments(function, rules, only_if_strict=True)
+        alternatives += [form(function.name, arguments) for form in forms]
     return rules.rule("call", " | ".join(alternatives))

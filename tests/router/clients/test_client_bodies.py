@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str]] = {
         CHAT, LEAST | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type", "'text'"),
     "a tool of another kind": (CHAT, LEAST | {"tools": [{"type": "web_search"}]}, "tools.0.type",
-                               "is 'web_search'; it should be 'function'"),
+                               "is 'web_search'; it must be one of 'function', 'custom'"),
     "another choice": (CHAT, LEAST | {"tools": [WEATHER], "tool_choice": {"type": "auto"}},
                        "tool_choice.type", "'function'"),
     "an unknown item": ("/v1/responses", {"input": [{"type": "computer_call"}]}, "input.0.type",

@@ -363,7 +363,7 @@ async def test_tools_that_no_client_runs(start_http_router: StartHttpRouter, mod
         (body | {"tools": AGENT_TOOLS[1:]}, "web_search"),
         (body | {"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": "hello", "tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, "file_search"),
-        ({"input": "hello", "tools": [{**GROUPED, "tools": [{"type": "custom", "name": "c"}]}]}, "tools.0.tools.0"),
+        ({"input": "hello", "tools": [{**GROUPED, "tools": [{"type": "shell"}]}]}, "tools.0.tools.0"),
     ):
         status, _, text = await router.request("POST", "/v1/responses", wrong)
         assert status == 400 and name in text, text
