@@ -77,7 +77,8 @@ class Autoscaler:
     `measure_queue` returns (seconds that requests wait, number of busy groups). `count_groups` returns the number of
     groups now. `request_room(groups)` asks Ray's autoscaler for nodes for `groups` groups in all; 0 withdraws the
     request. `scale_groups(before, groups, drain_seconds)` changes the number of groups from `before` to `groups`, and
-    does nothing if another command has changed it meanwhile.
+    does nothing if another command has changed it meanwhile. A call that adds a group while another one drains a group,
+    which takes up to 300 s, must keep the group that drains.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Autoscaler:
         self._last_request = -1  # last argument of `request_room`; -1: unknown, a former supervisor may have called it
         self._logged_size = 0  # the last size that was logged as wanted; 0 once the cluster has it
         self._not_before = -math.inf
+        self._removal: asyncio.Task[None] | None = None  # the removal of a group; samples are taken beside it
 
     def set_rule(self, rule: AutoscaleRule | None) -> None:
         """Use another rule from the next sample on. A group that is being added or removed stays so: to start one may
@@ -107,16 +109,24 @@ class Autoscaler:
 
     async def run_forever(self) -> None:
         """Evaluate the rule once a second until cancelled. After an error, wait 15 s before the next change."""
-        while True:
-            await asyncio.sleep(_SAMPLE_SECONDS)
-            try:
-                await self.evaluate_rule(time.monotonic())
-            except Exception:  # Ray's head may be gone for a while
-                _log.exception("the number of groups could not be changed")
-                self._not_before = time.monotonic() + _RETRY_SECONDS
+        try:
+            while True:
+                await asyncio.sleep(_SAMPLE_SECONDS)
+                try:
+                    await self.evaluate_rule(time.monotonic())
+                except Exception:  # Ray's head may be gone for a while
+                    _log.exception("the number of groups could not be changed")
+                    self._not_before = time.monotonic() + _RETRY_SECONDS
+        finally:
+            if self._removal is not None:
+                self._removal.cancel()
 
     async def evaluate_rule(self, now: float) -> None:
-        """Take one sample, and add or remove a group if the rule says so."""
+        """Take one sample, and add or remove a group if the rule says so. Returns once a new group serves, but does not
+        wait for the end of a removal."""
+        if self._removal is not None and self._removal.done():
+            removal, self._removal = self._removal, None
+            removal.result()  # raises what was not expected
         rule = self._rule
         if rule is None:
             self._samples.clear()
@@ -135,6 +145,13 @@ class Autoscaler:
         if is_new:
             queue_seconds = self._samples[-1].queue_seconds
             _log.info("requests wait %.1f s: %s, and %d wanted", queue_seconds, counted(groups, "group"), wanted)
+        if wanted > groups:
+            await self._change_size(groups, wanted, now, is_new=is_new)
+        elif self._removal is None:
+            self._removal = asyncio.create_task(self._change_size(groups, wanted, now, is_new=is_new))
+            await asyncio.sleep(0)  # until it waits for something
+
+    async def _change_size(self, groups: int, wanted: int, now: float, *, is_new: bool) -> None:
         try:
             await self._scale_groups(groups, wanted, _DRAIN_SECONDS)
         except InsufficientResources as error:

@@ -126,7 +126,7 @@ class ConfigRollout:
         if not change.refusal:
             if change.scale and not ray_kv.read_number(ray_kv.GROUP_COUNT):
                 # Until the groups are scaled, a restarted supervisor must find the number of groups that run.
-                ray_kv.write_number(ray_kv.GROUP_COUNT, self._groups.size)
+                ray_kv.write_number(ray_kv.GROUP_COUNT, len(self._groups.states) or self._groups.size)
             self.config = wanted
             self._add_pending(change.groups, change.routers, scale=change.scale)
             self._groups.set_config(wanted)

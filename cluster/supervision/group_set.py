@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -34,10 +35,22 @@ _REQUEST_POLL_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class _Removal:
+    """`leaving`: the groups that will be removed. `drain`: done when no router has requests on them, or when their time
+    is over. `is_given_up`: the groups stay."""
+
+    leaving: list[GroupSupervisor]
+    drain: "asyncio.Future[list[None]]"
+    is_given_up: bool = False
+
+
 class GroupSet:
     """All groups of a cluster. Sends every change of a group's state to `routers`.
 
-    `is_restarted`: whether a former supervisor has started the groups. Only one scaling or restart runs at a time.
+    `is_restarted`: whether a former supervisor has started the groups. Restarts and removals, which drain groups, run
+    one at a time. Groups are added at once, also while a group drains for a restart. A removal whose groups still drain
+    is then given up, because groups that drain have their cache and are ready at once.
     """
 
     def __init__(
@@ -62,7 +75,9 @@ class GroupSet:
         self._task_group: asyncio.TaskGroup | None = None
         self._removed: set[str] = set()  # names of removed groups; Ray's key-value store holds their start numbers
         self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
-        self._change_lock = asyncio.Lock()
+        self._drain_lock = asyncio.Lock()  # held by a restart, and by a removal from its drain to its end
+        self._size_lock = asyncio.Lock()  # held while groups are added, and while the drained groups are removed
+        self._removal: _Removal | None = None
         self._poll_interval = PollInterval(_CHECK_SECONDS)
 
     @property
@@ -78,14 +93,16 @@ class GroupSet:
 
     @property
     def size(self) -> int:
-        """The number of groups. Before they are started: the configured number."""
-        return len(self._supervisors) or self._configured_size()
+        """The number of groups, without those that are being removed. Before they are started: the configured
+        number."""
+        leaving = self._removal.leaving if self._removal is not None else ()
+        return sum(supervisor not in leaving for supervisor in self._supervisors) or self._configured_size()
 
     async def start_groups(self, task_group: asyncio.TaskGroup) -> None:
         """Reserve a placement group for each group, adopt ranks that run already, and supervise each group in a task of
         `task_group`. Raises InvalidConfig if Ray has no room."""
         self._task_group = task_group
-        async with self._change_lock:
+        async with self._drain_lock, self._size_lock:
             if not self._is_restarted:
                 ray_kv.delete_number(ray_kv.GROUP_COUNT)
             names = group_names(self._configured_size())
@@ -118,11 +135,13 @@ class GroupSet:
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:
         """Drain a group, replace its ranks, and wait until every router uses it; see Supervisor.restart_group."""
-        async with self._change_lock:
+        async with self._drain_lock:
             supervisor = self._find_supervisor(group)
             if supervisor is None:
                 names = ", ".join(state.name for state in self.states)
                 raise NotFound(f"there is no group {group!r}; there are {names}")
+            if group in self._growing:
+                raise Unavailable(f"{group} is being added; wait until it serves")
             others = [state.name for state in self.states if state.name != group and state.state == "serving"]
             if not others:
                 raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
@@ -136,17 +155,12 @@ class GroupSet:
         """Add or remove groups until there are `groups`; see Supervisor.scale_groups."""
         if groups < 1:
             raise InvalidConfig(f"groups is {groups}; it must be at least 1 (to stop, end `coatcheck serve`)")
-        async with self._change_lock:
-            if not self._supervisors:
-                raise Unavailable("the groups of this cluster are not placed on nodes yet; wait until it serves")
-            await self._change_size(groups, drain_seconds)
+        await self._change_size(groups, drain_seconds)
 
     async def scale_groups_from(self, before: int, groups: int, drain_seconds: float) -> None:
-        """As `scale_groups`, but does nothing unless there are `before` groups when no other change runs any more: the
-        caller chose `groups` because there were `before`."""
-        async with self._change_lock:
-            if len(self._supervisors) == before:
-                await self._change_size(groups, drain_seconds)
+        """As `scale_groups`, but does nothing unless `size` is `before` when no other change of the number runs any
+        more: the caller chose `groups` because there were `before`."""
+        await self._change_size(groups, drain_seconds, before)
 
     async def stop_groups(self, *, now: bool) -> None:
         """End every rank, and remove the placement groups."""
@@ -160,11 +174,19 @@ class GroupSet:
     def _configured_size(self) -> int:
         return ray_kv.read_number(ray_kv.GROUP_COUNT) or self._config.groups
 
-    async def _change_size(self, groups: int, drain_seconds: float) -> None:
-        if groups > len(self._supervisors):
-            await self._add_groups(groups)
-        elif groups < len(self._supervisors):
-            await self._remove_groups(groups, drain_seconds)
+    async def _change_size(self, groups: int, drain_seconds: float, before: int | None = None) -> None:
+        """See `scale_groups`, and for `before` see `scale_groups_from`."""
+        async with self._size_lock:
+            if not self._supervisors:
+                raise Unavailable("the groups of this cluster are not placed on nodes yet; wait until it serves")
+            if before not in (None, self.size):
+                return
+            if groups > self.size:
+                self._give_up_removal()
+                if groups > len(self._supervisors):
+                    await self._add_groups(groups)
+        if groups < len(self._supervisors):
+            await self._remove_groups(groups, drain_seconds, before)
 
     async def _add_groups(self, groups: int) -> None:
         """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.
@@ -198,28 +220,58 @@ class GroupSet:
         finally:
             self._growing.difference_update(names)
 
-    async def _remove_groups(self, groups: int, drain_seconds: float) -> None:
-        """Remove the last groups until there are `groups`. Requests that run after `drain_seconds` move to others."""
-        leaving = self._supervisors[groups:]
-        staying = [state.name for state in self.states[:groups] if state.state == "serving"]
-        if not staying:
-            raise Unavailable(f"none of {', '.join(group_names(groups))} serves, and requests would be refused; wait")
-        await self._require_undrained(staying)
+    async def _remove_groups(self, groups: int, drain_seconds: float, before: int | None) -> None:
+        """Remove the last groups until there are `groups`. Requests that run after `drain_seconds` move to others.
+        Raises Unavailable if more groups are wanted while they drain."""
+        async with self._drain_lock:
+            async with self._size_lock:
+                leaving = self._supervisors[groups:]
+                if not leaving or before not in (None, self.size):
+                    return
+                removal = self._removal = await self._begin_removal(leaving, drain_seconds)
+            try:
+                await removal.drain
+                async with self._size_lock:
+                    if not removal.is_given_up:
+                        await self._end_removal(leaving)
+                        return
+            except asyncio.CancelledError:
+                if not removal.is_given_up:
+                    raise
+            finally:
+                if self._removal is removal:
+                    self._give_up_removal()
+            names = ", ".join(supervisor.state.name for supervisor in leaving)
+            raise Unavailable(f"{names} began to drain, but more groups are wanted now, so the removal was given up")
+
+    async def _begin_removal(self, leaving: list[GroupSupervisor], drain_seconds: float) -> "_Removal":
+        staying = [supervisor.state for supervisor in self._supervisors if supervisor not in leaving]
+        serving = [state.name for state in staying if state.state == "serving"]
+        if not serving:
+            names = ", ".join(state.name for state in staying)
+            raise Unavailable(f"none of {names} serves, and requests would be refused; wait")
+        await self._require_undrained(serving)
         for supervisor in leaving:  # all before the wait, so that no request moves to a group that is removed next
             supervisor.drain_group()
-        try:
-            await asyncio.gather(
-                *(self._routers.wait_until_idle(supervisor.state.name, drain_seconds) for supervisor in leaving)
-            )
-        except BaseException:
-            for supervisor in leaving:
-                supervisor.undrain_group()
-            raise
+        waits = (self._routers.wait_until_idle(supervisor.state.name, drain_seconds) for supervisor in leaving)
+        return _Removal(leaving, asyncio.gather(*waits))
+
+    async def _end_removal(self, leaving: list[GroupSupervisor]) -> None:
         for supervisor in reversed(leaving):
             await self._remove(supervisor.state.name)
             # After the removal: a supervisor that is restarted in between still finds the group.
             ray_kv.write_number(ray_kv.GROUP_COUNT, len(self._supervisors))
-        _log.info("%s now", counted(groups, "group"))
+        self._removal = None
+        _log.info("%s now", counted(len(self._supervisors), "group"))
+
+    def _give_up_removal(self) -> None:
+        """Keep the groups that drain before their removal, if any. `_remove_groups` then fails."""
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal.is_given_up = True
+            removal.drain.cancel()
+            for supervisor in removal.leaving:
+                supervisor.undrain_group()
 
     async def _require_undrained(self, groups: Sequence[str]) -> None:
         """Raises Unavailable if some router has drained all of `groups`, the serving groups that would remain."""

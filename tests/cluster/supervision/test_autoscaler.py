@@ -1,5 +1,7 @@
 """When a group is added, and when one is removed."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,3 +173,34 @@ async def test_without_a_rule_nothing_changes() -> None:
         await autoscaler.evaluate_rule(clock)
     assert asked == [0, 3, 0, 3]
     assert tries == [10.0, 11.0, *map(float, range(25, 30))]
+
+
+async def test_a_queue_during_a_removal_is_noticed() -> None:
+    """While a group drains, which may take minutes, samples are taken, no second group is removed, and a queue that
+    lasts adds a group. What fails unexpectedly is raised once."""
+    calls: list[tuple[float, int, int]] = []
+    clock, groups, queue = 0.0, 3, 0.0
+    drained = asyncio.get_running_loop().create_future()
+
+    async def measure_queue() -> tuple[float, int]:
+        return queue, 1
+
+    async def scale(before: int, wished: int, _: float) -> None:
+        nonlocal groups
+        calls.append((clock, before, wished))
+        groups = wished
+        if wished < before:
+            await drained
+
+    autoscaler = Autoscaler(
+        RULE, measure_queue=measure_queue, count_groups=lambda: groups, request_room=lambda _: None, scale_groups=scale
+    )
+    for clock in map(float, range(200)):
+        queue = 0.0 if clock < 150 else 5.0
+        await autoscaler.evaluate_rule(clock)
+    assert calls == [(60.0, 3, 2), (160.0, 2, 3)]
+    drained.set_exception(RuntimeError("Ray is gone"))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="Ray is gone"):
+        await autoscaler.evaluate_rule(200.0)
+    await autoscaler.evaluate_rule(201.0)

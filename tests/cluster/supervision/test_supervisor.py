@@ -148,6 +148,59 @@ async def test_a_cluster_is_scaled(cluster: Cluster) -> None:
     assert not cluster.numbers
 
 
+async def drains(cluster: Cluster, group: str) -> None:
+    """Wait until the group drains."""
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while (await cluster.states())[group] != "draining":  # noqa: ASYNC110  # the state has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_groups_are_added_while_others_drain(cluster: Cluster) -> None:
+    """A removal that drains a busy group for minutes is given up when more groups are wanted: its groups serve at once,
+    and further groups are added. Its command fails, and says why."""
+    actor = cluster.supervisor
+    await actor.scale_groups(3, 1.0)
+    cluster.router.waiting = 5
+    for wanted in (3, 2, 3):
+        removal = asyncio.create_task(actor.scale_groups(1, 1000.0))
+        await drains(cluster, "group-1")
+        assert (await actor.get_config()).groups == 1 and cluster.numbers[ray_kv.GROUP_COUNT] == 3
+        scaling = asyncio.create_task(actor.scale_groups(wanted, 0.0 if wanted == 2 else 1000.0))
+        with pytest.raises(Unavailable, match="group-1, group-2 began to drain, but more groups are wanted now"):
+            await asyncio.wait_for(removal, MAX_WAIT_SECONDS)
+        await asyncio.wait_for(scaling, MAX_WAIT_SECONDS)
+        assert await cluster.states() == {f"group-{number}": "serving" for number in range(wanted)}
+        assert (await actor.get_config()).groups == cluster.numbers[ray_kv.GROUP_COUNT] == wanted
+        if wanted == 2:
+            await actor.scale_groups(3, 1.0)
+
+
+async def test_a_group_is_added_while_another_is_restarted(cluster: Cluster) -> None:
+    """A restart that drains a busy group delays no new group. The group that is being added cannot be restarted."""
+    actor = cluster.supervisor
+    cluster.router.waiting = 5
+    restart = asyncio.create_task(actor.restart_group("group-1", 2.0))
+    await drains(cluster, "group-1")
+    await asyncio.wait_for(actor.scale_groups(3, 1.0), MAX_WAIT_SECONDS)
+    assert (await cluster.states())["group-2"] == "serving" and not restart.done()
+    await asyncio.wait_for(restart, MAX_WAIT_SECONDS)
+    assert cluster.ranks["group-1"].graceful_stops == 1
+
+
+async def test_a_group_that_is_being_added_is_not_restarted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be removed again if another new group does not start."""
+    is_connected = asyncio.Event()
+    monkeypatch.setattr(cluster.supervisor._routers, "wait_until_connected", lambda group: is_connected.wait())
+    scaling = asyncio.create_task(cluster.supervisor.scale_groups(3, 1.0))
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while (await cluster.states()).get("group-2") != "serving":  # noqa: ASYNC110  # the state has no event
+            await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match="group-2 is being added; wait until it serves"):
+        await cluster.supervisor.restart_group("group-2", 1.0)
+    is_connected.set()
+    await scaling
+
+
 async def test_the_last_group_that_is_not_drained_stays(cluster: Cluster) -> None:
     """`scale_groups` and `restart_group` refuse to leave only drained groups, and name the command that ends a
     drain."""
