@@ -149,7 +149,8 @@ _ANYTHING: Final = "/(?s:.*)/"
 _SPACE: Final = r"/\s{0,8}/"  # some models would write spaces without end
 
 
-_TOKENS: Final = re.compile(r"(<[|｜][^<>|｜]+[|｜]>)")  # what special tokens in a marker look like
+# What special tokens in a marker look like; the last one is MiniMax M3's.
+_TOKENS: Final = re.compile(r"(<[|｜][^<>|｜]+[|｜]>|]<]minimax\[>\[)")
 
 
 def reasoning_rules(form: ReasoningFormat, start: ReasoningStart, special_ids: Mapping[str, int]) -> str:

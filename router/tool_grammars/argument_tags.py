@@ -11,7 +11,7 @@ from typing import Any, Final
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.call_grammar import FunctionSchema
 from coatcheck.router.tool_grammars.input_grammar import CustomFunction, InputGrammar
-from coatcheck.router.tool_grammars.properties import Property, properties_of
+from coatcheck.router.tool_grammars.properties import Property, properties_of, text_choices
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
 
 _NAMES: Final = re.compile(r'[^<>"\s]+')
@@ -65,7 +65,7 @@ class _Tags:
         """The rule for an argument. `grammar`: of its text."""
         end = self._rules.marker(self._form.argument_end)
         opening = self._opening(quote(one.name), one.schema)
-        choices = _choices(one.schema)
+        choices = text_choices(one.schema)
         space = "" if self._form.type_attribute else _BREAK  # line breaks would be a part of the string
         if grammar is not None:
             value = self._input(grammar, space)
@@ -107,11 +107,3 @@ def _type_names(attribute: str, schema: Mapping[str, Any] | None) -> list[str]:
     if (kind := schema.get("type")) in named:
         return [named[kind]]
     return sorted({name for kind, name in named.items() if kind != "string"})
-
-
-def _choices(schema: dict[str, Any]) -> list[str]:
-    """The only texts that a string may be; none if it may be any."""
-    if schema.get("type") != "string":
-        return []
-    found = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-    return [text for text in found if isinstance(text, str)]

@@ -12,16 +12,25 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 # What may be at the root of a schema whose properties are enforced one by one.
 _ROOT_KEYS: Final = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema",
                      "x-guidance", "strict", *_DEFINITIONS}  # fmt: skip
+_NOTES: Final = ("title", "description", "default", "examples")
+_LIST_KEYS: Final = {"type", "items", *_NOTES}
+_MAX_REFERENCES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """`schema`: as the client sent it; `document`: as a document of its own, see schema_document."""
+    """`schema`: as the client sent it. `definitions`: those to which it may refer."""
 
     name: str
     schema: dict[str, Any]
-    document: dict[str, Any]
+    definitions: dict[str, Any]
     is_required: bool
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The schema as a document of its own; see schema_document."""
+        whole = {**self.schema, **self.definitions} if any(_references(self.schema)) else self.schema
+        return schema_document(whole)
 
 
 def properties_of(function: FunctionSchema, names: re.Pattern[str]) -> list[Property] | None:
@@ -31,7 +40,7 @@ def properties_of(function: FunctionSchema, names: re.Pattern[str]) -> list[Prop
     if not function.strict:
         return None
     properties = schema.get("properties", {})
-    problem = _find_problem(schema, properties, names)
+    problem = _find_problem(schema, properties, names) or _find_far_reference(schema)
     if problem:
         raise InvalidRequest(
             f"the parameters of the strict function {function.name!r} have {problem}, which this model's format of "
@@ -39,14 +48,65 @@ def properties_of(function: FunctionSchema, names: re.Pattern[str]) -> list[Prop
         )
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         return None
-    definitions: dict[str, Any] = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    return _split(schema, definitions_of(schema))
+
+
+def nested_properties(
+    schema: dict[str, Any], definitions: dict[str, Any], names: re.Pattern[str]
+) -> list[Property] | None:
+    """As properties_of, for an object within a function's schema, which has `definitions`. None if the object cannot be
+    written property by property."""
+    if (
+        schema.get("type") != "object"
+        or "properties" not in schema
+        or _find_problem(schema, schema["properties"], names)
+    ):
+        return None
+    return _split(schema, definitions)
+
+
+def item_of(schema: dict[str, Any], definitions: dict[str, Any]) -> Property | None:
+    """Each item of a list, as a property of the name "item". None if the schema is not that of a list of one kind of
+    items and of any length."""
+    items = schema.get("items")
+    if schema.get("type") != "array" or not isinstance(items, dict) or schema.keys() - _LIST_KEYS:
+        return None
+    return Property("item", items, definitions, is_required=True)
+
+
+def resolve_reference(schema: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema that a schema refers to, by references alone, within the function's schema; else the schema itself."""
+    found = schema
+    for _ in range(_MAX_REFERENCES):
+        reference = found.get("$ref")
+        if not isinstance(reference, str) or found.keys() - {"$ref", *_NOTES}:
+            return found
+        target: object = parameters
+        for step in reference.removeprefix("#/").split("/"):
+            target = target.get(step) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            return found
+        found = target
+    return schema
+
+
+def definitions_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The definitions of a function's schema, by keyword."""
+    return {name: schema[name] for name in _DEFINITIONS if name in schema}
+
+
+def text_choices(schema: dict[str, Any]) -> list[str]:
+    """The only texts that a string may be; none if it may be any."""
+    if schema.get("type") != "string":
+        return []
+    found = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+    return [text for text in found if isinstance(text, str)]
+
+
+def _split(schema: dict[str, Any], definitions: dict[str, Any]) -> list[Property]:
     required = schema.get("required") or []
-    return [
-        Property(
-            name, part, schema_document({**part, **definitions} if any(_references(part)) else part), name in required
-        )
-        for name, part in properties.items()
-    ]
+    properties = schema.get("properties", {}).items()
+    return [Property(name, part, definitions, is_required=name in required) for name, part in properties]
 
 
 def _find_problem(schema: dict[str, Any], properties: object, names: re.Pattern[str]) -> str:
@@ -60,6 +120,11 @@ def _find_problem(schema: dict[str, Any], properties: object, names: re.Pattern[
     required = schema.get("required") or []
     if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
         return "'required' that is no list of names of properties"
+    return ""
+
+
+def _find_far_reference(schema: dict[str, Any]) -> str:
+    """A reference at any depth that is not into the definitions, in words; "" if there is none."""
     local = tuple(f"#/{name}/" for name in _DEFINITIONS)
     if far := next((ref for ref in _references(schema) if not ref.startswith(local)), None):
         return f"the reference {far[:80]!r}"

@@ -2,7 +2,8 @@
 
 In the formats hermes and minimax a call is between tags, which are text. In mistral, deepseek_v3 and kimi_k2 the
 markers of a call are special tokens; if the tokenizer lacks them, strict tools are refused. In llama3_json and pythonic
-a text that begins like a call must be a call. argument_tags.py has the formats with a tag for each argument.
+a text that begins like a call must be a call. argument_tags.py and element_tags.py have the formats with a tag for each
+argument.
 """
 
 import re
@@ -16,6 +17,7 @@ from coatcheck.router.parsing.pythonic_tool_parser import MARKERS as PYTHON_MARK
 from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.argument_tags import tagged_arguments
 from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, json_arguments, make_grammar
+from coatcheck.router.tool_grammars.element_tags import element_calls
 from coatcheck.router.tool_grammars.input_grammar import CustomFunction
 from coatcheck.router.tool_grammars.keyword_arguments import keyword_arguments
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
@@ -47,6 +49,8 @@ def strict_calls_grammar(
     match tool_format:
         case "llama3_json":
             return make_grammar(rules.written(_json_texts(functions, rules)), prefix)
+        case "minimax_m3":
+            return make_grammar(rules.written(element_calls(functions, rules)), prefix)
         case "pythonic":
             return make_grammar(rules.written(_python_list(functions, rules)), prefix)
         case "openai" if rules.has(*_HARMONY):
