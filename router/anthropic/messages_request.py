@@ -188,7 +188,8 @@ class ToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model reasons (for chat templates with a switch), and for how many tokens at most."""
+    """Whether the model reasons (for chat templates with a switch), and for how many tokens at most. "adaptive": it may
+    reason, and decides for itself."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -251,10 +252,9 @@ class CountTokensRequest(RequestBody):
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
             named = {"type": "function", "function": {"name": self.tool_choice.name}}
             fields["tool_choice"] = named if self.tool_choice.type == "tool" else _CHOICES[self.tool_choice.type]
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            is_on = self.thinking.type == "enabled"
-            fields["enable_thinking"] = is_on
-            fields["max_reasoning_tokens"] = self.thinking.budget_tokens if is_on else None
+        if self.thinking is not None:
+            budget = self.thinking.budget_tokens if self.thinking.type == "enabled" else None
+            fields["thinking"] = {"type": self.thinking.type, "budget_tokens": budget}
         config = self.output_config or OutputConfig()
         if config.effort is not None:
             fields["reasoning_effort"] = config.effort

@@ -21,6 +21,7 @@ from coatcheck.router.openai.tools import (
     type_or_function,
 )
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
+from coatcheck.router.text.reasoning_variables import ReasoningVariables, ReasoningWish
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
 from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
@@ -141,7 +142,7 @@ def _join(parts: Sequence[TextPart], *, is_reasoning: bool) -> str:
 
 
 class ThinkingSwitch(RequestBody):
-    """The field `thinking` of DeepSeek, GLM and Kimi: whether the model reasons."""
+    """The field `thinking` of DeepSeek, GLM, Kimi and MiniMax: whether the model reasons. "adaptive": it may reason."""
 
     drops_unknown_fields: ClassVar = True
 
@@ -237,8 +238,8 @@ class ChatRequest(SamplingFields):
         reasoning, switch = self.reasoning or ReasoningFields(), self.thinking
         if self.reasoning_effort is None:
             self.reasoning_effort = reasoning.effort
-        if self.enable_thinking is None and switch is not None and switch.type in ("enabled", "disabled"):
-            self.enable_thinking = switch.type == "enabled"
+        if self.enable_thinking is None and switch is not None and switch.type != "auto":
+            self.enable_thinking = switch.type != "disabled"
         if self.enable_thinking is None:
             self.enable_thinking = reasoning.enabled
         if self.max_reasoning_tokens is None:
@@ -248,19 +249,13 @@ class ChatRequest(SamplingFields):
         self.include_reasoning = self.include_reasoning and not reasoning.exclude
         return self
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """The variables of the chat template that the request sets."""
-        fields = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        from_fields = {name: value for name, value in fields.items() if value is not None}
-        switches = {}
-        reasons = self.enable_thinking
-        if reasons is None and self.reasoning_effort is not None:
-            reasons = self.reasoning_effort != "none"
-        if reasons is not None:
-            # A template with a switch in place of an effort reads one of these two names.
-            switches = dict.fromkeys(("enable_thinking", "thinking"), reasons)
-        return switches | self.chat_template_kwargs | from_fields
+    def template_arguments(self, variables: ReasoningVariables) -> dict[str, Any]:
+        """The variables of the chat template that the request sets. `variables`: those of the template for reasoning.
+        The fields `reasoning_effort` and `verbosity` override chat_template_kwargs."""
+        is_adaptive = self.thinking is not None and self.thinking.type == "adaptive"
+        wish = ReasoningWish(self.reasoning_effort, self.enable_thinking, is_adaptive, self.max_reasoning_tokens)
+        verbosity = {"verbosity": self.verbosity} if self.verbosity is not None else {}
+        return variables.switches(wish) | self.chat_template_kwargs | variables.effort(wish) | verbosity
 
     @property
     def echoed(self) -> str:
@@ -274,13 +269,14 @@ class ChatRequest(SamplingFields):
         plan: ParsingPlan,
         grammar_prefix: str,
         special_ids: Mapping[str, int],
+        arguments: dict[str, Any],
         *,
         shows_tools: bool,
     ) -> GenerateRequest:
         """`plan`: how the answer will be parsed. `grammar_prefix`: rules for what may come before structured output.
-        `special_ids`: the ids of special tokens by their text. `shows_tools`: whether the chat template shows tools. If
-        it does not, a required or named call is still possible: the grammar gives its form, and the prompt has no
-        tools. Raises InvalidRequest.
+        `special_ids`: the ids of special tokens by their text. `arguments`: see template_arguments. `shows_tools`:
+        whether the chat template shows tools. If it does not, a required or named call is still possible: the grammar
+        gives its form, and the prompt has no tools. Raises InvalidRequest.
         """
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs; set logprobs to true")
@@ -297,7 +293,7 @@ class ChatRequest(SamplingFields):
         if plan.keeps_special_tokens:
             sampling.skip_special_tokens = False
         shown = self.offered_tools if shows_tools or self.tool_mode == "auto" else []
-        chat = to_chat_proto(self.messages, shown, self.template_arguments, self.add_generation_prompt)
+        chat = to_chat_proto(self.messages, shown, arguments, self.add_generation_prompt)
         chat.chat_template = self.chat_template
         if self.continue_final_message:
             if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:

@@ -3,7 +3,7 @@ from the parts of the answer."""
 
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from fastapi import Request
 from starlette.responses import Response
@@ -23,10 +23,13 @@ from coatcheck.router.parsing.output_parser import ParsingPlan
 from coatcheck.router.parsing.output_planner import OutputPlanner
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart
 from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.text.reasoning_variables import ReasoningVariables
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar
 from coatcheck.router.tool_grammars.input_grammar import CustomFunction
 
 _QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
+
+_UNKNOWN_VARIABLES: Final = ReasoningVariables(None)  # of a client's template
 
 MakeAnswer = Callable[[ParsingPlan, list[int]], HttpAnswer]  # takes the plan, and the prompt's token ids or []
 
@@ -95,7 +98,7 @@ class ChatRunner:
         begins_message = body.add_generation_prompt and not body.continue_final_message
         start = ReasoningStart.UNDECIDED  # with a template of the client's own
         if not body.chat_template:
-            start = self._planner.reasoning_start(body.template_arguments, begins_message=begins_message)
+            start = self._planner.reasoning_start(self._template_arguments(body), begins_message=begins_message)
         return ParsingPlan(
             self._planner.output_format,
             start,
@@ -112,12 +115,17 @@ class ChatRunner:
         request_id: str = request.scope["request_id"]
         prefix = self._planner.grammar_prefix(plan.reasoning_start)
         shows_tools = bool(body.chat_template) or self._planner.shows_tools
+        arguments = self._template_arguments(body)
         return await in_thread_if_long(
             request,
             lambda: body.to_generate_request(
-                request_id, plan, prefix, self._planner.special_ids, shows_tools=shows_tools
+                request_id, plan, prefix, self._planner.special_ids, arguments, shows_tools=shows_tools
             ),
         )
+
+    def _template_arguments(self, body: ChatRequest) -> dict[str, Any]:
+        """The variables that the request sets of its chat template, which may be the client's own."""
+        return body.template_arguments(_UNKNOWN_VARIABLES if body.chat_template else self._planner.reasoning_variables)
 
     async def _explain_refused_schemas(
         self, functions: list[tuple[str, Function | CustomFunction]], refused: GrammarRefused

@@ -11,13 +11,15 @@ from coatcheck.proto.sampling import ReasoningLimit
 from coatcheck.router.parsing.harmony_parser import ANALYSIS, END, MARKERS, harmony_rules
 from coatcheck.router.parsing.output_format import OutputFormat, find_reasoning_start, reasoning_start_of
 from coatcheck.router.parsing.reasoning_parser import ReasoningStart, reasoning_rules
+from coatcheck.router.text.reasoning_variables import ReasoningVariables
 from coatcheck.router.text.tokenizer import TokenizerJson
 
 _MAX_PROBES: Final = 64  # results kept
 
 
 class OutputPlanner:
-    """One for each router. `output_format`: how the model writes reasoning and tool calls."""
+    """One for each router. `output_format`: how the model writes reasoning and tool calls. `reasoning_variables`: those
+    of its chat template."""
 
     def __init__(self, tokenizer: TokenizerJson, tool_parser: str = "auto") -> None:
         """`tool_parser`: see OutputFormat.detect. Raises InvalidConfig."""
@@ -25,6 +27,7 @@ class OutputPlanner:
         template = tokenizer.template
         source = f"{template.source}\n{template.for_tools.source}" if template is not None else ""
         self.output_format = OutputFormat.detect(source, tokenizer.special_ids, tool_parser)
+        self.reasoning_variables = ReasoningVariables(template, is_harmony=self.output_format.tool_format == "openai")
         self._starts: OrderedDict[str, ReasoningStart] = OrderedDict()
 
     def reasoning_start(self, arguments: Mapping[str, Any], *, begins_message: bool) -> ReasoningStart:

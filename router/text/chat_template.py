@@ -183,12 +183,16 @@ class ChatTemplate:
             parsed = environment.parse(source)
         except jinja2.TemplateError as error:
             raise InvalidModel(f"the model's chat template does not compile: {error}") from error
+        constants = (constant.value for constant in parsed.find_all(jinja2.nodes.Const))
+        self.constants = frozenset(value for value in constants if isinstance(value, str))
+        # The names that the template reads, also those that it sets before.
+        self.loaded_names = frozenset(one.name for one in parsed.find_all(jinja2.nodes.Name) if one.ctx == "load")
         self.source = source
         self.for_tools = self  # the template of chats with tools; `load` sets another if the model has one
-        # The variables that the template reads.
+        # The variables that the template reads. Finding them folds the constants of `parsed` into lists.
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
         # Whether the template compares roles with "developer".
-        self.knows_developers = any(constant.value == "developer" for constant in parsed.find_all(jinja2.nodes.Const))
+        self.knows_developers = "developer" in self.constants
         self._special_tokens = special_tokens
         self._has_short_ids = _SHORT_IDS.search(source) is not None
 

@@ -220,3 +220,38 @@ async def test_bad_words_reach_the_group_as_tokens(start_http_router: StartHttpR
     assert list(group.submits[-1].sampling.allowed_token_ids) == [5, 6]
     with pytest.raises(BadRequestError, match="bad_words has a text of .* tokens; the maximum is 64"):
         await create(model="tiny", messages=HELLO, extra_body={"bad_words": ["xyzzy" * 100]})
+
+
+# How MiniMax M3's template begins an answer.
+M3_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+    "{% if thinking_mode is defined %}[{{ thinking_mode }}]{% if thinking_mode == 'enabled' %}<think>"
+    "{% elif thinking_mode == 'disabled' %}</think>{% elif thinking_mode == 'adaptive' %}{% endif %}{% endif %}"
+)
+
+
+async def test_each_api_sets_the_template_s_own_switch(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
+    """Chat completions, Responses and Messages, for a template whose switch has a name and values of its own. The
+    answer is parsed by what the prompt then ends with."""
+    tokenizer = TokenizerJson.load(str(write_model(tmp_path, M3_TEMPLATE)))
+    router = await start_http_router(saying("hm</think>yes"), tokenizer=tokenizer)
+    chat, responses = {"messages": HELLO}, {"input": "hello"}
+    messages = {"messages": HELLO, "max_tokens": 99}
+    for path, body, mode in (
+        ("/v1/chat/completions", {**chat, "reasoning_effort": "low"}, "enabled"),
+        ("/v1/chat/completions", {**chat, "reasoning_effort": "none"}, "disabled"),
+        ("/v1/chat/completions", {**chat, "thinking": {"type": "adaptive"}}, "adaptive"),
+        ("/v1/chat/completions",
+         {**chat, "reasoning_effort": "low", "chat_template_kwargs": {"thinking_mode": "disabled"}}, "disabled"),
+        ("/v1/responses", {**responses, "reasoning": {"effort": "high"}}, "enabled"),
+        ("/v1/responses", {**responses, "reasoning": {"effort": "none"}}, "disabled"),
+        ("/v1/messages", {**messages, "thinking": {"type": "enabled", "budget_tokens": 50}}, "enabled"),
+        ("/v1/messages", {**messages, "thinking": {"type": "disabled"}}, "disabled"),
+        ("/v1/messages", {**messages, "thinking": {"type": "adaptive"}}, "adaptive"),
+    ):  # fmt: skip
+        status, _, text = await router.request("POST", path, {"model": "tiny", **body})
+        assert status == 200, text
+        ids = list(router.groups[0].submits[-1].prompt_token_ids)
+        prompt = json.loads((await router.request("POST", "/detokenize", {"tokens": ids}))[2])["prompt"]
+        assert f"[{mode}]" in prompt, (path, body, prompt)
+        assert ("hm</think>yes" in text) == (mode != "enabled"), text
