@@ -13,8 +13,9 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.router.http.errors import anthropic_error, report_error
 from coatcheck.router.openai.chat_response import join_calls
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.response_parts import count_text
-from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
+from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan, ReasoningCounter
 from coatcheck.router.parsing.parts import Content, Part, Reasoning, ToolCallDelta
 
 _DELTAS: Final = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
@@ -23,10 +24,14 @@ _DELTAS: Final = {"thinking": ("thinking_delta", "thinking"), "text": ("text_del
 class MessagesAnswer:
     """The HttpAnswer of one message, which has one choice."""
 
-    def __init__(self, message_id: str, model: str, plan: ParsingPlan) -> None:
+    def __init__(self, message_id: str, model: str, plan: ParsingPlan, formatter: LogprobsFormatter) -> None:
+        """`formatter`: knows where in the text each token begins."""
         self._id = message_id
         self._model = model
+        self._plan = plan
+        self._formatter = formatter
         self._parser = OutputParser(plan)
+        self._counter: ReasoningCounter | None = None  # made with the first delta: it cannot be pickled
         self._last_delta = Delta()
         self._usage = Usage()
         # Of a stream: the number of blocks that have ended, and the kind of the open one: "thinking", "text", or the
@@ -37,7 +42,7 @@ class MessagesAnswer:
     def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
         (response,) = responses
         (self._last_delta,) = response.choices
-        parts = self._parser.feed_delta(self._last_delta.text, is_last=True)
+        parts = self._parse(self._last_delta, is_last=True)
         content: list[dict[str, Any]] = []
         calls = {call.index: call for call in join_calls(parts)}
         for part in parts:
@@ -50,7 +55,7 @@ class MessagesAnswer:
                 block = _start_of(part)
                 block[kind] = part.text
                 content.append(block)
-        return self._message(content, _usage(response.final.usage)) | self._stop_fields()
+        return self._message(content, self._usage_fields(response.final.usage)) | self._stop_fields()
 
     def count_values(self, responses: Sequence[GenerateResponse]) -> int:
         return sum(count_text(choice.text) for response in responses for choice in response.choices)
@@ -58,11 +63,11 @@ class MessagesAnswer:
     def make_chunk(self, prompt_index: int, event: GenerateEvent) -> bytes:
         match event.WhichOneof("event"):
             case "started":
-                usage = _usage(Usage(prompt_tokens=event.started.prompt_tokens))
+                usage = self._usage_fields(Usage(prompt_tokens=event.started.prompt_tokens))
                 message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
                 return _event("message_start", message=message) + _event("ping")
             case "delta":
-                parts = self._parser.feed_delta(event.delta.text, is_last=bool(event.delta.finish_reason))
+                parts = self._parse(event.delta, is_last=bool(event.delta.finish_reason))
                 self._last_delta = event.delta
                 return b"".join(map(self._part_events, parts))
             case "final":
@@ -72,12 +77,20 @@ class MessagesAnswer:
     def make_end(self) -> bytes:
         return (
             self._close_block()
-            + _event("message_delta", delta=self._stop_fields(), usage=_usage(self._usage))
+            + _event("message_delta", delta=self._stop_fields(), usage=self._usage_fields(self._usage))
             + _event("message_stop")
         )
 
     def make_error(self, error: Exception) -> bytes:
         return _event("error", **anthropic_error(report_error(error)))
+
+    def _parse(self, delta: Delta, *, is_last: bool) -> list[Part]:
+        if self._plan.output_format.has_reasoning:
+            if self._counter is None:
+                skips_special = not self._plan.keeps_special_tokens
+                self._counter = ReasoningCounter(self._parser, self._formatter.offsets(skips_special, 0))
+            self._counter.feed(delta.token_ids)
+        return self._parser.feed_delta(delta.text, is_last=is_last)
 
     def _part_events(self, part: Part) -> bytes:
         """The events of a part. A part of another kind ends the open block and begins the next one."""
@@ -118,7 +131,18 @@ class MessagesAnswer:
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    def _usage_fields(self, usage: Usage) -> dict[str, Any]:
+        """Anthropic's `usage`. Its input_tokens do not include the cached ones."""
+        cached = usage.cached_device_tokens + usage.cached_host_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._counter.count() if self._counter is not None else 0},
+        }
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content,
             "usage": usage,
@@ -144,17 +168,6 @@ def _parse_input(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _usage(usage: Usage) -> dict[str, int]:
-    """Anthropic's `usage`. Its input_tokens do not include the cached ones."""
-    cached = usage.cached_device_tokens + usage.cached_host_tokens
-    return {
-        "input_tokens": usage.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage.completion_tokens,
-    }
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -23,7 +23,9 @@ class AnthropicRoutes:
         """Generates the assistant's next message, in Anthropic's form."""
         chat = await in_thread_if_long(request, body.to_chat)
         head = self._chats.response_head(f"msg_{request.scope['request_id']}", body.model)
-        return await self._chats.run(request, chat, lambda plan, _: MessagesAnswer(head.id, head.model, plan))
+        return await self._chats.run(
+            request, chat, lambda plan, _: MessagesAnswer(head.id, head.model, plan, self._chats.formatter)
+        )
 
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> dict[str, Any]:
         """Counts the tokens of a message's prompt."""

@@ -20,7 +20,14 @@ from coatcheck.proto.errors import PermissionDenied, Unauthenticated
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope as TenantScope
 from coatcheck.router.config import MESSAGE_BYTES
-from coatcheck.router.http.errors import CONNECT_PATH, ErrorReport, error_response, report_error, report_refusal
+from coatcheck.router.http.errors import (
+    ANTHROPIC_PATH,
+    CONNECT_PATH,
+    ErrorReport,
+    error_response,
+    report_error,
+    report_refusal,
+)
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
@@ -65,7 +72,7 @@ def wrap_app(
         allow_origins=cors_origins,
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
     )
 
 
@@ -73,7 +80,8 @@ class RequestGate:
     """Puts the request's id into `scope["request_id"]` and its tenant into `scope["tenant"]`, or refuses the request
     before any of its body is read.
 
-    The id is the client's x-request-id if that is safe to log, or a new one; every response has it as x-request-id.
+    The id is the client's x-request-id if that is safe to log, or a new one. Every response has it as x-request-id, and
+    those of Anthropic's API also as request-id, as Anthropic's clients read it.
     """
 
     def __init__(
@@ -96,16 +104,19 @@ class RequestGate:
             scope = {**scope, "method": "GET"}
         if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
+        sent = Headers(scope=scope)
+        given = sent.get("x-request-id", "")
         scope["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    headers["request-id"] = request_id
             await send(message)
 
-        refusal = self._refuse_host(scope, headers) or self._authenticate(scope, headers)
+        refusal = self._refuse_host(scope, sent) or self._authenticate(scope, sent)
         if refusal is not None:
             await respond_unread(scope, receive, send_with_id, refusal)
         else:

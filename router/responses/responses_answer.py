@@ -2,6 +2,7 @@
 events."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -224,6 +225,8 @@ class ResponsesAnswer:
         response = self._response("incomplete" if self._was_cut else "completed")
         if self._was_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
         parts = [item.whole() for item in self._items]
         statuses = ["completed"] * (len(parts) - 1) + ["incomplete" if self._was_cut else "completed"]
         response["output"] = [
@@ -237,18 +240,20 @@ class ResponsesAnswer:
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_device_tokens + usage.cached_host_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_device_tokens + usage.cached_host_tokens, "cache_write_tokens": 0,
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._counter.count() if self._counter is not None else 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
+        }  # fmt: skip
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response object without output."""
         return {
-            "id": self._head.id, "object": "response", "created_at": self._head.created, "status": status,
-            "model": self._head.model, "error": None, "incomplete_details": None, "output": [], "usage": None,
-            **self._settings,
+            "id": self._head.id, "object": "response", "created_at": self._head.created, "completed_at": None,
+            "status": status, "model": self._head.model, "error": None, "incomplete_details": None, "output": [],
+            "usage": None, **self._settings,
         }  # fmt: skip
 
     def _event(self, kind: str, **fields: Any) -> bytes:
