@@ -46,10 +46,10 @@ class CustomCallReader:
             if part.name in self._names:
                 self._index, self._input = part.index, _InputReader()
                 made.append(replace(part, arguments="", is_custom=True))
-            if part.index == self._index:
-                made.append(ToolCallDelta(part.index, self._input.feed(part.arguments), is_custom=True))
-            else:
+            if part.index != self._index:
                 made.append(part)
+            elif text := self._input.feed(part.arguments):
+                made.append(ToolCallDelta(part.index, text, is_custom=True))
         return join_parts(made)
 
     def finish(self) -> list[Part]:

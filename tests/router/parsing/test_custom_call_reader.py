@@ -76,13 +76,14 @@ def test_arguments_in_any_form_are_an_input(arguments: str) -> None:
 
 
 def test_an_input_is_streamed_while_it_is_generated() -> None:
-    """The text of the string is passed on at once, and an escape when it is whole."""
+    """The text of the string is passed on at once, and an escape when it is whole. What is no input makes no parts
+    after the first, which has the name."""
     parser = OutputParser(ParsingPlan(tool_mode="named", named_function="p", custom_tools=frozenset(["p"])))
     seen = [
-        "".join(call.arguments for call in join_calls(parser.feed(piece)))
-        for piece in ('{"input": "a', "b\\", "n", "c", '"}')
+        [call.arguments for call in join_calls(parser.feed(piece))]
+        for piece in ("{", '"input": ', '"a', "b\\", "n", "c", '"', "}")
     ]
-    assert seen == ["a", "b", "\n", "c", ""]
+    assert seen == [[""], [], ["a"], ["b"], ["\n"], ["c"], [], []]
 
 
 def test_text_after_a_call_ends_it() -> None:
