@@ -5,8 +5,9 @@ authenticated the client before.
 """
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
@@ -37,6 +38,8 @@ from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.serving.request_validation import check_model_name
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
+
+_ANTHROPIC_HEADER: Final = "anthropic-version"  # Anthropic's clients send it with every request
 
 
 class OpenAIRoutes:
@@ -134,16 +137,23 @@ class OpenAIRoutes:
             request, body, lambda plan, token_ids: ChatResponse(head, body, self._formatter_of(body), plan, token_ids)
         )
 
-    async def models(self) -> dict[str, Any]:
-        """Lists the names of the model that is served, and its LoRA adapters."""
-        return {"object": "list", "data": [self._model_object(name) for name in self._generation.config.model_names]}
+    async def models(self, request: Request) -> dict[str, Any]:
+        """Lists the names of the model that is served, and its LoRA adapters. Clients of Anthropic, which send the
+        header anthropic-version, get the list in Anthropic's form."""
+        names = self._generation.config.model_names
+        models = [self._model_object(name) for name in names]
+        if _ANTHROPIC_HEADER not in request.headers:
+            return {"object": "list", "data": models}
+        shown = [_anthropic_model(model) for model in models]
+        return {"data": shown, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
-    async def model(self, name: str) -> dict[str, Any]:
-        """Describes the model that is served, by one of its names, or one of its LoRA adapters."""
+    async def model(self, request: Request, name: str) -> dict[str, Any]:
+        """Describes the model that is served, by one of its names, or one of its LoRA adapters. See `models`."""
         if not name:  # /v1/models/
-            return await self.models()
+            return await self.models(request)
         check_model_name(name, self._generation.config.model_names)
-        return self._model_object(name)
+        model = self._model_object(name)
+        return _anthropic_model(model) if _ANTHROPIC_HEADER in request.headers else model
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """Returns the token ids of a text or a chat."""
@@ -224,6 +234,19 @@ class OpenAIRoutes:
             "max_model_len": model.max_model_len if model else None,
             "default_sampling": self._generation.defaults.given_values(),
         }
+
+
+def _anthropic_model(model: dict[str, Any]) -> dict[str, Any]:
+    """A model object in Anthropic's form."""
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": datetime.fromtimestamp(model["created"], UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": model["max_model_len"],
+        "max_tokens": model["max_model_len"],
+    }
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

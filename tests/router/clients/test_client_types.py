@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -254,6 +254,17 @@ async def test_messages(start_http_router: StartHttpRouter, model: TokenizerJson
     assert not is_open and len(blocks) == len(whole.content)
     assert whole.usage.output_tokens_details.thinking_tokens > 0
     assert whole.usage.output_tokens >= whole.usage.output_tokens_details.thinking_tokens
+
+
+async def test_models_in_anthropic_s_form(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
+    """For requests with the header of Anthropic's clients; their list has all models on one page."""
+    router = await start_http_router(saying(ANSWER), tokenizer=model)
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = json.loads((await router.request("GET", "/v1/models", None, headers))[2])
+    (shown,) = listed.pop("data")
+    assert listed == {"has_more": False, "first_id": shown["id"], "last_id": shown["id"]}
+    assert check(ModelInfo, shown).max_input_tokens == 2048
+    assert json.loads((await router.request("GET", f"/v1/models/{shown['id']}", None, headers))[2]) == shown
 
 
 async def test_other_responses(start_http_router: StartHttpRouter, model: TokenizerJson) -> None:
