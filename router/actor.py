@@ -7,6 +7,7 @@ Ray runs the methods on the actor's event loop. No token passes through Ray.
 
 import asyncio
 import gc
+import os
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,6 +53,10 @@ class RouterActor:
         self._address = ""
         self._starting = asyncio.Lock()
         self._heartbeat: LoopHeartbeat | None = None
+
+    async def log_file(self) -> str:
+        """Path of this process's log on its host."""
+        return os.readlink("/proc/self/fd/2")
 
     async def start(self) -> str:
         """Listens; returns the "host:port" of gRPC. A second call returns the same address, so that a new supervisor

@@ -43,6 +43,7 @@ class SupervisorHandle(Protocol):
 class RouterHandle(Protocol):
     """A handle of RouterActor (router/actor.py), for the supervisor."""
 
+    log_file: RemoteMethod[[], str]
     start: RemoteMethod[[], str]
     http_address: RemoteMethod[[], str]
     update_groups: RemoteMethod[[bytes], GroupListVersion]

@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.actor_handles import RouterHandle
 from coatcheck.cluster.ray_cluster.cluster_state import RouterState
 from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.rank_actors import summarize_error
-from coatcheck.cluster.supervision.rank_end import HANG_SECONDS
+from coatcheck.cluster.supervision.rank_end import HANG_SECONDS, read_log_tail
 from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
@@ -25,6 +25,12 @@ _ANSWER_SECONDS = 5.0
 # counted all waits.
 _WAIT_SECONDS = 0.5
 _RESTART_SECONDS = 0.5
+# `restart_router` fails once this many starts in a row have failed. The first may fail because the port of the former
+# process is not free yet.
+_MAX_FAILED_STARTS = 3
+# `restart_router` fails if the router has not served for this long. A start takes a few seconds of CPU time, so a
+# hundredth of a core is enough.
+_START_SECONDS = 600.0
 
 T = TypeVar("T")
 
@@ -68,7 +74,10 @@ class RouterSupervisor:
         self._configuration = ""
         self._held = NO_LIST  # the list that the router has, as far as is known
         self._is_stale = asyncio.Event()  # set when the router may lack a change
-        self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
+        # Cleared by `restart_router`. Set when the router serves, and when `restart_router` should not wait any longer.
+        self._restart_ended = asyncio.Event()
+        self._failed_starts = 0  # in a row
+        self._log = ""  # path of the process's log on its host; "" until a new process runs
         self._is_draining = False
         self._is_restarting = False  # by `restart_router`
         self._is_removed = False
@@ -155,8 +164,8 @@ class RouterSupervisor:
 
         For `announce_seconds` the old process accepts requests, but its health check says that it drains. Then it
         refuses new requests, and its running requests have `drain_seconds` to end. Raises Unavailable if the router
-        does not serve, if the old process is lost before it has drained, or if the router's node leaves before the new
-        process serves.
+        does not serve, if the old process is lost before it has drained, if 3 starts in a row fail, if the router does
+        not serve within 600 s, or if its node leaves before. The router is started again in any case but the last.
         """
         actor = self._actor  # `_actor` is None, or another process, if this one is lost meanwhile
         if actor is None or not self.address:
@@ -170,17 +179,20 @@ class RouterSupervisor:
         except RayError as error:
             why = summarize_error(error)
             raise Unavailable(f"{self._config.name} was lost before it had drained: {why}; try again") from None
-        self._serves.clear()
+        self._failed_starts = 0
+        self._restart_ended.clear()
         await self.stop_router(now=False)
-        await self._serves.wait()
+        await _wait_in_parts(asyncio.ensure_future(self._restart_ended.wait()), _START_SECONDS)
         if self._is_removed:
             raise Unavailable(f"{self._config.name} is gone with its node")
+        if not self.address:
+            raise Unavailable(f"{self._config.name} does not start again: {self._why_not_serving()}")
 
     async def remove_router(self) -> None:
         """Kill the process for good, because its node is gone. A `restart_router` that waits for the next process
         fails."""
         self._is_removed = True
-        self._serves.set()
+        self._restart_ended.set()
         await self.stop_router(now=True)
         self.forget_ports()
 
@@ -204,12 +216,20 @@ class RouterSupervisor:
         """Find the running router, or start it. Return once it serves. Raises _SettingsChanged if `set_config` was
         called while a process started: a rollout restarts only routers that serve."""
         config = self._config
+        self._log = ""
         actor = launch.find_router(config.name)
         is_new = actor is None
         if actor is None:
             actor = launch.start_router(config, self._resource, self._node)
         self._actor = actor
-        address, http_address = await (_start_router(actor) if is_new else _adopt_router(actor))
+        try:
+            if is_new:
+                self._log = await actor.log_file.remote()
+            address, http_address = await (_start_router(actor) if is_new else _adopt_router(actor))
+        except RayError:
+            # One that was found has ended, and Ray has not noticed yet: no start has failed.
+            self._failed_starts += is_new
+            raise
         if is_new and self._config != config:
             raise _SettingsChanged
         self._keep_ports(address, http_address)
@@ -219,7 +239,8 @@ class RouterSupervisor:
         self._last_failure = self._end[1]
         self._restarts += self._end[0] != "starting"
         self._end = ("starting", "")
-        self._serves.set()
+        self._failed_starts = 0
+        self._restart_ended.set()
         self.has_served = True
         self._send_configuration()
         self._held = NO_LIST
@@ -274,9 +295,19 @@ class RouterSupervisor:
         if self.address and self._is_draining and not isinstance(error, TimeoutError):
             self._end = ("ended", "")
         elif self.has_served:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            is_told = isinstance(cause, CoatcheckError | TimeoutError)
-            self._end = ("lost", str(cause) if is_told else summarize_error(cause))
+            self._end = ("lost", _explain_end(error, "" if self.address else self._log))
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            self._restart_ended.set()
+
+    def _why_not_serving(self) -> str:
+        """Why the router does not serve when `restart_router` gives up."""
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            return f"{self._end[1]}; {self._failed_starts} starts in a row failed, and it is started again and again"
+        waited = f"within {_START_SECONDS:g} s"
+        before = f"; the start before failed: {self._end[1]}" if self._failed_starts else ""
+        if self._log:
+            return f"its process runs, and does not serve {waited} (log: {self._log}{_last_lines(self._log)}){before}"
+        return f"Ray has started no process for it {waited}; `ray status` shows what Ray lacks{before}"
 
     def _send_configuration(self) -> None:
         # A router of an older version has no such method.
@@ -310,10 +341,33 @@ async def _adopt_router(actor: RouterHandle) -> tuple[str, str]:
 
 async def _answer_in_time(answer: asyncio.Future[T]) -> T:
     """The router's answer. Raises TimeoutError if the router has not answered after HANG_SECONDS."""
-    try:
-        for _ in range(round(HANG_SECONDS / _WAIT_SECONDS)):
-            if (await asyncio.wait([answer], timeout=_WAIT_SECONDS))[0]:
-                return answer.result()
-    finally:
-        answer.cancel()
+    if await _wait_in_parts(answer, HANG_SECONDS):
+        return answer.result()
     raise TimeoutError(f"its process has not answered for {HANG_SECONDS:g} s")
+
+
+async def _wait_in_parts(future: asyncio.Future[T], seconds: float) -> bool:
+    """Whether `future` is done after at most `seconds`; if not, it is cancelled."""
+    try:
+        for _ in range(round(seconds / _WAIT_SECONDS)):
+            if (await asyncio.wait([future], timeout=_WAIT_SECONDS))[0]:
+                return True
+        return False
+    finally:
+        future.cancel()
+
+
+def _explain_end(error: Exception, log: str) -> str:
+    """Why a router's process ended, hangs or did not start. `log`: its log file, or "". The last lines of the log are
+    shown if the process has died, since no exception says why."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, CoatcheckError | TimeoutError):
+        return str(cause)
+    if isinstance(cause, RayActorError) and cause.actor_init_failed:
+        return str(cause).strip().splitlines()[-1]  # of the traceback
+    last_lines = "" if isinstance(error, RayTaskError) else _last_lines(log)
+    return summarize_error(cause) + (f" (log: {log}{last_lines})" if log else "")
+
+
+def _last_lines(log: str) -> str:
+    return f"; its last lines: {tail}" if (tail := read_log_tail(log)) else ""

@@ -55,6 +55,9 @@ class FakeRouterActor:
     def __getattr__(self, name: str) -> FakeMethod:
         return FakeMethod(getattr(self, f"_{name}"))
 
+    async def _log_file(self) -> str:
+        return ""
+
     async def _start(self) -> str:
         return f"host:{self.config.port or 5000}"
 

@@ -114,13 +114,23 @@ async def test_all_routers_have_the_same_key_for_resume_tickets(
     ]  # fmt: skip
 
 
-async def test_a_restarted_router_is_waited_for(supervise: Supervise, started: list[FakeRouterActor]) -> None:
+async def test_a_restarted_router_is_waited_for(
+    supervise: Supervise, started: list[FakeRouterActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A restart is complete when the new process uses the group that serves: until then another router must not be
     restarted."""
     routers = await supervise(grpc_port=0)
+    may_serve = asyncio.Event()
+
+    async def start(self: FakeRouterActor) -> str:
+        await may_serve.wait()
+        return f"host:{self.config.port}"
+
+    monkeypatch.setattr(FakeRouterActor, "_start", start)
     restart = asyncio.create_task(routers.restart_router("host:5000", 0.0))
     await until(lambda: len(started) == 2)
     started[1].unconnected = {"group-0"}
+    may_serve.set()
     await until(lambda: bool(started[1].groups))
     asked = started[1].asked
     await until(lambda: started[1].asked > asked + 1)

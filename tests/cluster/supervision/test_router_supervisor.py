@@ -1,9 +1,14 @@
-"""A router that hangs is told from one that is busy, or that a suspended supervisor has not heard."""
+"""A router that hangs is told from one that is busy, or that a suspended supervisor has not heard. A restart whose new
+process does not serve fails."""
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
 from coatcheck.bench.setup.max_wait import MAX_WAIT_SECONDS
 from coatcheck.cluster.ray_cluster import launch, ray_kv
@@ -11,6 +16,7 @@ from coatcheck.cluster.supervision import router_supervisor
 from coatcheck.cluster.supervision.poll_interval import PollInterval
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.cluster.supervision.versioned_group_list import VersionedGroupList
+from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.router.actor import RouterReport
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat
@@ -54,6 +60,118 @@ async def test_a_router_that_hangs_is_not_adopted(
             await asyncio.sleep(0.01)
     supervision.cancel()
     assert hung.is_dead and router.state.last_failure == reason
+
+
+@pytest.fixture
+async def restarted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RouterSupervisor]:
+    """The supervisor of a router that serves."""
+    monkeypatch.setattr(launch, "find_router", lambda name: None)
+    monkeypatch.setattr(launch, "start_router", lambda config, resource, node: FakeRouterActor(config))
+    monkeypatch.setattr(launch, "kill_actor", lambda actor: setattr(actor, "is_dead", True))
+    monkeypatch.setattr(ray_kv, "write_number", lambda key, number: None)
+    monkeypatch.setattr(router_supervisor, "_RESTART_SECONDS", 0.01)
+    router = RouterSupervisor(RouterConfig("m"), VersionedGroupList(), PollInterval(0.01), has_served=True)
+    supervision = asyncio.create_task(router.supervise_router())
+    await until_serving(router)
+    yield router
+    supervision.cancel()
+
+
+async def until_serving(router: RouterSupervisor) -> None:
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
+        while not router.address:  # noqa: ASYNC110  # the address has no event
+            await asyncio.sleep(0.01)
+
+
+class _CreationFailed(RayActorError):
+    """What Ray raises if the constructor of an actor, or the import of its class, fails."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            error_msg="The actor died because of an error raised in its creation task, ray::RouterActor\n"
+            "  File router/actor.py, line 1\nImportError: no module named grpc\n",
+            actor_init_failed=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "reason"),
+    [
+        ("_log_file", _CreationFailed(), "ImportError: no module named grpc"),
+        ("_start", RayActorError(), "its process died (log: {log}; its last lines: loading | Fatal Python error)"),
+        ("_start", ImportError("no module named grpc"), "ImportError: no module named grpc (log: {log})"),
+        ("_start", InvalidConfig("tls-cert is no file"), "tls-cert is no file"),
+    ],
+    ids=["class", "crash", "import", "refusal"],
+)
+async def test_a_restart_of_a_router_that_cannot_start_fails(
+    restarted: RouterSupervisor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
+    error: Exception,
+    reason: str,
+) -> None:
+    """After three failed starts in a row `restart_router` raises the reason: the error, or the last lines of the log. A
+    name that Ray has not freed yet is no failed start. The supervisor goes on, and the router serves once it can."""
+    log = tmp_path / "worker.err"
+    log.write_text("loading\nFatal Python error\n")
+    failures = [error] * 3
+    if not isinstance(error, RayActorError):
+        failures = [RayTaskError("start", "", error)] * 3
+    starts: list[str] = []
+    names_in_use = 5
+
+    def start_router(config: RouterConfig, resource: str | None, node: str | None) -> FakeRouterActor:
+        nonlocal names_in_use
+        starts.append("name in use" if names_in_use else "started")
+        if names_in_use:
+            names_in_use -= 1
+            raise ValueError("the name router-0 is taken")
+        actor = FakeRouterActor(config)
+
+        async def fail() -> str:
+            if failures:
+                raise failures.pop()
+            answer: str = await getattr(FakeRouterActor, method)(actor)
+            return answer
+
+        monkeypatch.setattr(actor, "_log_file", AsyncMock(return_value=str(log)))
+        monkeypatch.setattr(actor, method, fail)
+        return actor
+
+    monkeypatch.setattr(launch, "start_router", start_router)
+    with pytest.raises(Unavailable) as failed:
+        await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
+    why = reason.format(log=log)
+    assert str(failed.value) == (
+        f"router-0 does not start again: {why}; 3 starts in a row failed, and it is started again and again"
+    )
+    assert starts == ["name in use"] * 5 + ["started"] * 3 and restarted.state.reason == why
+    await until_serving(restarted)
+    assert restarted.state.state == "serving" and restarted.state.last_failure == why
+
+
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_restart_does_not_wait_for_ever(
+    restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: bool
+) -> None:
+    """After ten minutes `restart_router` fails, and says whether there is a process. The supervisor waits on."""
+    monkeypatch.setattr(router_supervisor, "_START_SECONDS", 1.0)
+    may_start = asyncio.Event()
+
+    async def wait_for_start(self: FakeRouterActor) -> str:
+        await may_start.wait()
+        return "host:5000" if runs else ""
+
+    monkeypatch.setattr(FakeRouterActor, "_start" if runs else "_log_file", wait_for_start)
+    if runs:
+        monkeypatch.setattr(FakeRouterActor, "_log_file", AsyncMock(return_value="/logs/worker.err"))
+    said = "its process runs, and does not serve within 1 s .log: /logs/worker.err." if runs else "`ray status` shows"
+    with pytest.raises(Unavailable, match=f"router-0 does not start again: .*{said}"):
+        await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
+    may_start.set()
+    await until_serving(restarted)
 
 
 async def test_a_supervisor_that_was_suspended_itself_reads_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import pytest
 
 from coatcheck import __version__
@@ -101,6 +103,36 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
 
 
 @pytest.mark.ray
+@pytest.mark.full  # a start of a cluster, and four of a router
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module' \(log: \S+\)"),
+        ("import os; os.write(2, b'broken'); os._exit(3)", r"its process died \(log: \S+; its last lines: .*broken\)"),
+    ],
+    ids=["import", "crash"],
+)
+def test_a_router_that_cannot_start_is_an_error(tmp_path: Path, tiny_model: Path, broken: str, reason: str) -> None:
+    """`coatcheck restart --routers` to a version whose router cannot start fails with the reason, and does not wait for
+    ever. Another version is enough to bring the router back."""
+    installed = Installed(tmp_path / "installed")
+    installed.install("0.0.1")
+    with RayNodes(tmp_path, head_cpus=2, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
+        flags = ["--groups", "2", "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
+        command = [str(tiny_model), *flags, "--ray-address", nodes.address]
+        with Serving(*command, environment=nodes.environment) as serving:
+            serving.wait_ready()
+            installed.install("0.0.2", changed=[("router/server.py", "(?m)^class Router:", f"{broken}\n\\g<0>")])
+            flags = ["group-0", "--routers", "--ray-address", nodes.address, "--drain-seconds", "1"]
+            done = coatcheck("restart", *flags, environment=nodes.environment, seconds=4 * MAX_WAIT_SECONDS)
+            said = f"router-0 does not start again: {reason}; 3 starts in a row failed"
+            assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
+            installed.install("0.0.3")
+            # Its own version may be the broken one: it may have begun to start just before, and import the rest now.
+            until(lambda: versions_if_served(serving)[1:] == ["0.0.2", "0.0.1"], "the router is back")
+
+
+@pytest.mark.ray
 @pytest.mark.full  # two starts for one refusal
 def test_serve_refuses_a_supervisor_of_another_contract(tmp_path: Path, tiny_model: Path) -> None:
     """`serve` asks a supervisor that runs already for its contract. Another one is refused with both numbers, and the
@@ -129,6 +161,13 @@ def versions(serving: Serving) -> list[str]:
     """The version of the router, then of each group."""
     status = serving.status()
     return [status["version"], *(group.get("version", "") for group in status["groups"])]
+
+
+def versions_if_served(serving: Serving) -> list[str]:
+    """As `versions`; empty while no router serves."""
+    with suppress(grpc.RpcError):
+        return versions(serving)
+    return []
 
 
 def test_another_version_can_be_made(tmp_path: Path) -> None:
