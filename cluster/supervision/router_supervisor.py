@@ -224,7 +224,8 @@ class RouterSupervisor:
         self._actor = actor
         try:
             if is_new:
-                self._log = await actor.log_file.remote()
+                with suppress(RayTaskError):  # an older version of the router is installed, which has no such method
+                    self._log = await actor.log_file.remote()
             address, http_address = await (_start_router(actor) if is_new else _adopt_router(actor))
         except RayError:
             # One that was found has ended, and Ray has not noticed yet: no start has failed.

@@ -152,6 +152,16 @@ async def test_a_restart_of_a_router_that_cannot_start_fails(
     assert restarted.state.state == "serving" and restarted.state.last_failure == why
 
 
+async def test_a_router_of_an_older_version_starts(
+    restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor starts the router that is installed, which may not know every method of its own."""
+    missing = AsyncMock(side_effect=RayTaskError("log_file", "", AttributeError("log_file")))
+    monkeypatch.setattr(FakeRouterActor, "_log_file", missing)
+    await asyncio.wait_for(restarted.restart_router(0.0, 0.0), MAX_WAIT_SECONDS)
+    assert missing.await_count == 1
+
+
 @pytest.mark.parametrize("runs", [False, True])
 async def test_a_restart_does_not_wait_for_ever(
     restarted: RouterSupervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: bool
