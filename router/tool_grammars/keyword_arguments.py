@@ -23,13 +23,5 @@ def keyword_arguments(index: int, function: FunctionSchema, rules: Rules) -> str
     if properties is None:
         one = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" {rules.schema({})}'
         return f'({one} (", " {one})*)?'
-    if not properties:
-        return ""
-    first = rest = ""  # the rules for the arguments from here on, if none is written yet, and if one is
-    for place, argument in reversed(list(enumerate(properties))):
-        value = f'"{argument.name}=" {rules.schema(argument.document)}'
-        later = f'", " {value}' if argument.is_required else f'(", " {value})?'
-        begun = [f"{value} {rest}"] + ([] if argument.is_required or not first else [first])
-        first = rules.rule(f"first_{index}_{place}", " | ".join(begun))
-        rest = rules.rule(f"rest_{index}_{place}", f"{later} {rest}")
-    return first if any(argument.is_required for argument in properties) else f"({first})?"
+    values = [(f'"{one.name}=" {rules.schema(one.document)}', one.is_required) for one in properties]
+    return rules.listed(str(index), values, '", "')

@@ -12,8 +12,8 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 # What may be at the root of a schema whose properties are enforced one by one.
 _ROOT_KEYS: Final = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema",
                      "x-guidance", "strict", *_DEFINITIONS}  # fmt: skip
-_NOTES: Final = ("title", "description", "default", "examples")
-_LIST_KEYS: Final = {"type", "items", *_NOTES}
+NOTES: Final = ("title", "description", "default", "examples")  # keywords that do not constrain
+_LIST_KEYS: Final = {"type", "items", *NOTES}
 _MAX_REFERENCES: Final = 16
 
 
@@ -79,7 +79,7 @@ def resolve_reference(schema: dict[str, Any], parameters: dict[str, Any]) -> dic
     found = schema
     for _ in range(_MAX_REFERENCES):
         reference = found.get("$ref")
-        if not isinstance(reference, str) or found.keys() - {"$ref", *_NOTES}:
+        if not isinstance(reference, str) or found.keys() - {"$ref", *NOTES}:
             return found
         target: object = parameters
         for step in reference.removeprefix("#/").split("/"):

@@ -5,7 +5,7 @@ of the marker as text.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from coatcheck.proto.errors import InvalidRequest
@@ -81,6 +81,19 @@ class Rules:
         if begins_with_token(marker, self._special_ids):
             return self.rule(name, f"{text} {self.marker(marker)}")
         return self.rule(f"{name}[lazy]", f"{text} {quote(marker)}").removesuffix("[lazy]")
+
+    def listed(self, name: str, parts: Sequence[tuple[str, bool]], separator: str) -> str:
+        """A list of parts in their order, each with whether it must be there. `name`: the beginning of new names of
+        rules. `separator`: in quotation marks."""
+        if not parts:
+            return ""
+        first = rest = ""  # the rules for the parts from here on, if none is written yet, and if one is
+        for place, (part, is_required) in reversed(list(enumerate(parts))):
+            later = f"{separator} {part}" if is_required else f"({separator} {part})?"
+            begun = [f"{part} {rest}"] + ([] if is_required or not first else [first])
+            first = self.rule(f"first_{name}_{place}", " | ".join(begun))
+            rest = self.rule(f"rest_{name}_{place}", f"{later} {rest}")
+        return first if any(is_required for _, is_required in parts) else f"({first})?"
 
     def written(self, start: str) -> str:
         """The grammar, whose first rule has the body `start`."""

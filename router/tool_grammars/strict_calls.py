@@ -3,7 +3,7 @@
 In the formats hermes and minimax a call is between tags, which are text. In mistral, deepseek_v3 and kimi_k2 the
 markers of a call are special tokens; if the tokenizer lacks them, strict tools are refused. In llama3_json and pythonic
 a text that begins like a call must be a call. argument_tags.py and element_tags.py have the formats with a tag for each
-argument.
+argument, and gemma_values.py has Gemma 4's.
 """
 
 import re
@@ -18,6 +18,7 @@ from coatcheck.router.parsing.xml_tool_parser import XmlCallFormat
 from coatcheck.router.tool_grammars.argument_tags import tagged_arguments
 from coatcheck.router.tool_grammars.call_grammar import FunctionSchema, json_arguments, make_grammar
 from coatcheck.router.tool_grammars.element_tags import element_calls
+from coatcheck.router.tool_grammars.gemma_values import gemma_calls
 from coatcheck.router.tool_grammars.input_grammar import CustomFunction
 from coatcheck.router.tool_grammars.keyword_arguments import keyword_arguments
 from coatcheck.router.tool_grammars.rules import ANY_TEXT, Rules, quote
@@ -51,6 +52,8 @@ def strict_calls_grammar(
             return make_grammar(rules.written(_json_texts(functions, rules)), prefix)
         case "minimax_m3":
             return make_grammar(rules.written(element_calls(functions, rules)), prefix)
+        case "gemma4":
+            return make_grammar(rules.written(gemma_calls(functions, rules)), prefix)
         case "pythonic":
             return make_grammar(rules.written(_python_list(functions, rules)), prefix)
         case "openai" if rules.has(*_HARMONY):

@@ -174,5 +174,5 @@ def test_what_has_no_counterpart_in_json_is_refused(definition: str, words: str)
 def test_a_format_without_strict_calls_refuses_grammars() -> None:
     """The error says that the call must be required."""
     with pytest.raises(InvalidRequest, match="custom tools with a grammar need tool_choice"):
-        strict_calls_grammar([tool(SUM)], "gemma4", {})
+        strict_calls_grammar([tool(SUM)], "mistral", {})
     assert not CustomFunction("free").strict

@@ -240,7 +240,7 @@ def test_an_empty_text_is_a_choice_like_another(
         assert allows(grammar, (), call) == (unit in allowed), unit
 
 
-@pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3", "gemma4", "apertus"])
+@pytest.mark.parametrize("tool_format", ["openai", "mistral", "kimi_k2", "deepseek_v3", "apertus"])
 def test_formats_without_their_tokens_are_refused(tool_format: str) -> None:
     """Formats whose markers must be special tokens of the tokenizer."""
     with pytest.raises(InvalidRequest, match="strict tools need tool_choice"):
