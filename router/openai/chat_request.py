@@ -23,7 +23,7 @@ from coatcheck.router.openai.tools import (
 from coatcheck.router.parsing.output_parser import ParsingPlan, ToolMode
 from coatcheck.router.text.reasoning_variables import ReasoningVariables, ReasoningWish
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
-from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction
+from coatcheck.router.tool_grammars.input_grammar import INPUT, CustomFunction, check_definitions
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 
 
@@ -326,6 +326,7 @@ class ChatRequest(SamplingFields):
             raise InvalidParameter("tool_choice", f"names {self.named_function[:80]!r}, which is not among the tools")
         if not constrained:
             return replace(grammar, prefix=prefix) if grammar is not None else None
+        check_definitions(constrained)
         if grammar is not None and self.tool_mode == "auto":
             raise InvalidRequest(
                 "structured output cannot be combined with strict tool calls, or with custom tools that have a "

@@ -5,11 +5,12 @@ its calls back into inputs. An InputGrammar constrains the input: as it is in th
 quotation marks, and in its JSON form in the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.proto.grammar import JSON_STYLE, Grammar
+from coatcheck.proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
 from coatcheck.router.tool_grammars.lark_grammar import LarkGrammar, escape_slashes
 from coatcheck.router.tool_grammars.rules import Rules
 
@@ -92,3 +93,15 @@ class CustomFunction:
         """The function as chat templates get it."""
         description = {"description": self.description} if self.description else {}
         return {"name": self.name, **description, "parameters": self.parameters}
+
+
+def check_definitions(functions: Sequence[object]) -> None:
+    """Raises InvalidRequest for definitions of custom tools among `functions` that are together too long to be
+    translated in a short time."""
+    grammars = [one.input_grammar for one in functions if isinstance(one, CustomFunction)]
+    length = sum(len(grammar.definition) for grammar in grammars if grammar is not None)
+    if length > MAX_BYTES:
+        raise InvalidRequest(
+            f"the grammars of the custom tools have {length} characters together; the maximum is {MAX_BYTES}; send "
+            "fewer tools or shorter grammars"
+        )

@@ -23,6 +23,7 @@ _CLASSES: Final = {
     "D": _ESCAPED, "W": _ESCAPED, "S": _ESCAPED - _SPACE,
 }  # fmt: skip
 _ESCAPE: Final = re.compile(r"\\(?:x(?P<hex>[0-9A-Fa-f]{2})|(?P<one>[^xuUpP0-9]))", re.DOTALL)
+_WIDE: Final = re.compile(r"\\(?:x|u)\{([0-9A-Fa-f]{1,6})\}|\\u([0-9A-Fa-f]{4})")
 _FLAGS: Final = re.compile(r"\(\?(?P<on>[imsU]*)(?:-(?P<off>[imsU]+))?(?P<end>[:)])|\(\?P?<[A-Za-z_]\w*>")
 
 
@@ -77,7 +78,7 @@ def _quote_escape(pattern: str, at: int) -> tuple[str, int]:
 
 def _read_escape(pattern: str, at: int) -> tuple[Collection[int], int, bool]:
     """(the code points of _ESCAPED that the escape at `at` matches, where it ends, whether it is a class)."""
-    if (wide := re.compile(r"\\(?:x|u)\{([0-9A-Fa-f]{1,6})\}|\\u([0-9A-Fa-f]{4})").match(pattern, at)) is not None:
+    if (wide := _WIDE.match(pattern, at)) is not None:
         return _ESCAPED & {int(wide[1] or wide[2], 16)}, wide.end(), False
     found = _ESCAPE.match(pattern, at)
     if found is None:

@@ -127,15 +127,21 @@ def _terminal(prefix: str, name: str) -> str:
 
 
 def _is_recursive(uses: dict[str, set[str]]) -> bool:
-    """Whether a name is used in its own definition. `uses`: the names in each definition."""
-    left = dict(uses)
-    while left:
-        leaves = [name for name, used in left.items() if used.isdisjoint(left)]
-        if not leaves:
-            return True
-        for name in leaves:
-            del left[name]
-    return False
+    """Whether a name is used in its own definition. `uses`: the names in each definition. Takes linear time."""
+    users: dict[str, list[str]] = {}
+    for name, used in uses.items():
+        for one in used & uses.keys():
+            users.setdefault(one, []).append(name)
+    open_uses = {name: len(used & uses.keys()) for name, used in uses.items()}
+    leaves = [name for name, count in open_uses.items() if not count]
+    num_resolved = 0
+    while leaves:
+        num_resolved += 1
+        for name in users.get(leaves.pop(), ()):
+            open_uses[name] -= 1
+            if not open_uses[name]:
+                leaves.append(name)
+    return num_resolved < len(uses)
 
 
 def _imported(text: str, prefix: str, *, is_quoted: bool) -> Iterator[str]:

@@ -34,7 +34,7 @@ def answer_to(submit: Submit) -> str:
         return "<think>hm</think>It rains."
     if structured.HasField("json_schema"):
         return ARGUMENTS
-    if structured.HasField("grammar") and "TAG_TEXT" not in structured.grammar:
+    if structured.HasField("grammar") and "opening_0" not in structured.grammar:  # a call is required
         return f"[{call}]"
     return f"<think>hm</think>so<tool_call>\n{call}\n</tool_call>" if name else "<think>hm</think>It rains."
 

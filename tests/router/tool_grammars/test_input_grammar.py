@@ -1,6 +1,8 @@
 """The grammar of a custom tool's input holds in every format of calls, as text and inside of JSON."""
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from coatcheck.router.openai.tools import Function
 from coatcheck.router.parsing.output_format import OutputFormat
 from coatcheck.router.parsing.output_parser import OutputParser, ParsingPlan
 from coatcheck.router.tool_grammars.call_grammar import named_call_grammar, required_calls_grammar
-from coatcheck.router.tool_grammars.input_grammar import CustomFunction, InputGrammar
+from coatcheck.router.tool_grammars.input_grammar import CustomFunction, InputGrammar, check_definitions
 from coatcheck.router.tool_grammars.json_quoted import quote_pattern
 from coatcheck.router.tool_grammars.strict_calls import strict_calls_grammar
 from tests.router.tiny_tokenizer import byte_level_tokenizer
@@ -176,3 +178,29 @@ def test_a_format_without_strict_calls_refuses_grammars() -> None:
     with pytest.raises(InvalidRequest, match="custom tools with a grammar need tool_choice"):
         strict_calls_grammar([tool(SUM)], "mistral", {})
     assert not CustomFunction("free").strict
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n',
+        "start: A\nA: /" + r"[\n-a]" * 9000 + "/",
+        'start: "' * 8000,
+        "start: /" * 8000,
+    ],
+    ids=["a chain of rules", "many classes", "strings that do not end", "patterns that do not end"],
+)
+def test_a_long_definition_takes_little_time(definition: str) -> None:
+    """Less than a second of CPU for the longest one, also if it is wrong."""
+    began = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        named_call_grammar(tool(definition))
+    assert time.process_time() - began < 1.0
+
+
+def test_definitions_are_limited_together() -> None:
+    """Each may have 65,536 characters, and all of a request four times as many."""
+    long = tool("a" * 65536, "regex")
+    check_definitions([long] * 4)
+    with pytest.raises(InvalidRequest, match="327680 characters together; the maximum is 262144"):
+        check_definitions([long] * 5)
